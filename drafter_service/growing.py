@@ -1,0 +1,261 @@
+"""All living trees of one drafter: one draft forward per level for the frontiers of every tree.
+
+A level: choose rows (catch-up tokens first, else the frontier) → ONE forward → processed laws cut to K atoms and rounded to integers
+→ children drawn from exactly those integers → Grow frames. Everything here runs on one thread and knows nothing of streams.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
+from rootward.core.growth import Growth, Policy
+from rootward.core.living_tree import ROOT, LivingTree
+from rootward.core.requests import Law, Sampling
+from rootward.core.rng import Key, draw_words, target_gumbel
+from rootward.core.rows import Row, quantise_top
+from rootward.engine.sampling import processed, top_atoms
+from rootward.ports import LanguageModel, Rows
+
+K = TypeVar("K")  # what names a slot of a stream
+
+CHAIN_IDS = 1 << 40  # node ids of catch-up tokens in the KV tree; drawn nodes count up from 1 and never get there
+PLAIN_LAW = Sampling(temperature=1.0)  # what chosen trees rank by when the target decodes greedily
+
+
+@dataclass(slots=True)
+class GrowingTree:
+    """One slot of one stream. `pending`: committed tokens that are not in the KV cache yet; the last of them is the root."""
+
+    open: Open
+    tree: LivingTree
+    growth: Growth
+    kv_slot: int
+    pending: list[int]
+    key: Key
+    arrived_s: float
+    sent: int = 1  # first node id that no frame has carried
+    rows_sent: set[int] = field(default_factory=set)
+    told_rest: bool = False
+    exhausted: bool = False  # the draft model's context is full
+
+    @property
+    def ratio(self) -> bool:
+        return self.open.law in (Law.SAMPLED, Law.GREEDY)
+
+
+class Grower(Generic[K]):
+    """Trees by key (whatever names a slot of a stream). `incarnation` keeps draws of a restarted process apart."""
+
+    def __init__(
+        self, model: LanguageModel, *, incarnation: int, max_rows: int = 256, prefill_chunk: int = 256, policy: Policy | None = None
+    ) -> None:
+        self.model, self.incarnation = model, incarnation
+        self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
+        self.policy = policy or Policy(Law.SAMPLED)
+        self.trees: dict[K, GrowingTree] = {}
+        self._num_draws = 0  # counts over the life of the process: a draw number is never used twice
+
+    # -- what a verifier says -----------------------------------------------------------------------------------------
+
+    def open(self, key: K, message: Open) -> Reject | None:
+        """Start a tree; the answer is a Reject when it cannot be taken."""
+        if key in self.trees:
+            return Reject(message.slot, "slot is open already; use a new number")
+        if len(message.prefix) >= self.model.info.max_positions:
+            limit = self.model.info.max_positions
+            return Reject(message.slot, f"prefix of {len(message.prefix)} tokens does not fit the draft context of {limit}")
+        if max(message.prefix) >= self.model.info.vocab_size:
+            return Reject(message.slot, f"token {max(message.prefix)} is outside the draft vocabulary of {self.model.info.vocab_size}")
+        if self.model.num_free_slots == 0:
+            return Reject(message.slot, "no free slot", retry_after_ms=1000)
+        self.trees[key] = self._planted(message)
+        return None
+
+    def commit(self, key: K, message: Commit) -> tuple[Grow | None, NeedSync | None]:
+        """The truth advanced. First what was drawn under the old base, then perhaps a plea for the prefix."""
+        growing = self.trees.get(key)
+        if growing is None:
+            return None, None
+        tree = growing.tree
+        if message.base_len + len(message.tokens) <= tree.length and message.base_len < tree.length:
+            return None, None  # heard already
+        hash_after = tree.hash
+        for token in message.tokens:
+            hash_after = extend_hash(hash_after, token)
+        if message.base_len != tree.length or hash_after != message.hash_after:
+            return None, NeedSync(message.slot, tree.length, tree.hash)
+        unsent = self._frame(growing, 0) if growing.sent < tree.next_id else None
+        self._reroot(growing, message.tokens)
+        growing.arrived_s = time.monotonic()
+        return unsent, None
+
+    def close(self, key: K) -> None:
+        if (growing := self.trees.pop(key, None)) is not None:
+            self.model.close(growing.kv_slot)
+
+    # -- growth -------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not any(self._wants_level(g) for g in self.trees.values())
+
+    def level(self) -> list[tuple[K, Grow]]:
+        """One draft forward for all trees that can use one; the frames it makes."""
+        start_s = time.monotonic()
+        active = [(key, g) for key, g in self.trees.items() if self._wants_level(g)]
+        work = [(g, rows, nodes) for (g, rows, nodes) in self._rows([g for _, g in active]) if len(rows.node)]
+        if work:
+            self._forward(work)
+        frames: list[tuple[K, Grow]] = []
+        for key, growing in active:
+            if not growing.pending:
+                growing.growth.draw(lambda n, g=growing: self._new_words(g, n))  # type: ignore[misc]
+            rest = growing.growth.at_rest
+            if growing.sent < growing.tree.next_id or (rest and not growing.told_rest):
+                frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
+        return frames
+
+    def _planted(self, message: Open) -> GrowingTree:
+        hash_ = 0
+        for token in message.prefix:
+            hash_ = extend_hash(hash_, token)
+        info = self.model.info
+        eos = message.eos_ids
+        tree = LivingTree(len(message.prefix), hash_, vocab_size=info.vocab_size, node_cap=message.node_cap, eos_ids=eos)
+        policy = Policy(
+            message.law,
+            message.node_cap,
+            message.max_depth,
+            message.topk,
+            self.policy.draws_per_level,
+            self.policy.acceptance,
+            self.policy.family,
+        )
+        growth = Growth(tree, policy, max_positions=info.max_positions)
+        key = Key(message.seed, message.choice)
+        return GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, time.monotonic())
+
+    def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
+        """Commit the part of the path whose KV is there; the rest becomes catch-up work."""
+        walked = growing.tree.commit(tokens)
+        held = 0
+        if not growing.pending:
+            for node in walked:
+                if node is None or not growing.growth.is_expanded(node):
+                    break
+                held += 1
+            if held:
+                last = walked[held - 1]
+                assert last is not None
+                self.model.commit(growing.kv_slot, last, keep_below=True)
+        growing.pending += [int(t) for t in tokens[held:]]
+        if growing.pending:
+            self.model.release(growing.kv_slot)
+        growing.growth.rerooted()
+        growing.rows_sent = {n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT}
+        growing.told_rest = False
+        growing.exhausted = growing.tree.length >= self.model.info.max_positions
+
+    def _wants_level(self, growing: GrowingTree) -> bool:
+        if growing.exhausted:
+            return not growing.told_rest
+        return bool(growing.pending) or not growing.growth.at_rest or not growing.told_rest
+
+    def _rows(self, active: list[GrowingTree]) -> list[tuple[GrowingTree, Rows, list[int]]]:
+        """Catch-up chunks, then frontiers under a fair share of the row budget. nodes: the tree nodes whose rows come back."""
+        share = max(1, self.max_rows // max(len(active), 1))
+        work: list[tuple[GrowingTree, Rows, list[int]]] = []
+        for growing in active:
+            if growing.exhausted:
+                continue
+            if growing.pending:
+                chunk = growing.pending[: min(self.prefill_chunk, share) if len(active) > 1 else self.prefill_chunk]
+                whole = len(chunk) == len(growing.pending)
+                work.append((growing, Rows.chain(growing.kv_slot, CHAIN_IDS, chunk), [growing.tree.root_id] if whole else []))
+            else:
+                nodes = growing.growth.frontier(share)
+                work.append((growing, self._frontier_rows(growing, nodes), nodes))
+        return work
+
+    def _frontier_rows(self, growing: GrowingTree, nodes: list[int]) -> Rows:
+        records = [growing.tree.nodes[n] for n in nodes]
+        parent = [-1 if r.parent in (ROOT, growing.tree.root_id) else r.parent for r in records]
+        column = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
+        return Rows(growing.kv_slot, column(nodes), column(parent), column([r.token for r in records]))
+
+    def _forward(self, work: list[tuple[GrowingTree, Rows, list[int]]]) -> None:
+        last_only = [bool(g.pending) for g, _, _ in work]
+        logits_TV = self.model.forward([rows for _, rows, _ in work], last_only=last_only)
+        take: list[int] = []  # rows of the logits that belong to a tree node
+        owners: list[tuple[GrowingTree, int]] = []
+        at = 0
+        for (growing, rows, nodes), chain in zip(work, last_only, strict=True):
+            if chain:
+                self.model.commit(growing.kv_slot, int(rows.node[-1]), keep_below=False)
+                del growing.pending[: len(rows.node)]
+            take += range(at, at + len(nodes))
+            owners += [(growing, node) for node in nodes]
+            at += 1 if chain else len(rows.node)
+        if owners:
+            self._expand(owners, logits_TV[take])
+
+    def _expand(self, owners: list[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> None:
+        probs_TV = processed(logits_TV, [self._processors(g) for g, _ in owners])
+        atoms = max(g.open.num_atoms for g, _ in owners)
+        ids_TK, weight_TK = quantise_top(*top_atoms(probs_TV, min(atoms, self.model.info.vocab_size)))
+        for (growing, node), ids, weight in zip(owners, ids_TK, weight_TK, strict=True):
+            self._expand_one(growing, node, ids, weight)
+
+    def _expand_one(self, growing: GrowingTree, node: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        support = min(int((weight > 0).sum()), growing.open.num_atoms)
+        row = Row(ids[:support], weight[:support])
+        noise = None
+        if growing.open.law is Law.COUPLED:
+            noise = target_gumbel(growing.key, growing.tree.at(node).depth, row.ids)
+        if growing.open.law is Law.SAMPLED:
+            growing.tree.at(node).row = (row.ids, row.weight)
+        growing.growth.expand(node, row, noise)
+
+    @staticmethod
+    def _processors(growing: GrowingTree) -> Sampling:
+        return PLAIN_LAW if growing.open.sampling.greedy else growing.open.sampling
+
+    def _new_words(self, growing: GrowingTree, num_words: int) -> NDArray[np.uint64]:
+        self._num_draws += 1
+        return draw_words(growing.key, self.incarnation, self._num_draws, num_words)
+
+    def _frame(self, growing: GrowingTree, draft_us: int) -> Grow:
+        """Everything drawn since the last frame, in draw order, with rows that have not travelled yet."""
+        tree = growing.tree
+        ids = [n for n in range(growing.sent, tree.next_id) if n in tree.nodes]
+        records = [tree.nodes[n] for n in ids]
+        rows = {}
+        for record in records:
+            parent = tree.at(record.parent)
+            name = tree.root_id if record.parent == ROOT else record.parent
+            if growing.ratio and parent.row is not None and name not in growing.rows_sent:
+                growing.rows_sent.add(name)
+                rows[record.parent] = parent.row
+        first, growing.sent = growing.sent, tree.next_id
+        growing.told_rest = growing.exhausted or growing.growth.at_rest
+        return Grow(
+            growing.open.slot,
+            tree.length,
+            tree.hash,
+            first,
+            np.array([r.parent for r in records], dtype=np.int64),
+            np.array([r.token for r in records], dtype=np.int64),
+            np.array([r.sampled for r in records], dtype=np.bool_),
+            rows,
+            growing.told_rest,
+            draft_us,
+            int((time.monotonic() - growing.arrived_s) * 1e6),
+        )

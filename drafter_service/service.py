@@ -1,0 +1,219 @@
+"""The drafter as an object: streams in, frames out, one growth loop for all of them.
+
+The event loop moves frames; the model runs on one worker thread. Between two levels the mailbox is emptied, so a Commit is never
+older than one draft forward when it is applied, and work for a branch that died stops there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import structlog
+
+from drafter_service.growing import Grower
+from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
+from rootward.core.frames import PROTOCOL as PROTOCOL_VERSION
+from rootward.core.requests import Law
+from rootward.ports import LanguageModel, ModelInfo
+
+log = structlog.get_logger("drafter")
+
+Key = tuple[int, int]  # (stream, slot)
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """One verifier. What waits to be sent is kept here and leaves as one frame, so a slow link merges and never drops."""
+
+    number: int
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    ack: HelloAck | None = None
+    grows: list[Grow] = field(default_factory=list)
+    need_syncs: list[NeedSync] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    load: Load | None = None
+    ended: bool = False
+
+    def take(self) -> FromDrafter | None:
+        """Everything that waits, as one frame; None if nothing does."""
+        self.ready.clear()
+        if not (self.ack or self.grows or self.need_syncs or self.rejects or self.load):
+            return None
+        frame = FromDrafter(self.ack, tuple(self.grows), tuple(self.need_syncs), tuple(self.rejects), self.load)
+        self.ack, self.load = None, None
+        self.grows, self.need_syncs, self.rejects = [], [], []
+        return frame
+
+
+class DrafterService:
+    """Implements `ports.Drafter` around a model. Use as an async context manager: it owns the growth loop and its thread."""
+
+    def __init__(self, model: LanguageModel, grower: Grower[Key], *, worker: str, capacity: int, max_atoms: int = 64) -> None:
+        self.model, self.grower, self.worker = model, grower, worker
+        self.capacity, self.max_atoms = capacity, max_atoms
+        self.draining = False
+        self._mailbox: list[tuple[_Stream, ToDrafter | None]] = []  # None: the stream ended
+        self._streams: dict[int, _Stream] = {}
+        self._num_streams = 0
+        self._wake = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
+        self._loop_task: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.model.info
+
+    async def __aenter__(self) -> DrafterService:
+        self._loop_task = asyncio.create_task(self._grow_forever(), name="growth")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._loop_task is not None
+        self._loop_task.cancel()
+        await asyncio.gather(self._loop_task, return_exceptions=True)
+        self._thread.shutdown(wait=True)
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
+        """One verifier's stream: its frames go to the mailbox, ours come from the stream's outbox."""
+        self._num_streams += 1
+        stream = _Stream(self._num_streams)
+        self._streams[stream.number] = stream
+        reader = asyncio.create_task(self._read(stream, inbound))
+        try:
+            while True:
+                await stream.ready.wait()
+                if (frame := stream.take()) is not None:
+                    yield frame
+                    if frame.ack is not None and frame.ack.refusal:
+                        return
+                elif stream.ended:
+                    return
+        finally:
+            reader.cancel()
+            self._streams.pop(stream.number, None)
+            self._post(stream, None)
+
+    async def drain(self) -> None:
+        """Refuse new sessions and say so; trees that live keep growing until their verifiers have moved."""
+        self.draining = True
+        for stream in self._streams.values():
+            stream.load = self._load()
+            stream.ready.set()
+
+    async def _read(self, stream: _Stream, inbound: AsyncIterator[ToDrafter]) -> None:
+        try:
+            async for frame in inbound:
+                if frame.hello is not None:
+                    stream.ack = self._answer(frame.hello)
+                    stream.ready.set()
+                if frame.opens or frame.commits or frame.closes:
+                    self._post(stream, frame)
+        finally:
+            stream.ended = True
+            stream.ready.set()
+
+    def _post(self, stream: _Stream, frame: ToDrafter | None) -> None:
+        self._mailbox.append((stream, frame))
+        self._wake.set()
+
+    def _answer(self, hello: Hello) -> HelloAck:
+        refusal = pairing_refusal(hello, self.info)
+        if refusal:
+            log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
+        return HelloAck(
+            self.worker,
+            self.grower.incarnation,
+            self.info.tokenizer_hash,
+            self.info.vocab_size,
+            self.info.max_positions,
+            tuple(Law),
+            self.capacity,
+            self.max_atoms,
+            refusal,
+        )
+
+    def _load(self) -> Load:
+        return Load(len(self.grower.trees), self.capacity, 0, self.grower.incarnation, self.draining)
+
+    # -- the growth loop ----------------------------------------------------------------------------------------------
+
+    async def _grow_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            if not self._mailbox and self.grower.idle:
+                self._wake.clear()
+                await self._wake.wait()
+            mail, self._mailbox = self._mailbox, []
+            try:
+                frames = await loop.run_in_executor(self._thread, self._turn, mail)
+            except Exception:
+                # A bug must cost the trees, not the drafter: verifiers decode plainly and open new ones.
+                log.exception("level_failed")
+                frames = await loop.run_in_executor(self._thread, self._uproot)
+            for stream, message in frames:
+                self._put(stream, message)
+
+    def _turn(self, mail: list[tuple[_Stream, ToDrafter | None]]) -> list[tuple[_Stream, Grow | NeedSync | Reject]]:
+        """Apply the mail, then grow one level (worker thread)."""
+        out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
+        for stream, frame in mail:
+            out += [(stream, message) for message in self._apply(stream, frame)]
+        by_number = self._streams
+        for (number, _), grow in self.grower.level():
+            if (owner := by_number.get(number)) is not None:
+                out.append((owner, grow))
+        return out
+
+    def _apply(self, stream: _Stream, frame: ToDrafter | None) -> list[Grow | NeedSync | Reject]:
+        if frame is None:
+            for key in [k for k in self.grower.trees if k[0] == stream.number]:
+                self.grower.close(key)
+            return []
+        out: list[Grow | NeedSync | Reject | None] = []
+        for close in frame.closes:
+            self.grower.close((stream.number, close.slot))
+        for commit in frame.commits:
+            out += self.grower.commit((stream.number, commit.slot), commit)
+        for message in frame.opens:
+            if self.draining or len(self.grower.trees) >= self.capacity:
+                out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=1000))
+            else:
+                out.append(self.grower.open((stream.number, message.slot), message))
+        return [message for message in out if message is not None]
+
+    def _uproot(self) -> list[tuple[_Stream, Grow | NeedSync | Reject]]:
+        """Give up every tree after a failure of the model."""
+        out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
+        for key in list(self.grower.trees):
+            self.grower.close(key)
+            if (stream := self._streams.get(key[0])) is not None:
+                out.append((stream, Reject(key[1], "internal error", retry_after_ms=1000)))
+        return out
+
+    def _put(self, stream: _Stream, message: Grow | NeedSync | Reject) -> None:
+        if isinstance(message, Grow):
+            stream.grows.append(message)
+        elif isinstance(message, NeedSync):
+            stream.need_syncs.append(message)
+        else:
+            stream.rejects.append(message)
+        stream.ready.set()
+
+
+def pairing_refusal(hello: Hello, info: ModelInfo) -> str:
+    """Why this verifier and this drafter cannot work together; "" if they can. Names both values."""
+    if hello.protocol != PROTOCOL_VERSION:
+        return f"protocol: verifier speaks {hello.protocol}, drafter {PROTOCOL_VERSION}; run the same release on both sides"
+    if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
+        return (
+            f"tokenizer: target has {hello.tokenizer_hash[:12]}, draft {info.tokenizer_hash[:12]}; "
+            "use a draft model with the target's tokenizer (`rootward check-pair` shows the first differing token)"
+        )
+    if not hello.tokenizer_hash and hello.vocab_size != info.vocab_size:
+        return f"vocab_size: target has {hello.vocab_size}, draft {info.vocab_size}; use models of one vocabulary"
+    return ""

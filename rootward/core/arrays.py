@@ -1,0 +1,26 @@
+"""Names for the arrays of the core, and the two ways they are read from outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Words = NDArray[np.uint64]
+
+
+def integers(name: str, value: ArrayLike) -> Ints:
+    """A fresh one-dimensional int64 array, or a ValueError that names the field."""
+    array = np.array(value)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError(f"{name}: {array.dtype} of shape {array.shape}; give a one-dimensional sequence of integers")
+    return array.astype(np.int64)
+
+
+def read_only(array: NDArray[Any]) -> None:
+    """Mark an array of our own as final."""
+    array.flags.writeable = False

@@ -1,0 +1,175 @@
+"""What verifier and drafter say to each other: values, no wire (protocol.md 1.1).
+
+A *slot* is a number the verifier gives to one tree on one stream; it is never reused on that stream, so a frame for a closed
+slot can be told apart. *base_len*/*base_hash* name the committed prefix the sender believed in. Node ids count up from 1 per
+slot; parent 0 is the root of the frame's base.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootward.core.requests import Law, Sampling
+
+PROTOCOL = 1  # version of the verifier ↔ drafter protocol spoken by this code
+
+_MASK = (1 << 64) - 1
+
+
+def extend_hash(value: int, token: int) -> int:
+    """Rolling 64-bit hash of a token sequence: splitmix64 of (hash so far + token + 1). The empty prefix has hash 0."""
+    z = (value + 0x9E3779B97F4A7C15 * (token + 1)) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of the verifier on a stream."""
+
+    worker: str
+    incarnation: int  # random u64 per process
+    tokenizer_hash: str  # content hash; "" when the model has no tokenizer
+    vocab_size: int
+    max_positions: int
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class HelloAck:
+    """First message of the drafter. `refusal` is not empty when the pairing cannot work; the stream then ends."""
+
+    worker: str
+    incarnation: int
+    tokenizer_hash: str
+    vocab_size: int
+    max_positions: int
+    laws: tuple[Law, ...]
+    capacity: int  # sessions this drafter can hold
+    max_atoms: int  # largest K
+    refusal: str = ""
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Start a tree for a session."""
+
+    slot: int
+    session: str
+    epoch: int
+    prefix: tuple[int, ...]  # prompt + committed tokens; the last one is the root
+    sampling: Sampling
+    law: Law
+    seed: int
+    choice: int
+    num_atoms: int  # K
+    node_cap: int  # most nodes alive below the root
+    max_depth: int
+    topk: int  # most children per node
+    eos_ids: tuple[int, ...] = ()  # never draft below these
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The truth advanced: the prefix of length base_len is followed by tokens; hash_after is the hash of the whole."""
+
+    slot: int
+    base_len: int
+    tokens: tuple[int, ...]
+    hash_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    slot: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grow:
+    """Nodes drawn since the last frame, in draw order, and the rows their families were drawn from.
+
+    parent, token: int64[n]; sampled: bool[n]; node i has id first_node + i.
+    rows: expanded node id (0 = the root of the base) → (ids int64[k], weight int64[k]); law of the sampled children = weight / sum.
+    """
+
+    slot: int
+    base_len: int
+    base_hash: int
+    first_node: int
+    parent: NDArray[np.int64]
+    token: NDArray[np.int64]
+    sampled: NDArray[np.bool_]
+    rows: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict)
+    at_rest: bool = False  # nothing more will be drawn until the next Commit
+    draft_us: int = 0
+    queue_us: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Grow):
+            return NotImplemented
+        scalars = ("slot", "base_len", "base_hash", "first_node", "at_rest", "draft_us", "queue_us")
+        same_rows = self.rows.keys() == other.rows.keys() and all(
+            np.array_equal(a, b) for n in self.rows for a, b in zip(self.rows[n], other.rows[n], strict=True)
+        )
+        return (
+            same_rows
+            and all(getattr(self, s) == getattr(other, s) for s in scalars)
+            and all(np.array_equal(getattr(self, a), getattr(other, a)) for a in ("parent", "token", "sampled"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NeedSync:
+    """The drafter lost step; it holds a prefix of length have_len with hash have_hash."""
+
+    slot: int
+    have_len: int
+    have_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The drafter cannot take (or keep) this slot."""
+
+    slot: int
+    reason: str
+    retry_after_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Heartbeat, both directions."""
+
+    sessions: int = 0
+    capacity: int = 0
+    queue_us: int = 0
+    incarnation: int = 0
+    draining: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ToDrafter:
+    """One frame of the verifier: everything of one engine step, for all sessions of the pair."""
+
+    hello: Hello | None = None
+    opens: tuple[Open, ...] = ()
+    commits: tuple[Commit, ...] = ()
+    closes: tuple[Close, ...] = ()
+    load: Load | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FromDrafter:
+    """One frame of the drafter: everything of one growth level, for all sessions of the pair."""
+
+    ack: HelloAck | None = None
+    grows: tuple[Grow, ...] = ()
+    need_syncs: tuple[NeedSync, ...] = ()
+    rejects: tuple[Reject, ...] = ()
+    load: Load | None = None

@@ -1,0 +1,213 @@
+"""Growth: who gets the next child (algorithms.md, section 10).
+
+Every policy is "the place with the best score gets the next draw". A *place* is (expanded node, next rank); a *level* is one draft
+forward over the frontier followed by a fixed number of draws.
+
+Non-anticipation (rule L1). Under ratio tests (SAMPLED, GREEDY) a score is a function of ranks and depths alone: with a constant
+acceptance a, the child of rank r is reached with a·(1 − a)^r times the probability of its parent. Chosen and coupled trees are verified
+by target matching, so their scores may look at the draft law: the probability of the path.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rootward.core.arrays import Floats, Words
+from rootward.core.living_tree import ROOT, LivingTree, Node
+from rootward.core.requests import Law
+from rootward.core.rows import Row, draw_children, greedy_family
+
+NewWords = Callable[[int], Words]  # n fresh uniform words; never the same twice within a request
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The shape of growth.
+
+    law               how children are made
+    node_cap          most live nodes
+    max_depth         longest path below the root
+    topk              most children per node
+    draws_per_level   nodes drawn after each draft forward
+    acceptance        the constant a of the scores, in (0, 1)
+    family            children of a GREEDY family near the root
+    """
+
+    law: Law
+    node_cap: int = 16
+    max_depth: int = 8
+    topk: int = 4
+    draws_per_level: int = 3
+    acceptance: float = 0.7
+    family: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.acceptance < 1:
+            raise ValueError(f"acceptance: {self.acceptance} is outside (0, 1)")
+        for name in ("node_cap", "max_depth", "topk", "draws_per_level", "family"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+
+
+@dataclass(slots=True)
+class _Place:
+    """An expanded node that can still get children."""
+
+    row: Row  # what is left to draw from (SAMPLED), or everything (chosen laws)
+    rank: int = 0
+    order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
+
+
+class Growth:
+    """Decides, for one living tree, what to expand and what to draw. The tree is changed by `draw` only."""
+
+    def __init__(self, tree: LivingTree, policy: Policy, *, max_positions: int = 1 << 31) -> None:
+        self.tree, self.policy, self.max_positions = tree, policy, max_positions
+        self._ratio = policy.law in (Law.SAMPLED, Law.GREEDY)
+        self._score: dict[int, float] = {ROOT: 0.0}  # log-probability of being reached, by node id
+        self._places: dict[int, _Place] = {}
+        self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
+        self._expanded: set[int] = set()
+
+    @property
+    def root_expanded(self) -> bool:
+        return self.tree.root_id in self._expanded
+
+    def is_expanded(self, node: int) -> bool:
+        """Its row is known (and its KV is held)."""
+        return node in self._expanded
+
+    @property
+    def room(self) -> int:
+        return self.policy.node_cap - len(self.tree)
+
+    def frontier(self, max_rows: int) -> list[int]:
+        """Live nodes below the root without a row that are worth one, best first."""
+        if self.room <= 0:
+            return []
+        open_nodes = [n for n, record in self.tree.nodes.items() if n not in self._expanded and self._can_have_children(record)]
+        open_nodes.sort(key=lambda n: -self._score[n])
+        return open_nodes[:max_rows]
+
+    def expand(self, node: int, row: Row, noise: Floats | None = None) -> None:
+        """The row of a node is known. noise: Gumbel noise at row.ids (COUPLED)."""
+        self._expanded.add(node)
+        record = self.tree.at(node)
+        if len(row) == 0 or not self._can_have_children(record):
+            return
+        place = _Place(row)
+        if self.policy.law is Law.TOP_K:
+            place.order = row.ids.tolist()
+        elif self.policy.law is Law.COUPLED:
+            assert noise is not None
+            place.order = row.ids[np.argsort(-(np.log(row.law) + noise), kind="stable")].tolist()
+        self._places[node] = place
+        self._push(node, place)
+
+    def draw(self, new_words: NewWords) -> list[int]:
+        """Give the best places their next child, a level's worth; returns the new ids in draw order."""
+        drawn: list[int] = []
+        while len(drawn) < self.policy.draws_per_level and self.room > 0 and self._heap:
+            _, node, rank = heapq.heappop(self._heap)
+            place = self._places.get(node)
+            if place is None or place.rank != rank or not self._alive(node):
+                continue
+            drawn += self._children(node, place, new_words)
+        return drawn
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing more can be drawn until the truth advances."""
+        if not self.root_expanded:
+            return self.tree.root.token in self.tree.eos_ids or not self._can_have_children(self.tree.root)
+        return self.room <= 0 or (not self._live_places() and not self.frontier(1))
+
+    def rerooted(self) -> None:
+        """Forget what left the tree. Scores are relative, so what stays keeps its order."""
+        alive = {*self.tree.nodes, self.tree.root_id}
+        if self.tree.root_id == ROOT:  # no node spelled the truth: an empty tree
+            self._score = {ROOT: 0.0}
+            self._places, self._heap, self._expanded = {}, [], set()
+            return
+        self._score = {n: s for n, s in self._score.items() if n in alive}
+        self._places = {n: p for n, p in self._places.items() if n in alive}
+        self._expanded &= alive
+        self._heap = []
+        for node, place in self._places.items():
+            self._push(node, place)
+
+    # -- children -----------------------------------------------------------------------------------------------------
+
+    def _children(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
+        if self.policy.law is Law.SAMPLED:
+            token = int(draw_children(place.row, 1, new_words(4))[0])
+            place.row = place.row.without([token])
+            child = self._attach(node, token, place.rank, sampled=True)
+            place.rank += 1
+            self._push(node, place)
+            return [child]
+        if self.policy.law is Law.GREEDY:
+            return self._greedy(node, place, new_words)
+        child = self._attach(node, place.order[place.rank], place.rank, sampled=False)
+        place.rank += 1
+        self._push(node, place)
+        return [child]
+
+    def _greedy(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
+        """The whole family at once: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
+        size = min(self._family_size(node), self.policy.topk, self.room)
+        family = greedy_family(place.row, size, new_words(4))
+        del self._places[node]
+        self.tree.at(node).row = (family.row.ids, family.row.weight) if len(family.row) else None
+        # The sampled child is drawn first but reached last: the chosen ones are the likelier ones.
+        last, first = len(family.token) - 1, int(family.sampled[:1].sum())
+        return [
+            self._attach(node, int(t), last if s else i - first, sampled=bool(s))
+            for i, (t, s) in enumerate(zip(family.token, family.sampled, strict=True))
+        ]
+
+    def _family_size(self, node: int) -> int:
+        """By structure only: branch where the node is likely to be reached at all."""
+        depth = self.tree.at(node).depth - self.tree.length
+        return self.policy.family if depth <= self.policy.family else 1
+
+    def _attach(self, node: int, token: int, rank: int, *, sampled: bool) -> int:
+        child = self.tree.draw(node, token, sampled=sampled)
+        self._score[child] = self._score[node] + self._gain(node, rank)
+        return child
+
+    # -- scores -------------------------------------------------------------------------------------------------------
+
+    def _push(self, node: int, place: _Place) -> None:
+        exhausted = len(place.row) == 0 if self._ratio else place.rank >= len(place.order)
+        if not exhausted and place.rank < self.policy.topk:
+            heapq.heappush(self._heap, (-(self._score[node] + self._gain(node, place.rank)), node, place.rank))
+
+    def _gain(self, node: int, rank: int) -> float:
+        """log of the probability that the child of this rank is reached, given that its parent is."""
+        if self.policy.law is not Law.TOP_K:
+            return math.log(self.policy.acceptance) + rank * math.log1p(-self.policy.acceptance)
+        row = self._places[node].row  # atoms are sorted, so rank r takes the r-th
+        return math.log(row.weight[rank] / row.total)
+
+    def _can_have_children(self, record: Node) -> bool:
+        depth = record.depth - self.tree.length
+        inside = record.depth + 1 < self.max_positions
+        return depth < self.policy.max_depth and inside and record.token not in self.tree.eos_ids
+
+    def _alive(self, node: int) -> bool:
+        return node == self.tree.root_id or node in self.tree.nodes
+
+    def _live_places(self) -> bool:
+        while self._heap:
+            _, node, rank = self._heap[0]
+            place = self._places.get(node)
+            if place is not None and place.rank == rank and self._alive(node):
+                return True
+            heapq.heappop(self._heap)
+        return False

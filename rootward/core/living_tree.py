@@ -1,0 +1,256 @@
+"""The living tree: one tree per session, rooted at the last committed token, with two verbs: `grow` and `commit`.
+
+Drafter and verifier each hold a replica. The drafter calls `draw`; `receive` applies its frames at the verifier; `commit` re-roots
+either side at the node that spells the committed tokens and keeps the WHOLE subtree below it (algorithms.md 6, rules L1-L5).
+
+Where a node hangs. A frame may be older than the verifier's truth: it names the prefix (base_len, base_hash) its sender believed in.
+Every id therefore resolves to one of three places:
+  live    below the current root
+  spine   it spells the committed token that ends a prefix of known length; the current root is the end of the spine
+  dead    neither: the truth went elsewhere, or its parent is dead. Its nodes are dropped and counted as stale
+Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`), and its owner opens a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootward.core.frames import Grow, extend_hash
+from rootward.core.tree import TokenTree
+
+ROOT = 0  # as a parent in a frame: the root of the frame's base
+
+Row = tuple[NDArray[np.int64], NDArray[np.int64]]  # ids[k], integer weights[k]: the law weight / sum(weight)
+
+
+class MalformedFrame(ValueError):
+    """A frame that no honest drafter sends. The slot is quarantined; nobody else notices."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One drawn or chosen token. `children` are ids in draw order; `row` is the law they were drawn from."""
+
+    parent: int
+    token: int
+    sampled: bool
+    depth: int = 0  # absolute: length of the committed prefix plus draft tokens, so that it survives re-rooting
+    row: Row | None = None
+    children: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a round verifies: the first nodes in draw order, as an immutable tree. ids[0] is the root; rows[i] may be None."""
+
+    tree: TokenTree
+    ids: tuple[int, ...]
+    rows: tuple[Row | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What became of a frame's nodes."""
+
+    kept: int = 0
+    stale: int = 0
+    reason: str = ""  # why the whole frame was dropped: "", "duplicate", "gap", "stale_base", "broken"
+
+
+class LivingTree:
+    """A tree below the last committed token.
+
+    length, hash: the committed prefix. vocab_size, max_atoms, node_cap: what a frame must respect.
+    """
+
+    def __init__(
+        self, length: int, hash_: int, *, vocab_size: int, node_cap: int = 1024, max_atoms: int = 65536, eos_ids: Iterable[int] = ()
+    ) -> None:
+        self.length = length
+        self.vocab_size, self.node_cap, self.max_atoms = vocab_size, node_cap, max_atoms
+        self.eos_ids = frozenset(eos_ids)
+        self.root = Node(-1, -1, False, depth=length)
+        self.root_id = ROOT
+        self.nodes: dict[int, Node] = {}  # live nodes by id; insertion order = draw order
+        self.next_id = 1
+        self.broken = ""  # why nothing more is accepted
+        self._hashes = [hash_]  # of the prefixes of length _first, _first + 1, …, length
+        self._first = length
+        self._tokens: list[int] = []  # committed since the tree was opened
+        self._spine: dict[int, int] = {}  # node id -> length of the prefix it ends
+        self._last_base = length
+
+    @property
+    def hash(self) -> int:
+        return self._hashes[-1]
+
+    def __len__(self) -> int:
+        """Live nodes, root excluded."""
+        return len(self.nodes)
+
+    def at(self, node: int) -> Node:
+        """The node with this id; ROOT and the root's own id give the root."""
+        return self.root if node in (ROOT, self.root_id) else self.nodes[node]
+
+    # -- the two verbs ------------------------------------------------------------------------------------------------
+
+    def draw(self, parent: int, token: int, *, sampled: bool) -> int:
+        """Append a node (drafter side) and return its id."""
+        node, self.next_id = self.next_id, self.next_id + 1
+        self._attach(node, ROOT if parent == self.root_id else parent, token, sampled)
+        return node
+
+    def commit(self, tokens: Sequence[int]) -> list[int | None]:
+        """The truth advanced by these tokens: walk, re-root, keep the subtree. Returns the id that spelled each token, or None."""
+        walked: list[int | None] = []
+        for token in tokens:
+            walked.append(self._step(int(token)))
+        live = self._below_root()
+        if len(live) != len(self.nodes):
+            self.nodes = live
+        return walked
+
+    def receive(self, frame: Grow) -> Received:
+        """Apply a frame of the drafter. Raises MalformedFrame (and breaks the tree) for what no honest drafter sends."""
+        size = len(frame.token)
+        if self.broken:
+            return Received(stale=size, reason="broken")
+        if frame.first_node + size <= self.next_id and not (size == 0 and frame.rows):
+            return Received(reason="duplicate" if size else "")
+        if reason := self._unusable(frame):
+            self._break(reason)
+            return Received(stale=size, reason=reason)
+        try:
+            return self._apply(frame)
+        except MalformedFrame:
+            self._break("malformed")
+            raise
+
+    def snapshot(self, cap: int) -> Snapshot:
+        """The first `cap` nodes in draw order (root excluded from the count). The cap must not depend on the tree itself."""
+        ids = [self.root_id, *list(self.nodes)[: max(cap, 0)]]
+        index = {node: i for i, node in enumerate(ids)}
+        index[ROOT] = 0
+        records = [self.root, *(self.nodes[n] for n in ids[1:])]
+        tree = TokenTree(
+            [max(r.token, 0) for r in records],
+            [-1, *(index[r.parent] for r in records[1:])],
+            [r.sampled for r in records],
+        )
+        return Snapshot(tree, tuple(ids), tuple(r.row for r in records))
+
+    # -- walking ------------------------------------------------------------------------------------------------------
+
+    def _step(self, token: int) -> int | None:
+        child = next((c for c in self.root.children if self.nodes[c].token == token), None)
+        self.length += 1
+        self._tokens.append(token)
+        self._hashes.append(extend_hash(self._hashes[-1], token))
+        if child is None:
+            self.root, self.root_id = Node(-1, token, False, depth=self.length), ROOT
+            self.nodes = {}
+            return None
+        # Only the new root itself leaves the table here; everything off the path is swept once, at the end of `commit`.
+        self.root, self.root_id = self.nodes.pop(child), child
+        self._spine[child] = self.length
+        for grandchild in self.root.children:
+            self.nodes[grandchild].parent = ROOT
+        return child
+
+    def _below_root(self) -> dict[int, Node]:
+        """The live nodes below the root, in draw order: a node is below if its parent is (parents come first)."""
+        below: dict[int, Node] = {}
+        mine = set(self.root.children)
+        for node, record in self.nodes.items():
+            if node in mine or record.parent in below:
+                below[node] = record
+        return below
+
+    # -- frames -------------------------------------------------------------------------------------------------------
+
+    def _unusable(self, frame: Grow) -> str:
+        if frame.first_node > self.next_id:
+            return "gap"  # laws of later children depend on every earlier sibling
+        known = self._first <= frame.base_len <= self.length and frame.base_len >= self._last_base
+        if not known or self._hashes[frame.base_len - self._first] != frame.base_hash:
+            return "stale_base"
+        return ""
+
+    def _break(self, reason: str) -> None:
+        self.broken = reason
+        self.nodes, self.root.children, self.root.row = {}, [], None  # all or nothing (L5)
+
+    def _apply(self, frame: Grow) -> Received:
+        self._last_base = frame.base_len
+        # Frames of this base or later name nodes deeper than the base only, so shorter spine entries are never asked for again.
+        self._spine = {node: length for node, length in self._spine.items() if length > frame.base_len}
+        kept = stale = 0
+        rows = dict(frame.rows)
+        known = self.next_id - frame.first_node  # a merged frame may repeat nodes that have arrived
+        columns = zip(frame.parent.tolist(), frame.token.tolist(), frame.sampled.tolist(), strict=True)
+        for offset, (parent, token, sampled) in enumerate(columns):
+            node = frame.first_node + offset
+            if not 0 <= parent < node:
+                raise MalformedFrame(f"parent: node {node} has parent {parent}; parents come first")
+            if not 0 <= token < self.vocab_size:
+                raise MalformedFrame(f"token: node {node} has token {token}; the vocabulary has {self.vocab_size}")
+            if offset < known:
+                continue
+            if parent in rows:  # a row travels with its first child
+                self._set_row(parent, frame.base_len, *rows.pop(parent))
+            self.next_id = node + 1
+            place = self._place(parent, frame.base_len)
+            if place == self.length or place is None and parent in self.nodes:
+                self._attach(node, ROOT if place == self.length else parent, token, bool(sampled))
+                kept += 1
+            else:
+                if place is not None and self._tokens[place - self._first] == token:
+                    self._spine[node] = place + 1
+                stale += 1
+        for parent, row in rows.items():
+            self._set_row(parent, frame.base_len, *row)
+        return Received(kept, stale)
+
+    def _place(self, parent: int, base_len: int) -> int | None:
+        """Length of the committed prefix this id ends, None off the spine."""
+        if parent == ROOT:
+            return base_len
+        return self.length if parent == self.root_id else self._spine.get(parent)
+
+    def _set_row(self, parent: int, base_len: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        place = self._place(parent, base_len)
+        if place == self.length:
+            record = self.root
+        elif place is None and parent in self.nodes:
+            record = self.nodes[parent]
+        else:
+            return  # off the tree: nobody will ask
+        self._check_row(parent, ids, weight)
+        if record.row is not None and not (np.array_equal(record.row[0], ids) and np.array_equal(record.row[1], weight)):
+            raise MalformedFrame(f"rows: node {parent} declares a second row; children keep the row they were drawn from")
+        record.row = (ids, weight)
+
+    def _check_row(self, parent: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
+        if not 0 < len(ids) == len(weight) <= self.max_atoms:
+            raise MalformedFrame(f"rows: node {parent} has {len(ids)} atoms; send 1 to {self.max_atoms}")
+        if ids.min() < 0 or ids.max() >= self.vocab_size or len(set(ids.tolist())) != len(ids):
+            raise MalformedFrame(f"rows: node {parent} has atoms outside the vocabulary or twice")
+        if weight.min() < 1 or weight.max() > 65535:
+            raise MalformedFrame(f"rows: node {parent} has a weight outside 1…65535")
+
+    def _attach(self, node: int, parent: int, token: int, sampled: bool) -> None:
+        above = self.at(parent)
+        if any(self.nodes[c].token == token for c in above.children):
+            raise MalformedFrame(f"token: node {node} repeats token {token} of a sibling")
+        if sampled and (above.row is None or token not in above.row[0]):
+            raise MalformedFrame(f"token: node {node} was drawn as {token}, to which its declared row gives no mass")
+        if len(self.nodes) >= self.node_cap:
+            raise MalformedFrame(f"node {node} exceeds the cap of {self.node_cap} live nodes")
+        if above is not self.root and above.token in self.eos_ids:
+            raise MalformedFrame(f"node {node} hangs below an end-of-sequence token")
+        above.children.append(node)
+        self.nodes[node] = Node(parent, token, sampled, depth=above.depth + 1)

@@ -1,0 +1,168 @@
+"""Randomness as a pure function of a key: no generator state anywhere (algorithms.md, section 9).
+
+Philox-4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", Salmon et al. 2011) maps a 64-bit key and a 128-bit
+counter to 128 random bits. Every use has a ROLE, and no two roles share a number: the Philox key is derived from
+(seed, choice, role), and the role's salt is one of the four counter words as well. Derivation is one-way: a peer that
+is given the derived bonus key learns nothing of the coins.
+
+    counter words     0          1                  2                   3
+    COIN              node id    position           epoch               salt
+    BONUS             token / 2  position           epoch               salt            (NO_TOKEN: one uniform per position)
+    TARGET            token / 2  position           0                   salt
+    FILTER            0          position           0                   salt
+    DRAW              word / 2   draw number, low   draw number, high   salt    (incarnation: in the derived key)
+
+Node ids, positions and epochs are below 2³²; seeds, incarnations and draw numbers below 2⁶⁴.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rootward.core.arrays import Floats, Words
+
+
+NO_TOKEN = 0xFFFFFFFF  # counter word of the bonus uniform; pairs of token ids end at 2³¹
+
+
+class Role(Enum):
+    """What a number is for; the values are salts."""
+
+    DRAW = 0x64726177  # draft children under ratio tests
+    COIN = 0x636F696E  # U_v of a verdict
+    BONUS = 0x626F6E75  # residual sampling, and a drafter's guesses of it
+    TARGET = 0x74617267  # the target's own token: plain decoding, match, coupled
+    FILTER = 0x66696C74  # randomised processors
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The randomness of one generated sequence: the request's seed and the index of the choice within the request."""
+
+    seed: int
+    choice: int = 0
+
+    def __post_init__(self) -> None:
+        _within("seed", self.seed, 64)
+        _within("choice", self.choice, 64)
+
+    def derive(self, role: Role, *more: int) -> int:
+        """The 64-bit Philox key of a role; more: further 64-bit numbers that separate streams of the same role."""
+        packed = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.choice, *more))
+        digest = blake2b(packed, digest_size=8, person=b"rootward" + role.name.encode()).digest()
+        return int.from_bytes(digest, "little")
+
+    def bonus(self) -> BonusKey:
+        """What a drafter that guesses bonus tokens may know: enough for the bonus noise, nothing else."""
+        return BonusKey(self.derive(Role.BONUS))
+
+
+@dataclass(frozen=True, slots=True)
+class BonusKey:
+    """The derived key of the bonus noise alone."""
+
+    value: int
+
+
+def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
+    """float64[N] in [0, 1), 53 bits: U_v of the round at this position, one per node id."""
+    nodes = np.asarray(node_ids, dtype=np.uint64)
+    first, _ = _blocks(key.derive(Role.COIN), Role.COIN, nodes, position, epoch)
+    return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def bonus_gumbel(key: Key | BonusKey, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
+    """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for."""
+    derived = key.value if isinstance(key, BonusKey) else key.derive(Role.BONUS)
+    return _gumbel(_per_token(derived, Role.BONUS, tokens, position, epoch))
+
+
+def bonus_coin(key: Key, epoch: int, position: int) -> float:
+    """A uniform in [0, 1), 53 bits: the bonus token emitted at a position, by inverse distribution function."""
+    first, _ = _blocks(key.derive(Role.BONUS), Role.BONUS, np.full(1, NO_TOKEN, np.uint64), position, epoch)
+    return float(first[0] >> np.uint64(11)) * 2.0**-53
+
+
+def target_gumbel(key: Key, position: int, tokens: int | ArrayLike) -> Floats:
+    """Gumbel noise of the target's own token at a position; it carries no epoch, so it survives a change of owner."""
+    return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, position, 0))
+
+
+def filter_coin(key: Key, position: int) -> float:
+    """A uniform in [0, 1) for a randomised processor at a position."""
+    first, _ = _blocks(key.derive(Role.FILTER), Role.FILTER, np.zeros(1, np.uint64), position, 0)
+    return float(first[0] >> np.uint64(11)) * 2.0**-53
+
+
+def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> Words:
+    """uint64[n]: uniform words of one draw; (incarnation, draw number) never repeats within a request."""
+    _within("draw_number", draw_number, 64)
+    _within("incarnation", incarnation, 64)
+    blocks = np.arange((num_words + 1) // 2, dtype=np.uint64)
+    derived = key.derive(Role.DRAW, incarnation)
+    pair = _blocks(derived, Role.DRAW, blocks, draw_number & 0xFFFFFFFF, draw_number >> 32)
+    return np.stack(pair, axis=1).reshape(-1)[:num_words]
+
+
+def words(key: int, counters: NDArray[np.uint32]) -> Words:
+    """uint64[n]: the first 64 bits of Philox-4x32-10 at each counter uint32[n, 4] under a 64-bit key."""
+    out = philox(counters, key)
+    return out[:, 0].astype(np.uint64) | out[:, 1].astype(np.uint64) << np.uint64(32)
+
+
+def philox(counters: NDArray[np.uint32], key: int) -> NDArray[np.uint32]:
+    """uint32[n, 4]: Philox-4x32-10 of each counter. The low half of `key` is its first word."""
+    c = [np.ascontiguousarray(counters[:, i], dtype=np.uint64) for i in range(4)]
+    return np.stack(_rounds(c, key), axis=1).astype(np.uint32)
+
+
+def _rounds(c: list[NDArray[np.uint64]], key: int) -> list[NDArray[np.uint64]]:
+    """Ten rounds on four words held in the low halves of uint64."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        product0, product1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        first, third = (product1 >> half) ^ c[1] ^ np.uint64(k0), (product0 >> half) ^ c[3] ^ np.uint64(k1)
+        c = [first, product1 & low, third, product0 & low]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c
+
+
+def _blocks(key: int, role: Role, index: NDArray[np.uint64], second: int, third: int) -> tuple[Words, Words]:
+    """The two 64-bit words at each counter (index, second, third, salt)."""
+    _within("counter", second, 32)
+    _within("counter", third, 32)
+    if index.size and int(index.max()) >> 32:
+        raise ValueError(f"counter: {index.max()}; use numbers below 2**32")
+    fixed = [np.full(index.shape, word, dtype=np.uint64) for word in (second, third, role.value)]
+    out = _rounds([index, *fixed], key)
+    half = np.uint64(32)
+    return out[0] | out[1] << half, out[2] | out[3] << half
+
+
+def _per_token(key: int, role: Role, tokens: int | ArrayLike, position: int, epoch: int) -> Words:
+    """uint64[n]: 64 bits per token, the same whichever other tokens are asked for (neighbours share a block)."""
+    if isinstance(tokens, int | np.integer):
+        num_tokens = int(tokens)
+        pair = _blocks(key, role, np.arange((num_tokens + 1) // 2, dtype=np.uint64), position, epoch)
+        return np.stack(pair, axis=1).reshape(-1)[:num_tokens]
+    ids = np.asarray(tokens, dtype=np.uint64)
+    even, odd = _blocks(key, role, ids >> np.uint64(1), position, epoch)
+    return np.where(ids & np.uint64(1), odd, even)
+
+
+def _gumbel(bits: Words) -> Floats:
+    """−log E with E = −log(1 − v), v = (r + ½)·2⁻⁵² from the high 52 bits: exact steps where the noise is large."""
+    v = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    noise: Floats = -np.log(-np.log1p(-v))
+    return noise
+
+
+def _within(name: str, value: int, bits: int) -> None:
+    if not 0 <= value < 1 << bits:
+        raise ValueError(f"{name}: {value}; use an integer in 0..2**{bits}-1")

@@ -1,0 +1,46 @@
+"""Verification: (tree, target rows, draft rows) → the law of the round. Which algorithm is lossless for which tree
+construction is tabled in algorithms.md, section 4; the trees of `rootward.core.drafting` may all be verified by
+"token" and "traversal".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from numpy.typing import ArrayLike
+
+from rootward.core.arrays import Floats
+from rootward.core.law import Law, Verdict
+from rootward.core.tree import TokenTree
+from rootward.core.verification.block import block
+from rootward.core.verification.child_laws import checked
+from rootward.core.verification.match import match
+from rootward.core.verification.multi_step import multi_step
+from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
+from rootward.core.verification.token import token
+from rootward.core.verification.traversal import traversal
+from rootward.core.verification.verdict import bonus_token, stop_node
+
+__all__ = ["SparseLaw", "Verdict", "bonus_token", "gather", "gather_ids", "law", "match", "sparse_law", "stop_node"]
+
+ALGORITHMS: dict[str, Callable[[TokenTree, Floats, Floats, bool], Law]] = {
+    "token": token,
+    "multi_step": multi_step,
+    "block": block,
+    "traversal": traversal,
+}
+
+
+def law(algorithm: str, tree: TokenTree, target: ArrayLike, draft: ArrayLike, *, replacement: bool = False) -> Law:
+    """The law of one round.
+
+    algorithm   "token" | "multi_step" | "block" | "traversal"
+    target      float64[N, V]  row i = law p of what follows node i, leaves included
+    draft       float64[N, V]  row i = law the FIRST sampled child of i was drawn from (GREEDY: q′); rows of nodes
+                               without sampled children are ignored
+    replacement True: children are i.i.d. copies, each drawn from the whole row
+    """
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm: {algorithm!r}; choose from {', '.join(ALGORITHMS)}")
+    p, q = checked(tree, target, draft, replacement)
+    return ALGORITHMS[algorithm](tree, p, q, replacement)

@@ -1,0 +1,93 @@
+"""From a name to a model: `tabular:vocab=5,seed=1` or a Hugging Face folder or hub name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rootward.engine.tabular import TabularModel
+from rootward.errors import ConfigurationError
+from rootward.ports import LanguageModel
+
+if TYPE_CHECKING:
+    from rootward.engine.tokenizers import TokenDifference
+
+TABULAR = "tabular:"
+TABULAR_KEYS: dict[str, type] = {
+    "vocab": int,
+    "seed": int,
+    "order": int,
+    "sharpness": float,
+    "zeros": float,
+    "eos": int,
+    "noise": float,
+    "noise_seed": int,
+    "max_positions": int,
+}
+
+
+def load_model(
+    spec: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    max_slots: int = 8,
+    max_len: int | None = None,
+    attn: str = "sdpa",
+    require_trees: bool = False,
+) -> LanguageModel:
+    """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
+
+    `max_len` is the KV cells of a slot (default: the model's context). Room beyond the context holds trees at its end.
+    """
+    if spec.startswith(TABULAR):
+        return _tabular(spec, max_slots, max_len)
+    require_folder(spec)
+    from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
+
+    return HuggingFaceModel.load(
+        spec,
+        device=device,
+        dtype=dtype,
+        max_slots=max_slots,
+        max_len=max_len,
+        attn=attn,
+        require_trees=require_trees,
+    )
+
+
+def describe_tokenizers(a: str, b: str) -> TokenDifference | None:
+    """The first token in which two models' tokenizers differ (id, text in a, text in b), or None if they agree."""
+    from rootward.engine.tokenizers import first_difference, load_tokenizer
+
+    for spec in (a, b):
+        require_folder(spec)
+    return first_difference(load_tokenizer(a), load_tokenizer(b))
+
+
+def require_folder(spec: str) -> None:
+    """Refuse what looks like a folder and is none; anything else may be a name on the hub."""
+    looks_local = spec.startswith(("/", "./", "../", "~")) or spec.count("/") > 1 or not spec.strip()
+    folder = Path(spec).expanduser()
+    if looks_local and not folder.is_dir():
+        raise ConfigurationError(f"model: no folder at {spec!r}; give a folder with config.json, or a hub name")
+    if folder.is_dir() and spec.strip() and not (folder / "config.json").is_file():
+        raise ConfigurationError(f"model: {spec!r} holds no config.json; give a folder written by save_pretrained")
+
+
+def _tabular(spec: str, max_slots: int, max_len: int | None) -> TabularModel:
+    values: dict[str, Any] = {}
+    for item in filter(None, spec.removeprefix(TABULAR).split(",")):
+        key, _, text = item.partition("=")
+        if key not in TABULAR_KEYS:
+            raise ConfigurationError(f"model: {spec!r} has no setting {key!r}; use {', '.join(TABULAR_KEYS)}")
+        try:
+            values[key] = TABULAR_KEYS[key](text)
+        except ValueError:
+            raise ConfigurationError(f"model: {key}={text!r} in {spec!r} is not a number") from None
+    if "vocab" not in values:
+        raise ConfigurationError(f"model: {spec!r} gives no vocabulary; write for example tabular:vocab=5,seed=1")
+    try:
+        return TabularModel(max_slots=max_slots, max_len=max_len, **values)
+    except ValueError as wrong:
+        raise ConfigurationError(f"model: {spec!r}: {wrong}") from wrong

@@ -1,0 +1,176 @@
+"""From logits to laws, atoms and tokens: vectorised over rows that differ in their parameters.
+
+Tensors come in on any device; what leaves is a tensor only where the next step needs one on that device (`processed`),
+numpy otherwise. Ties always go to the smaller id. float64 logits (`TabularModel`) stay float64.
+
+Legend: T rows, V vocabulary, K atoms, G gathered ids, B drawn rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rootward.core.requests import Sampling
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NUM_CANDIDATES = (256, 4096)  # the likeliest tokens of a row that top-p looks at before it sorts the whole row
+
+
+@torch.inference_mode()
+def processed(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """Laws [T, V] after temperature, then top-k, then top-p, each as in `transformers.generation`.
+
+    float32, or float64 if the logits are. A row of temperature 0 becomes one-hot.
+    """
+    if len(sampling) != len(logits_TV):
+        raise ValueError(f"sampling: {len(sampling)} entries for {len(logits_TV)} rows; give one each")
+    scores = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    scores = _cooled(scores, [s.temperature for s in sampling])
+    scores = _top_k(scores, [s.top_k for s in sampling])
+    scores = _top_p(scores, [1.0 if s.greedy else s.top_p for s in sampling])
+    probs_TV = torch.softmax(scores, -1)
+    greedy = [i for i, s in enumerate(sampling) if s.greedy]
+    if greedy:
+        rows = torch.tensor(greedy, device=scores.device)
+        probs_TV[rows] = torch.nn.functional.one_hot(scores[rows].argmax(-1), scores.shape[1]).to(scores.dtype)
+    return probs_TV
+
+
+@torch.inference_mode()
+def greedy_choice(logits_TV: torch.Tensor) -> Ints:
+    """int64[T]: the most likely token of each row. ValueError on a row with NaN."""
+    if logits_TV.device.type == "cpu" and logits_TV.dtype in (torch.float32, torch.float64):
+        logits = logits_TV.numpy()  # numpy's argmax is many times faster there
+        choice: Ints = logits.argmax(-1).astype(np.int64)
+        best = logits[np.arange(len(logits)), choice]
+    else:
+        choice_T = logits_TV.argmax(-1)  # the first of several maxima, by its documentation
+        choice = choice_T.cpu().numpy()
+        best = logits_TV.gather(1, choice_T[:, None])[:, 0].float().cpu().numpy()
+    if np.isnan(best).any():
+        raise ValueError("logits: a row holds NaN; the model's weights or its input are broken")
+    return choice
+
+
+@torch.inference_mode()
+def top_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, NDArray[np.float32]]:
+    """The K = min(num_atoms, V) largest atoms of each row, most likely first: ids and probabilities, [T, K] each."""
+    vocab = probs_TV.shape[1]
+    num_atoms = min(num_atoms, vocab)
+    values, ids = torch.topk(probs_TV, min(num_atoms + 1, vocab), dim=-1)
+    ids_TK = ids[:, :num_atoms]
+    if num_atoms < vocab:  # topk breaks ties as it likes: where one crosses the border, choose again
+        crossing = values[:, num_atoms - 1] == values[:, num_atoms]
+        if bool(crossing.any()):
+            edge = values[crossing, num_atoms - 1 : num_atoms]
+            chosen = _largest(probs_TV[crossing], edge, num_atoms)
+            ids_TK[crossing] = chosen.nonzero()[:, 1].view(-1, num_atoms)
+    ids_TK = ids_TK.sort(-1).values
+    probs_TK, order = torch.sort(probs_TV.gather(1, ids_TK), dim=-1, descending=True, stable=True)
+    return ids_TK.gather(1, order).cpu().numpy(), probs_TK.cpu().numpy()
+
+
+@torch.inference_mode()
+def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
+    """Mass at some ids of each row, float64[T, G] (0 where the id is -1), and mass of all others, float64[T].
+
+    The tail is summed over the complement in double: 1 - sum would keep only the rounding errors of a small tail.
+    """
+    num_rows, vocab = probs_TV.shape
+    if len(ids_TG) and ids_TG.size and int(ids_TG.max()) >= vocab:
+        raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
+    ids = torch.from_numpy(np.where(ids_TG < 0, vocab, ids_TG)).to(probs_TV.device)
+    rest = probs_TV.new_zeros(num_rows, vocab + 1)  # the last column takes the padding
+    rest[:, :vocab] = probs_TV
+    p_TG = rest.gather(1, ids).double()
+    rest.scatter_(1, ids, 0.0)
+    return p_TG.cpu().numpy(), rest.sum(-1, dtype=torch.float64).cpu().numpy()
+
+
+def draw(row_V: Floats, u: float) -> int:
+    """The smallest token whose cumulative mass exceeds u times the whole; never one without mass. `u` in [0, 1)."""
+    cumulative = np.cumsum(row_V, dtype=np.float64)
+    total = float(cumulative[-1])
+    if not total > 0:
+        raise ValueError(f"row: its mass is {total}; nothing can be drawn")
+    token = int(np.searchsorted(cumulative, u * total, side="right"))
+    # u * total may round up to the total: then the last token with mass.
+    return token if token < len(cumulative) else int(np.searchsorted(cumulative, total, side="left"))
+
+
+def draw_rows(rows_BV: Floats | torch.Tensor, u_B: Floats) -> Ints:
+    """int64[B]: `draw` on each row."""
+    rows = rows_BV.cpu().numpy() if isinstance(rows_BV, torch.Tensor) else rows_BV
+    return np.array([draw(row, float(u)) for row, u in zip(rows, u_B, strict=True)], dtype=np.int64)
+
+
+def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
+    if all(t in (0.0, 1.0) for t in temperature):
+        return scores_TV
+    divisor = [t or 1.0 for t in temperature]  # greedy rows are decided without it
+    if len(set(divisor)) == 1:
+        return scores_TV / divisor[0]
+    return scores_TV / torch.tensor(divisor, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
+
+
+def _top_k(scores_TV: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    """Everything below the k-th largest score goes; ties with it stay."""
+    vocab = scores_TV.shape[1]
+    rows = [i for i, k in enumerate(top_k) if 0 < k < vocab]
+    if not rows:
+        return scores_TV
+    index = torch.tensor(rows, device=scores_TV.device)
+    kth = torch.tensor([top_k[i] - 1 for i in rows], device=scores_TV.device)[:, None]
+    some = scores_TV[index]
+    edge = torch.topk(some, max(top_k[i] for i in rows), dim=-1).values.gather(1, kth)
+    return scores_TV.index_copy(0, index, some.masked_fill(some < edge, -torch.inf))
+
+
+def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    """A token stays while the mass of all likelier ones is below p; a few hundred candidates nearly always tell."""
+    rows = [i for i, p in enumerate(top_p) if p < 1.0]
+    if not rows:
+        return scores_TV
+    index = torch.tensor(rows, device=scores_TV.device)
+    p_T1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scores_TV.device)[:, None]
+    return scores_TV.index_copy(0, index, _cut_tail(scores_TV[index], p_T1, NUM_CANDIDATES))
+
+
+def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple[int, ...]) -> torch.Tensor:
+    """Scores with -inf outside the nucleus; rows that the first number of candidates does not decide get the next."""
+    vocab = scores_TV.shape[1]
+    num = min(num_candidates[0], vocab) if num_candidates else vocab
+    cut, decided = _nucleus(scores_TV, p_T1, num)
+    if num < vocab and not bool(decided.all()):
+        hard = ~decided
+        cut[hard] = _cut_tail(scores_TV[hard], p_T1[hard], num_candidates[1:])
+    return cut
+
+
+def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores with -inf outside the nucleus, and per row whether this many candidates were enough to tell."""
+    best_TC = torch.topk(scores_TV, num_candidates, dim=-1).values
+    mass_TC = (best_TC.double() - scores_TV.logsumexp(-1, keepdim=True)).exp()
+    above_TC = mass_TC.cumsum(-1) - mass_TC
+    size_T1 = (above_TC < p_T1).sum(-1, keepdim=True).clamp(min=1)
+    edge_T1 = best_TC.gather(1, size_T1 - 1)
+    next_T1 = best_TC.gather(1, size_T1.clamp(max=num_candidates - 1))
+    enough = size_T1[:, 0] < num_candidates
+    cut = torch.where(scores_TV < edge_T1, -torch.inf, scores_TV)
+    tied = (next_T1 == edge_T1)[:, 0] & enough  # some tokens on the border stay, others go: the smaller ids stay
+    if bool(tied.any()):
+        chosen = _largest(scores_TV[tied], edge_T1[tied], size_T1[tied])
+        cut[tied] = torch.where(chosen, scores_TV[tied], -torch.inf)
+    return cut, enough
+
+
+def _largest(values_TV: torch.Tensor, edge_T1: torch.Tensor, num_T1: torch.Tensor | int) -> torch.Tensor:
+    """bool[T, V]: everything above the edge, and of what lies on it the smallest ids, `num_T1` in all."""
+    above, on = values_TV > edge_T1, values_TV == edge_T1
+    return above | (on & (on.cumsum(-1) <= num_T1 - above.sum(-1, keepdim=True)))

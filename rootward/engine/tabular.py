@@ -1,0 +1,185 @@
+"""A language model that is a table: an exact law from a seed, no weights.
+
+The next token depends on the last `order` tokens. It keeps its context in the same KV trees as a real model, and a row
+reads it through its ancestor mask, so a wrong tree shows in the output.
+
+Legend: T rows of the batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rootward.engine.kv_tree import Ints, KvTree, Placement
+from rootward.engine.slots import Slots, kept_rows
+from rootward.ports import ModelInfo, Rows
+
+MAX_CACHED_LAWS = 65536
+
+
+class TabularModel:
+    """Log-probabilities float64[V] for every context, a pure function of the arguments.
+
+    sharpness  standard deviation of the logits: 0 is uniform, 5 nearly deterministic
+    zeros      share of the vocabulary without probability (at least one token keeps some)
+    eos        id of the end-of-text token, if the model has one
+    noise      standard deviation of a perturbation on top, from `noise_seed` (`perturbed`)
+    max_len    cells of a slot; those beyond `max_positions` leave room for trees at the end of the context
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        seed: int = 0,
+        order: int = 2,
+        *,
+        max_positions: int = 4096,
+        sharpness: float = 1.0,
+        zeros: float = 0.0,
+        eos: int | None = None,
+        noise: float = 0.0,
+        noise_seed: int = 0,
+        max_slots: int = 8,
+        max_len: int | None = None,
+        name: str = "",
+    ):
+        _check(vocab, order, max_positions, sharpness, zeros, eos, noise)
+        self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
+        self.eos, self.noise, self.noise_seed = eos, noise, noise_seed
+        num_cells = max_positions + 1024 if max_len is None else max_len
+        self._max_positions = min(max_positions, num_cells)
+        self._slots = Slots(max_slots, num_cells, self._max_positions, vocab)
+        self._token = np.zeros((max_slots, num_cells), dtype=np.int64)  # what each cell holds
+        self._tail: list[list[int]] = [[] for _ in range(max_slots)]  # the last `order` committed tokens
+        self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
+        self._info = self._describe(name)
+
+    @classmethod
+    def perturbed(cls, target: TabularModel, noise: float, seed: int, *, max_slots: int | None = None) -> TabularModel:
+        """A draft model: the target's logits plus Gaussian noise of this standard deviation."""
+        return cls(
+            target.vocab,
+            target.seed,
+            target.order,
+            max_positions=target._max_positions,
+            sharpness=target.sharpness,
+            zeros=target.zeros,
+            eos=target.eos,
+            noise=noise,
+            noise_seed=seed,
+            max_slots=len(target._slots) if max_slots is None else max_slots,
+            max_len=target._slots.num_cells,
+        )
+
+    def _describe(self, name: str) -> ModelInfo:
+        law = f"tabular:vocab={self.vocab},seed={self.seed},order={self.order},sharpness={self.sharpness:g}"
+        for key, value in (("zeros", self.zeros), ("noise", self.noise), ("noise_seed", self.noise_seed)):
+            law += f",{key}={value:g}" if value else ""
+        eos_ids = () if self.eos is None else (self.eos,)
+        return ModelInfo(name or law, self.vocab, self._max_positions, eos_ids, fingerprint=law)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    def open(self) -> int:
+        slot = self._slots.open()
+        self._tail[slot] = []
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._slots.close(slot)
+
+    def length(self, slot: int) -> int:
+        return self._slots[slot].length
+
+    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+        """Log-probabilities float64[T, V], -inf for tokens without probability."""
+        kept = kept_rows(batch, last_only)
+        plans = self._slots.plan(batch)
+        self._slots.adopt(batch, plans)
+        for rows, plan in zip(batch, plans, strict=True):
+            self._token[rows.slot, plan.cells] = rows.token
+        contexts = [
+            self._context(rows.slot, plan, row) for rows, plan, rs in zip(batch, plans, kept, strict=True) for row in rs
+        ]
+        return torch.from_numpy(np.stack([self.log_law(context) for context in contexts]))
+
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
+        cells = self._slots[slot].commit(node, keep_below=keep_below)
+        self._tail[slot] = _last([*self._tail[slot], *self._token[slot, cells].tolist()], self.order)
+
+    def release(self, slot: int) -> None:
+        self._slots[slot].release()
+
+    def tree(self, slot: int) -> KvTree:
+        return self._slots[slot]
+
+    def check_idle(self) -> None:
+        self._slots.check()
+
+    def law(self, context: Sequence[int]) -> NDArray[np.float64]:
+        """float64[V]: the exact law of what follows these tokens."""
+        law: NDArray[np.float64] = np.exp(self.log_law(context))
+        return law
+
+    def log_law(self, context: Sequence[int]) -> NDArray[np.float64]:
+        """float64[V]: its logarithm. Read-only."""
+        key = tuple(_last(list(map(int, context)), self.order))
+        found = self._laws.get(key)
+        if found is None:
+            if len(self._laws) >= MAX_CACHED_LAWS:
+                self._laws.clear()
+            found = self._laws[key] = self._compute(key)
+        return found
+
+    def _compute(self, key: tuple[int, ...]) -> NDArray[np.float64]:
+        rng = np.random.default_rng([1, self.seed, *(t + 1 for t in key)])
+        logits = rng.normal(size=self.vocab) * self.sharpness
+        dead = rng.permutation(self.vocab)[: min(int(self.zeros * self.vocab), self.vocab - 1)]
+        if self.noise:
+            noise = np.random.default_rng([2, self.noise_seed, *(t + 1 for t in key)])
+            logits += noise.normal(size=self.vocab) * self.noise
+        logits[dead] = -np.inf
+        logits -= logits.max()
+        logits -= math.log(np.exp(logits).sum())
+        logits.flags.writeable = False
+        return logits
+
+    def _context(self, slot: int, plan: Placement, row: int) -> list[int]:
+        """The last tokens the row sees: the committed tail, then the uncommitted cells of its mask by position."""
+        seen: Ints = np.flatnonzero(plan.sees[row])
+        seen = seen[np.argsort(plan.position[seen], kind="stable")]
+        above: list[int] = self._token[slot, plan.scratch[seen]].tolist()
+        return self._tail[slot] + above
+
+
+def _last(tokens: list[int], num: int) -> list[int]:
+    return tokens[max(len(tokens) - num, 0) :]
+
+
+def _check(
+    vocab: int, order: int, max_positions: int, sharpness: float, zeros: float, eos: int | None, noise: float
+) -> None:
+    """ValueError that names the first argument out of range."""
+    bounds = (
+        ("vocab", vocab, vocab >= 1, "is below 1"),
+        ("order", order, order >= 0, "is negative"),
+        ("max_positions", max_positions, max_positions >= 1, "is below 1"),
+        ("sharpness", sharpness, sharpness >= 0, "is negative"),
+        ("zeros", zeros, 0 <= zeros <= 1, "is outside [0, 1]"),
+        ("eos", eos, eos is None or 0 <= eos < vocab, f"is outside [0, {vocab})"),
+        ("noise", noise, noise >= 0, "is negative"),
+    )
+    for name, value, ok, why in bounds:
+        if not ok:
+            raise ValueError(f"{name}: {value!r} {why}")

@@ -1,0 +1,64 @@
+"""What a tokenizer is, by content: its hash, and where two of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, NamedTuple
+
+from rootward.errors import ConfigurationError
+
+
+class TokenDifference(NamedTuple):
+    """The smallest id that two tokenizers read differently. A text is None where a tokenizer lacks the id."""
+
+    id: int
+    a: str | None
+    b: str | None
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a folder or hub name; ConfigurationError (exit code 2) if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as wrong:
+        line = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
+        raise ConfigurationError(f"tokenizer: none at {path!r} ({line}); check the path or name") from wrong
+
+
+def find_tokenizer(path: str) -> Any | None:
+    """The same, or None: a model can be served without one (token ids in, token ids out)."""
+    try:
+        return load_tokenizer(path)
+    except ConfigurationError:
+        return None
+
+
+def num_ids(tokenizer: Any) -> int:
+    """1 + the largest id: ids from here on are padding of the model's vocabulary."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def content_hash(tokenizer: Any) -> str:
+    """sha256 over what decides between text and ids: vocabulary, merges, the steps before them; not file layout."""
+    content: dict[str, Any] = {"vocab": sorted((i, t) for t, i in tokenizer.get_vocab().items())}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        whole = json.loads(backend.to_str())
+        model = whole.get("model") or {}
+        content["merges"] = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
+        content["kind"] = model.get("type")
+        content["steps"] = [whole.get("normalizer"), whole.get("pre_tokenizer")]
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+
+
+def first_difference(a: Any, b: Any) -> TokenDifference | None:
+    """The first id whose text differs. Padding of a model's vocabulary has no text and is no difference."""
+    text_a, text_b = ({i: t for t, i in tokenizer.get_vocab().items()} for tokenizer in (a, b))
+    for i in range(max([*text_a, *text_b], default=-1) + 1):
+        if text_a.get(i) != text_b.get(i):
+            return TokenDifference(i, text_a.get(i), text_b.get(i))
+    return None

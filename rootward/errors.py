@@ -1,0 +1,197 @@
+"""Every exception of Rootward, in one tree.
+
+    RootwardError
+    ├── ServiceError                  raised inside a service; becomes a gRPC status (rpc/status.py) or an HTTP error
+    │   ├── InvalidRequest            a field has a value that cannot be served          not retryable
+    │   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
+    │   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
+    │   ├── NotFound                  unknown model, drafter or request                  not retryable
+    │   ├── DuplicateRequest          this request id is running already                 not retryable
+    │   ├── StaleEpoch                a newer owner drives this request                  not retryable
+    │   ├── NoDrafter                 speculation was required and no drafter is there   not retryable
+    │   ├── IncompatiblePair          tokenizer or vocabulary of a pair differ           not retryable
+    │   ├── Overloaded                queue or rate limit reached                        retryable
+    │   ├── Unavailable               starting, draining, or a peer is gone              retryable
+    │   └── DeadlineExceeded          the deadline passed                                not retryable
+    ├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
+    └── APIError                      what the SDK raises                                see rootward/client.py
+        ├── APIConnectionError        no answer from the server
+        │   └── APITimeoutError       the deadline passed while waiting
+        ├── StreamInterruptedError    the stream broke and could not be resumed; `.partial` holds what came
+        └── APIStatusError            the server answered with an error
+            ├── BadRequestError · AuthenticationError · PermissionDeniedError · NotFoundError · ConflictError
+            └── RateLimitError · UnavailableError · DeadlineExceededError · InternalServerError
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RootwardError(Exception):
+    """Root of the tree."""
+
+
+class ServiceError(RootwardError):
+    """Raised inside a service. `status` is the name of the gRPC code, `reason` the stable machine-readable cause."""
+
+    status: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None, metadata: dict[str, str] | None = None):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.metadata = dict(metadata or {})
+
+
+class InvalidRequest(ServiceError):
+    """A field has a value that cannot be served. The message names the field, the value and the fix."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "INVALID_VALUE"
+
+    def __init__(self, field: str, value: object, fix: str):
+        super().__init__(f"{field}: {value!r} {fix}", metadata={"field": field})
+        self.field, self.value, self.fix = field, value, fix
+
+
+class UnsupportedParameter(InvalidRequest):
+    """The parameter is known and not offered here: refused, never ignored."""
+
+    reason = "UNSUPPORTED_PARAMETER"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and max_tokens together are longer than the context of the model."""
+
+    reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class NotFound(ServiceError):
+    status = "NOT_FOUND"
+    reason = "NOT_FOUND"
+
+
+class DuplicateRequest(ServiceError):
+    status = "ALREADY_EXISTS"
+    reason = "DUPLICATE_REQUEST_ID"
+
+
+class StaleEpoch(ServiceError):
+    """A newer owner drives this request; this one must stop (protocol.md, fencing)."""
+
+    status = "ABORTED"
+    reason = "STALE_EPOCH"
+
+
+class NoDrafter(ServiceError):
+    status = "FAILED_PRECONDITION"
+    reason = "NO_DRAFTER"
+
+
+class IncompatiblePair(ServiceError):
+    status = "FAILED_PRECONDITION"
+    reason = "INCOMPATIBLE_PAIR"
+
+
+class Overloaded(ServiceError):
+    status = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+    retryable = True
+
+
+class Unavailable(ServiceError):
+    status = "UNAVAILABLE"
+    reason = "UNAVAILABLE"
+    retryable = True
+
+
+class DeadlineExceeded(ServiceError):
+    status = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE_EXCEEDED"
+
+
+class ConfigurationError(RootwardError):
+    """A setting, flag, file or address is wrong. Printed as one line; the process ends with `exit_code`.
+
+    Exit codes: 2 usage or configuration, 3 incompatible model or pair, 4 unavailable.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class APIError(RootwardError):
+    """Base of what the SDK raises."""
+
+
+class APIConnectionError(APIError):
+    """No answer from the server."""
+
+
+class APITimeoutError(APIConnectionError):
+    """The deadline passed while waiting."""
+
+
+class StreamInterruptedError(APIError):
+    """The stream broke and could not be resumed; `partial` holds what had been received."""
+
+    def __init__(self, message: str, partial: object = None):
+        super().__init__(message)
+        self.partial = partial
+
+
+class APIStatusError(APIError):
+    """The server answered with an error status."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: str = "UNKNOWN",
+        reason: str = "",
+        request_id: str = "",
+        retry_after_s: float | None = None,
+        details: dict[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.code, self.reason, self.request_id = code, reason, request_id
+        self.retry_after_s, self.details = retry_after_s, dict(details or {})
+
+
+class BadRequestError(APIStatusError):
+    """INVALID_ARGUMENT, FAILED_PRECONDITION, OUT_OF_RANGE."""
+
+
+class AuthenticationError(APIStatusError):
+    """UNAUTHENTICATED."""
+
+
+class PermissionDeniedError(APIStatusError):
+    """PERMISSION_DENIED."""
+
+
+class NotFoundError(APIStatusError):
+    """NOT_FOUND."""
+
+
+class ConflictError(APIStatusError):
+    """ALREADY_EXISTS, ABORTED."""
+
+
+class RateLimitError(APIStatusError):
+    """RESOURCE_EXHAUSTED."""
+
+
+class UnavailableError(APIStatusError):
+    """UNAVAILABLE."""
+
+
+class DeadlineExceededError(APIStatusError):
+    """DEADLINE_EXCEEDED."""
+
+
+class InternalServerError(APIStatusError):
+    """INTERNAL, UNKNOWN, DATA_LOSS, UNIMPLEMENTED."""

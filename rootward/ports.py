@@ -1,0 +1,150 @@
+"""The seams of Rootward: what one part asks of another, one method wide where possible.
+
+Each Protocol has an in-process implementation (the service itself) and a remote one (`rootward/rpc/clients.py`); nothing above a
+seam can tell which one it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.requests import Committed, VerifierRequest
+
+if TYPE_CHECKING:
+    import torch
+
+COMMITTED = -1  # as a parent: the row hangs below the last committed token in the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What peers and users need to know about a model."""
+
+    name: str
+    vocab_size: int
+    max_positions: int
+    eos_ids: tuple[int, ...] = ()
+    tokenizer_hash: str = ""  # content hash of the tokenizer; "" without one
+    num_parameters: int = 0
+    supports_trees: bool = True  # False: plain decoding only (refused by the load probe)
+    fingerprint: str = ""  # hash of the weights' identity
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What one session contributes to a forward: Q new nodes of its KV tree.
+
+    node   int64[Q]  ids chosen by the caller, unique among the slot's uncommitted nodes
+    parent int64[Q]  COMMITTED, the id of a node forwarded earlier, or of a node further up in this same call
+    token  int64[Q]
+    The logical position of a node is the slot's committed length + its depth below the committed end.
+    """
+
+    slot: int
+    node: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    token: NDArray[np.int64]
+
+    @staticmethod
+    def chain(slot: int, first_node: int, tokens: Sequence[int]) -> Rows:
+        """Consecutive tokens below the committed end (a chunk of prefill)."""
+        node = np.arange(first_node, first_node + len(tokens), dtype=np.int64)
+        parent = np.concatenate([[COMMITTED], node[:-1]]).astype(np.int64)
+        return Rows(slot, node, parent, np.asarray(tokens, dtype=np.int64))
+
+
+class LanguageModel(Protocol):
+    """A causal language model with a KV tree per slot: a committed chain and, below its end, uncommitted nodes.
+
+    Not thread-safe: one thread drives it. Conservation: free + committed + uncommitted cells = total (checked by `check_idle`).
+    """
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def num_free_slots(self) -> int: ...
+
+    def open(self) -> int:
+        """Take a free slot (RuntimeError if there is none)."""
+
+    def close(self, slot: int) -> None:
+        """Give the slot back; its KV is gone."""
+
+    def length(self, slot: int) -> int:
+        """Committed tokens whose KV is held."""
+
+    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+        """ONE forward for all sessions. Returns logits [T, V], rows in the order of the batch; for entries with
+        last_only (prefill) only the last row is returned."""
+
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
+        """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""
+
+    def release(self, slot: int) -> None:
+        """Free every uncommitted node of the slot."""
+
+
+class Drafter(Protocol):
+    """Grows token trees. One call is one long-lived stream between one verifier and one drafter."""
+
+    def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]: ...
+
+
+class Verifier(Protocol):
+    """Owns the truth: generates, token ids in and committed runs out."""
+
+    def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]: ...
+
+    async def get_info(self) -> VerifierInfo: ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierInfo:
+    model: ModelInfo
+    worker: str = ""
+    incarnation: int = 0
+    drafters: tuple[str, ...] = ()  # names of the drafters that are up
+    num_running: int = 0
+    num_waiting: int = 0
+    max_sessions: int = 0
+    draining: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one gateway to drive a request, fenced by `epoch`."""
+
+    request_id: str
+    epoch: int
+    holder: str
+
+
+class SessionStore(Protocol):
+    """Session metadata, leases and the committed log (Redis or memory). Control plane only: never on the round path."""
+
+    async def acquire(self, request_id: str, holder: str, ttl_s: float) -> Lease:
+        """A new lease with the next epoch; DuplicateRequest if another holder's lease is alive."""
+
+    async def renew(self, lease: Lease, ttl_s: float) -> bool:
+        """False: the lease was lost."""
+
+    async def release(self, lease: Lease, state: str) -> None: ...
+
+    async def append(self, lease: Lease, offset: int, tokens: Sequence[int]) -> bool:
+        """Append to the committed log if the log is `offset` long and the lease is current."""
+
+    async def committed(self, request_id: str) -> tuple[int, ...]: ...
+
+    async def put_session(self, session_id: str, fields: dict[str, str], ttl_s: float) -> None: ...
+
+    async def get_session(self, session_id: str) -> dict[str, str]: ...
+
+    async def close(self) -> None: ...

@@ -1,0 +1,150 @@
+"""The gateway → verifier hop (`rootward.core.requests`, `ports.VerifierInfo`) ↔ protobuf."""
+
+from __future__ import annotations
+
+import math
+
+from rootward.core.requests import Committed, Finish, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.ports import VerifierInfo
+from rootward.rpc.codec_common import (
+    LAWS,
+    MODES,
+    REASONS,
+    RULES,
+    from_enum,
+    model_from_pb,
+    model_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    stats_from_pb,
+    stats_to_pb,
+)
+from rootward.rpc.columns import pack_u32, unpack_u32
+from rootward.v1 import drafter_pb2, verifier_pb2
+
+
+def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
+    return verifier_pb2.VerifierRequest(
+        request_id=value.request_id,
+        prompt=pack_u32(value.prompt, "prompt"),
+        sampling=sampling_to_pb(value.sampling),
+        stopping=verifier_pb2.VerifierRequest.Stopping(
+            max_tokens=value.stopping.max_tokens,
+            stop_token_ids=pack_u32(value.stopping.stop_token_ids, "stop_token_ids"),
+            ignore_eos=value.stopping.ignore_eos,
+        ),
+        speculation=_policy_to_pb(value.speculation),
+        committed=pack_u32(value.committed, "committed"),
+        epoch=value.epoch,
+        seed=value.seed,
+        choice=value.choice,
+        deadline_s=value.deadline_s,
+    )
+
+
+def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
+    deadline_s = pb.deadline_s if pb.HasField("deadline_s") else None
+    if deadline_s is not None and not math.isfinite(deadline_s):
+        raise ValueError(f"deadline_s: {deadline_s} is not finite; leave it unset for no deadline")
+    stop_token_ids = unpack_u32(pb.stopping.stop_token_ids, "stop_token_ids")
+    return VerifierRequest(
+        request_id=pb.request_id,
+        prompt=unpack_u32(pb.prompt, "prompt"),
+        sampling=sampling_from_pb(pb.sampling),
+        stopping=Stopping(pb.stopping.max_tokens, stop_token_ids, pb.stopping.ignore_eos),
+        speculation=_policy_from_pb(pb.speculation),
+        committed=unpack_u32(pb.committed, "committed"),
+        epoch=pb.epoch,
+        seed=pb.seed,
+        choice=pb.choice,
+        deadline_s=deadline_s,
+    )
+
+
+def _policy_to_pb(value: Speculation) -> verifier_pb2.VerifierRequest.Policy:
+    return verifier_pb2.VerifierRequest.Policy(
+        mode=MODES[value.mode],
+        rule=RULES[value.rule] if value.rule else verifier_pb2.RULE_UNSPECIFIED,
+        law=LAWS[value.law] if value.law else drafter_pb2.LAW_UNSPECIFIED,
+        num_draft_tokens=value.num_draft_tokens,
+        max_depth=value.max_depth,
+        topk=value.topk,
+    )
+
+
+def _policy_from_pb(pb: verifier_pb2.VerifierRequest.Policy) -> Speculation:
+    return Speculation(
+        mode=from_enum(MODES, pb.mode, "speculation.mode") if pb.mode else SpeculationMode.AUTO,
+        rule=from_enum(RULES, pb.rule, "speculation.rule") if pb.rule else None,
+        law=from_enum(LAWS, pb.law, "speculation.law") if pb.law else None,
+        num_draft_tokens=pb.num_draft_tokens if pb.HasField("num_draft_tokens") else None,
+        max_depth=pb.max_depth if pb.HasField("max_depth") else None,
+        topk=pb.topk if pb.HasField("topk") else None,
+    )
+
+
+def committed_to_pb(value: Committed) -> verifier_pb2.Committed:
+    if len(value.accepted) != len(value.tokens):
+        raise ValueError(f"accepted: {len(value.accepted)} flags for {len(value.tokens)} tokens")
+    return verifier_pb2.Committed(
+        epoch=value.epoch,
+        offset=value.offset,
+        tokens=pack_u32(value.tokens),
+        accepted=bytes(value.accepted),
+        finish=_finish_to_pb(value.finish) if value.finish else None,
+    )
+
+
+def committed_from_pb(pb: verifier_pb2.Committed) -> Committed:
+    tokens = unpack_u32(pb.tokens)
+    if len(pb.accepted) != len(tokens) or any(flag > 1 for flag in pb.accepted):
+        raise ValueError(f"accepted: send {len(tokens)} bytes, one per token, each 0 or 1")
+    return Committed(
+        epoch=pb.epoch,
+        offset=pb.offset,
+        tokens=tokens,
+        accepted=tuple(flag == 1 for flag in pb.accepted),
+        finish=_finish_from_pb(pb.finish) if pb.HasField("finish") else None,
+    )
+
+
+def _finish_to_pb(value: Finish) -> verifier_pb2.Committed.Finish:
+    return verifier_pb2.Committed.Finish(
+        reason=REASONS[value.reason], stop_token_id=value.stop_token_id, stats=stats_to_pb(value.stats)
+    )
+
+
+def _finish_from_pb(pb: verifier_pb2.Committed.Finish) -> Finish:
+    return Finish(
+        reason=from_enum(REASONS, pb.reason, "finish.reason"),
+        stop_token_id=pb.stop_token_id if pb.HasField("stop_token_id") else None,
+        stats=stats_from_pb(pb.stats),
+    )
+
+
+def verifier_info_to_pb(value: VerifierInfo) -> verifier_pb2.VerifierInfo:
+    return verifier_pb2.VerifierInfo(
+        model=model_to_pb(value.model),
+        worker=value.worker,
+        incarnation=value.incarnation,
+        drafters=value.drafters,
+        num_running=value.num_running,
+        num_waiting=value.num_waiting,
+        max_sessions=value.max_sessions,
+        draining=value.draining,
+        stats=value.stats,
+    )
+
+
+def verifier_info_from_pb(pb: verifier_pb2.VerifierInfo) -> VerifierInfo:
+    return VerifierInfo(
+        model=model_from_pb(pb.model),
+        worker=pb.worker,
+        incarnation=pb.incarnation,
+        drafters=tuple(pb.drafters),
+        num_running=pb.num_running,
+        num_waiting=pb.num_waiting,
+        max_sessions=pb.max_sessions,
+        draining=pb.draining,
+        stats=dict(pb.stats),
+    )

@@ -1,0 +1,88 @@
+"""Arrays as packed little-endian `bytes` columns: about fifty times cheaper to code than repeated protobuf scalars.
+
+A column of n unsigned integers has one width for all entries, len(column) / n ∈ {1, 2, 3, 4} bytes; nothing else
+describes it. Node references are stored relative to a base, so that the ids of a long-lived tree still fit one byte:
+0 is node 0, v > 0 is node base + v - 1. Every reader raises ValueError("field: value fix") on what does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+_U32_MAX = 2**32 - 1
+
+
+def _ints(values: Sequence[int] | Ints, name: str) -> Ints:
+    """The values as int64, all within u32."""
+    try:
+        array = np.asarray(values, dtype=np.int64)
+    except OverflowError:
+        raise ValueError(f"{name}: a value does not fit 32 bits") from None
+    if array.size and (array.min() < 0 or array.max() > _U32_MAX):
+        bad = array.min() if array.min() < 0 else array.max()
+        raise ValueError(f"{name}: {bad} is outside [0, 2^32)")
+    return array
+
+
+def pack_u32(values: Sequence[int] | Ints, name: str = "tokens") -> bytes:
+    """Four bytes per entry."""
+    return _ints(values, name).astype("<u4").tobytes()
+
+
+def unpack_u32(data: bytes, name: str = "tokens") -> tuple[int, ...]:
+    """Inverse of `pack_u32`."""
+    if len(data) % 4:
+        raise ValueError(f"{name}: {len(data)} bytes are not a multiple of 4; pack token ids as little-endian u32")
+    return tuple(np.frombuffer(data, dtype="<u4").tolist())
+
+
+def pack_column(values: Sequence[int] | Ints, name: str = "column") -> bytes:
+    """The smallest width that holds the largest value."""
+    array = _ints(values, name)
+    if not array.size:
+        return b""
+    width = max(1, (int(array.max()).bit_length() + 7) // 8)
+    return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+
+
+def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
+    """int64[count]: inverse of `pack_column`, any legal width."""
+    width, rest = divmod(len(data), count) if count else (1, len(data))
+    if rest or not 1 <= width <= 4:
+        raise ValueError(f"{name}: {len(data)} bytes do not make {count} entries of 1 to 4 bytes")
+    wide = np.zeros((count, 4), dtype=np.uint8)
+    wide[:, :width] = np.frombuffer(data, dtype=np.uint8).reshape(count, width)
+    return wide.view("<u4").reshape(count).astype(np.int64)
+
+
+def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, bytes]:
+    """(base, column) of node references."""
+    array = _ints(nodes, name)
+    below = array[array > 0]
+    base = int(below.min()) if below.size else 0
+    return base, pack_column(np.where(array > 0, array - base + 1, 0), name)
+
+
+def unpack_refs(base: int, data: bytes, count: int, name: str = "nodes") -> Ints:
+    """int64[count]: inverse of `pack_refs`."""
+    values = unpack_column(data, count, name)
+    return np.where(values > 0, values + (base - 1), 0)
+
+
+def pack_bits(flags: NDArray[np.bool_]) -> bytes:
+    """One bit per flag, least significant first; empty if none is set."""
+    return np.packbits(flags, bitorder="little").tobytes() if flags.any() else b""
+
+
+def unpack_bits(data: bytes, count: int, name: str = "flags") -> NDArray[np.bool_]:
+    """bool[count]: inverse of `pack_bits`."""
+    if not data:
+        return np.zeros(count, dtype=np.bool_)
+    if len(data) != (count + 7) // 8:
+        raise ValueError(f"{name}: {len(data)} bytes do not make {count} bits; send {(count + 7) // 8} or none")
+    return np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=count, bitorder="little").astype(np.bool_)

@@ -1,0 +1,241 @@
+"""Errors on the wire: `ServiceError` ↔ gRPC status with google.rpc details, and what the SDK makes of one.
+
+    service                                        wire                                             peer
+    raise Overloaded(...)  → abort →  RESOURCE_EXHAUSTED + ErrorInfo{reason, "rootward", metadata}  → from_rpc_error → Overloaded
+                                      + RequestInfo + RetryInfo | BadRequest                        → api_error → RateLimitError
+
+An error without our ErrorInfo comes from the transport or from a proxy: the peer is gone, or never was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from rootward import errors
+from rootward.errors import APIError, APIStatusError, InvalidRequest, ServiceError
+
+DOMAIN = "rootward"
+DETAILS_KEY = "grpc-status-details-bin"
+RETRY_KEY = "retry-after-ms"
+
+_MAX_MESSAGE_CHARS = 1000  # the status travels in headers, whose default limit is 8 KiB in all
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a gRPC status says. `reason` is empty if it does not come from a Rootward service."""
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    metadata: dict[str, str] = field(default_factory=dict)
+    request_id: str = ""
+    retry_after_s: float | None = None
+
+    @property
+    def lost(self) -> bool:
+        """True if no answer came: the connection broke, was refused, or the peer stopped."""
+        broken = any(text in self.message for text in ("RST_STREAM", "Stream removed"))
+        gone = self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        return not self.reason and (gone or broken)
+
+
+async def abort(context: Context, error: ServiceError, request_id: str = "") -> NoReturn:
+    """End the RPC with the status of `error`."""
+    code = grpc.StatusCode[error.status]
+    message = _shorten(str(error))
+    status = status_pb2.Status(code=code.value[0], message=message, details=_details(error, request_id))
+    trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if error.retry_after_s is not None:
+        trailing.append((RETRY_KEY, str(round(error.retry_after_s * 1000))))
+    await context.abort(code, message, tuple(trailing))
+    raise AssertionError("abort returned")
+
+
+@asynccontextmanager
+async def errors_as_status(context: Context, request_id: str = "") -> AsyncIterator[None]:
+    """Around the body of a handler: ServiceError becomes its status, any bug INTERNAL; cancellation passes through.
+
+    The traceback of a bug goes to the log of gRPC (`grpc` logger); the peer learns the kind of exception only.
+    """
+    try:
+        yield
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        known = _service_error(error)
+        if known is None:
+            _log_bug(error)
+            known = ServiceError(f"internal error ({type(error).__name__})")
+        await abort(context, known, request_id)
+
+
+def invalid_request(message: str) -> InvalidRequest:
+    """The InvalidRequest whose text is `message`, of the form "field: value fix"."""
+    return _invalid(InvalidRequest, message, {"field": message.partition(": ")[0]}, None)
+
+
+def read(error: grpc.RpcError) -> Failure:
+    """The status of a failed RPC with its details, whether the call was made by grpc or grpc.aio."""
+    call = cast(grpc.aio.AioRpcError, error)
+    trailing = {key: value for key, value in call.trailing_metadata() or ()}
+    info = error_details_pb2.ErrorInfo()
+    request = error_details_pb2.RequestInfo()
+    retry = error_details_pb2.RetryInfo()
+    for detail in _status_of(trailing.get(DETAILS_KEY)).details:
+        for message in (info, request, retry):
+            _unpack(detail, message)
+    ours = info.domain == DOMAIN
+    return Failure(
+        code=call.code(),
+        message=call.details() or "",
+        reason=info.reason if ours else "",
+        metadata=dict(info.metadata) if ours else {},
+        request_id=request.request_id,
+        retry_after_s=_retry_after_s(retry, trailing.get(RETRY_KEY)),
+    )
+
+
+def from_rpc_error(error: grpc.RpcError) -> ServiceError:
+    """The ServiceError a peer service raised, of the same class; Unavailable if the peer is gone."""
+    failure = read(error)
+    if failure.lost:
+        return errors.Unavailable(failure.message or "the peer is gone")
+    kind = _kind_by_reason(failure.reason) or _KIND_BY_CODE.get(failure.code, ServiceError)
+    if issubclass(kind, InvalidRequest):
+        return _invalid(kind, failure.message, failure.metadata, failure.retry_after_s)
+    return kind(failure.message, retry_after_s=failure.retry_after_s, metadata=failure.metadata)
+
+
+def api_error(error: grpc.RpcError) -> APIError:
+    """What the SDK raises for a failed RPC."""
+    failure = read(error)
+    if failure.lost:
+        return errors.APIConnectionError(f"no answer from the server: {failure.message}")
+    if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
+        return errors.APITimeoutError("the deadline passed while waiting for the server")
+    kind = _API_ERRORS.get(failure.code, errors.InternalServerError)
+    return kind(
+        failure.message,
+        code=failure.code.name,
+        reason=failure.reason,
+        request_id=failure.request_id,
+        retry_after_s=failure.retry_after_s,
+        details=failure.metadata,
+    )
+
+
+# Without a reason only the code is known: the closest class that makes no further promise.
+_KIND_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    grpc.StatusCode.NOT_FOUND: errors.NotFound,
+    grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateRequest,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
+    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+}
+_API_ERRORS: dict[grpc.StatusCode, type[APIStatusError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: errors.BadRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.BadRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: errors.BadRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
+    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.ConflictError,
+    grpc.StatusCode.ABORTED: errors.ConflictError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.RateLimitError,
+    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
+}
+
+
+def _kind_by_reason(reason: str) -> type[ServiceError] | None:
+    return next((kind for kind in _family(ServiceError) if kind.reason == reason), None)
+
+
+def _family(kind: type[ServiceError]) -> Iterator[type[ServiceError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _family(child)
+
+
+def _invalid(
+    kind: type[InvalidRequest], message: str, metadata: dict[str, str], retry_after_s: float | None
+) -> InvalidRequest:
+    """An InvalidRequest with a finished message: its constructor would put one together."""
+    error = kind.__new__(kind)
+    ServiceError.__init__(error, message, retry_after_s=retry_after_s, metadata=metadata)
+    error.field, error.value, error.fix = metadata.get("field", ""), None, message
+    return error
+
+
+def _service_error(error: BaseException) -> ServiceError | None:
+    """The ServiceError in `error`, which a TaskGroup may have wrapped."""
+    if isinstance(error, ServiceError):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := _service_error(inner))), None)
+    return None
+
+
+def _details(error: ServiceError, request_id: str) -> list[any_pb2.Any]:
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
+        error_details_pb2.RequestInfo(request_id=request_id),
+    ]
+    if isinstance(error, InvalidRequest):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=_shorten(str(error)))
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromMilliseconds(round(error.retry_after_s * 1000))
+        details.append(retry)
+    return [_packed(detail) for detail in details]
+
+
+def _packed(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _status_of(data: str | bytes | None) -> status_pb2.Status:
+    """The details of a status; empty if there are none or they cannot be read."""
+    try:
+        return status_pb2.Status.FromString(data) if isinstance(data, bytes) else status_pb2.Status()
+    except DecodeError:
+        return status_pb2.Status()
+
+
+def _unpack(detail: any_pb2.Any, message: Message) -> None:
+    """Fill `message` if the detail is one of its kind and well formed."""
+    try:
+        detail.Unpack(message)
+    except DecodeError:
+        message.Clear()
+
+
+def _retry_after_s(retry: error_details_pb2.RetryInfo, trailing_ms: str | bytes | None) -> float | None:
+    if retry.HasField("retry_delay"):
+        return float(retry.retry_delay.ToMilliseconds()) / 1000
+    return int(trailing_ms) / 1000 if isinstance(trailing_ms, str) and trailing_ms.isdecimal() else None
+
+
+def _shorten(message: str) -> str:
+    return message if len(message) <= _MAX_MESSAGE_CHARS else message[: _MAX_MESSAGE_CHARS - 1] + "…"
+
+
+def _log_bug(error: BaseException) -> None:
+    context = {"message": "a handler failed", "exception": error}
+    asyncio.get_running_loop().call_exception_handler(context)

@@ -1,0 +1,151 @@
+"""Hypothesis strategies for every value that crosses the wire."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from rootward.core.frames import (
+    Close,
+    Commit,
+    FromDrafter,
+    Grow,
+    Hello,
+    HelloAck,
+    Load,
+    NeedSync,
+    Open,
+    Reject,
+    ToDrafter,
+)
+from rootward.core.requests import (
+    Committed,
+    Finish,
+    FinishReason,
+    Law,
+    Rule,
+    Sampling,
+    Speculation,
+    SpeculationMode,
+    SpeculationStats,
+    Stopping,
+    VerifierRequest,
+)
+from rootward.ports import ModelInfo, VerifierInfo
+from rootward.rpc.info import DrafterInfo
+
+u32 = st.integers(0, 2**32 - 1)
+u64 = st.integers(0, 2**64 - 1)
+text = st.text(max_size=8)
+tokens = st.lists(u32, max_size=12).map(tuple)
+small = st.integers(0, 500)
+
+
+def few(strategy, max_size=3):
+    return st.lists(strategy, max_size=max_size).map(tuple)
+
+
+sampling = st.builds(
+    Sampling, st.floats(0, 100), top_k=u32, top_p=st.floats(0, 1, exclude_min=True, allow_subnormal=False)
+)
+laws = st.sampled_from(Law)
+hello = st.builds(Hello, text, u64, text, u32, u32, u32)
+ack = st.builds(HelloAck, text, u64, text, u32, u32, few(laws), u32, u32, text, u32)
+load = st.builds(Load, u32, u32, u64, u64, st.booleans())
+opens = st.builds(Open, u32, text, u32, tokens, sampling, laws, u64, u32, u32, u32, u32, u32, tokens)
+commits = st.builds(Commit, u32, u32, tokens, u64)
+to_drafter = st.builds(
+    ToDrafter, st.none() | hello, few(opens), few(commits), few(st.builds(Close, u32, text)), st.none() | load
+)
+
+
+@st.composite
+def rows(draw):
+    result = {}
+    for node in draw(st.lists(u32, max_size=4, unique=True)):
+        size = draw(st.integers(0, 5))
+        column = st.lists(draw(st.sampled_from([small, st.integers(1, 65535), u32])), min_size=size, max_size=size)
+        result[node] = (np.array(draw(column), dtype=np.int64), np.array(draw(column), dtype=np.int64))
+    return result
+
+
+@st.composite
+def grows(draw):
+    n = draw(st.integers(0, 20))
+    values = draw(st.sampled_from([small, u32]))
+    column = st.lists(values, min_size=n, max_size=n)
+    return Grow(
+        slot=draw(u32),
+        base_len=draw(u32),
+        base_hash=draw(u64),
+        first_node=draw(u32),
+        parent=np.array(draw(column), dtype=np.int64),
+        token=np.array(draw(column), dtype=np.int64),
+        sampled=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), dtype=np.bool_),
+        rows=draw(rows()),
+        at_rest=draw(st.booleans()),
+        draft_us=draw(u64),
+        queue_us=draw(u64),
+    )
+
+
+from_drafter = st.builds(
+    FromDrafter,
+    st.none() | ack,
+    few(grows()),
+    few(st.builds(NeedSync, u32, u32, u64)),
+    few(st.builds(Reject, u32, text, u32)),
+    st.none() | load,
+)
+
+ratio_or_match = st.sampled_from(
+    [(None, None), (Rule.TRAVERSAL, Law.SAMPLED), (Rule.MATCH, Law.COUPLED), (None, Law.TOP_K)]
+)
+speculation = st.builds(
+    lambda mode, pair, nodes, depth, topk: Speculation(mode, *pair, nodes, depth and min(depth, nodes or depth), topk),
+    st.sampled_from(SpeculationMode),
+    ratio_or_match,
+    st.none() | st.integers(1, 1024),
+    st.none() | st.integers(1, 1024),
+    st.none() | st.integers(1, 1024),
+)
+request = st.builds(
+    VerifierRequest,
+    text,
+    st.lists(u32, min_size=1, max_size=12).map(tuple),
+    sampling,
+    st.builds(Stopping, st.integers(1, 2**32 - 1), tokens, st.booleans()),
+    speculation,
+    tokens,
+    st.integers(1, 2**32 - 1),
+    u64,
+    u32,
+    st.none() | st.floats(allow_nan=False, allow_infinity=False),
+)
+stats = st.builds(SpeculationStats, u32, u32, u32, u32, tokens, u32, text, text, u64)
+finish = st.builds(Finish, st.sampled_from(FinishReason), st.none() | u32, stats)
+
+
+@st.composite
+def committed(draw):
+    run = draw(tokens)
+    flags = tuple(draw(st.lists(st.booleans(), min_size=len(run), max_size=len(run))))
+    return Committed(draw(u32), draw(u32), run, flags, draw(st.none() | finish))
+
+
+model = st.builds(ModelInfo, text, u32, u32, tokens, text, u64, st.booleans(), text)
+verifier_info = st.builds(
+    VerifierInfo,
+    model,
+    text,
+    u64,
+    few(text),
+    u32,
+    u32,
+    u32,
+    st.booleans(),
+    st.dictionaries(text, st.floats(allow_nan=False), max_size=3),
+)
+drafter_info = st.builds(DrafterInfo, model, ack, load)
+
+anything = st.one_of(to_drafter, from_drafter, request, committed(), verifier_info, drafter_info, model)

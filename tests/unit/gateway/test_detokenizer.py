@@ -1,0 +1,71 @@
+"""Pieces given token by token are together the decoded text, whatever the tokens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.gateway.tokenizers_for_tests import byte_level, sentence_piece
+
+from gateway.detokenizer import _MOVE_ANYWAY_AT, Detokenizer
+
+TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab 😀👨‍👩‍👧é́ह日")), max_size=60)
+
+
+def pieces(tokenizer, ids, context=(), **options):
+    stream = tokenizer.detokenizer(context, **options)
+    return [*(stream.push(i) for i in ids), stream.flush()]
+
+
+@given(st.lists(st.integers(0, 329), max_size=120))
+@settings(max_examples=400)
+def test_random_bytes_equal_the_full_decode(ids):
+    tokenizer = byte_level()
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(TEXTS, st.integers(0, 30))
+@settings(max_examples=300)
+def test_text_behind_a_prompt(text, at):
+    tokenizer = byte_level()
+    ids = tokenizer.encode(text + "x")
+    prompt, output = ids[:at], ids[at:]
+    before = tokenizer.decode(prompt).rstrip("\ufffd")
+    assert "".join(pieces(tokenizer, output, prompt)) == tokenizer.decode(ids)[len(before) :]
+
+
+@given(TEXTS)
+@settings(max_examples=200)
+def test_a_piece_never_ends_inside_a_character(text):
+    tokenizer = byte_level()
+    assert all("\ufffd" not in p for p in pieces(tokenizer, tokenizer.encode(text + "x"))) or "\ufffd" in text
+
+
+@pytest.mark.parametrize("text", ["the cat sat 😀 sats.", "😀😀😀", "日本語 the cat"])
+def test_byte_fallback_and_leading_blanks(text):
+    tokenizer = sentence_piece()
+    prompt, output = tokenizer.encode("the cat"), tokenizer.encode(text)
+    assert "".join(pieces(tokenizer, output)) == tokenizer.decode(output) == text
+    assert "".join(pieces(tokenizer, output, prompt)) == " " + text
+
+
+def test_special_tokens_are_hidden_or_shown():
+    tokenizer = byte_level()
+    (end,) = tokenizer.special_ids
+    ids = [*tokenizer.encode("ab"), end, *tokenizer.encode("c")]
+    assert "".join(pieces(tokenizer, ids)) == "abc"
+    assert "".join(pieces(tokenizer, ids, skip_special_tokens=False)) == "ab<|end|>c"
+
+
+def test_the_window_stays_short():
+    tokenizer = byte_level()
+    longest = 0
+
+    def decode(ids):
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return tokenizer.decode(ids)
+
+    stream = Detokenizer(decode)
+    broken = tokenizer.encode("é")[0:1] * 300  # bytes that never become a character
+    for token in [*tokenizer.encode("the stop string " * 50), *broken]:
+        stream.push(token)
+    assert longest <= _MOVE_ANYWAY_AT

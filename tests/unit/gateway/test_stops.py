@@ -1,0 +1,108 @@
+"""Stop strings: found across tokens, held back as long as needed and no longer, text and ids cut at the same place."""
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.gateway.tokenizers_for_tests import byte_level
+
+from gateway.stops import Output, Span, find_stop, held_back
+
+TEXT = st.text("ab😀c", max_size=40)
+STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=3)
+
+
+def output(stops, **options):
+    return Output(byte_level().detokenizer(()), stops, **options)
+
+
+def in_runs(ids, sizes):
+    """The ids in runs of the sizes given, repeated."""
+    sizes = itertools.cycle(sizes)
+    while ids:
+        n = next(sizes)
+        yield ids[:n]
+        ids = ids[n:]
+
+
+def run(out, ids, sizes=(1,)):
+    spans = []
+    for tokens in in_runs(list(ids), sizes):
+        spans += out.push(tokens, [True] * len(tokens))
+        if out.stop is not None:
+            break
+    return spans + out.finish()
+
+
+def naive(text, stops):
+    """Read one character after another until the text ends with a stop."""
+    for end in range(1, len(text) + 1):
+        hits = [s for s in stops if text[:end].endswith(s)]
+        if hits:
+            return text[: end - max(map(len, hits))]
+    return text
+
+
+@given(TEXT, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=4))
+@settings(max_examples=500)
+def test_equals_the_naive_search_for_every_chunking(text, stops, sizes):
+    ids = byte_level().encode(text or "c")
+    text = text or "c"
+    spans = run(output(stops), ids, sizes)
+    assert "".join(s.text for s in spans) == naive(text, stops)
+    assert [s.token for s in spans] == list(ids[: len(spans)])
+
+
+@given(TEXT, STOPS)
+@settings(max_examples=300)
+def test_ids_are_the_tokens_whose_text_begins_before_the_cut(text, stops):
+    text += "c"
+    ids = byte_level().encode(text)
+    spans = run(output(stops), ids)
+    cut, plain = naive(text, stops), run(output(()), ids)
+    begins = itertools.accumulate((len(s.text) for s in plain), initial=0)
+    expected = len(plain) if cut == text else sum(b < len(cut) for b, _ in zip(begins, plain, strict=False))
+    assert len(spans) == expected
+
+
+@given(st.text("ab", max_size=12), STOPS)
+def test_held_back_is_the_longest_possible_beginning(text, stops):
+    wanted = max((n for s in stops for n in range(len(s)) if n <= len(text) and text.endswith(s[:n])), default=0)
+    assert held_back(text, stops) == wanted
+
+
+def test_first_complete_stop_wins_and_of_those_the_longest():
+    assert find_stop("xabc", ["abc", "b"]).stop == "b"
+    assert find_stop("xabc", ["bc", "abc"]).stop == "abc"
+    assert find_stop("xabc", ["z"]) is None
+
+
+def test_nothing_that_may_become_a_stop_is_released():
+    tokenizer, out = byte_level(), output(["END"])
+    seen = "".join(s.text for t in tokenizer.encode("aEN") for s in out.push([t], [True]))
+    assert seen == "a"
+    seen += "".join(s.text for t in tokenizer.encode("Xb") for s in out.push([t], [True]))
+    assert seen == "aENXb"
+
+
+def test_include_stop_keeps_it():
+    ids = byte_level().encode("abcEND and more")
+    assert "".join(s.text for s in run(output(["END"], include_stop=True), ids)) == "abcEND"
+
+
+def test_flags_stay_with_their_tokens():
+    ids = byte_level().encode("abcENDx")
+    flags = [i % 2 == 0 for i in range(len(ids))]
+    out = output(["END"])
+    spans = out.push(ids, flags)
+    assert [s.accepted for s in spans] == flags[: len(spans)]
+    assert out.stop == "END"
+    assert out.finish(Span(0, "", False)) == []
+
+
+def test_a_broken_character_at_the_end_comes_out_before_the_hidden_token():
+    ids = byte_level().encode("a😀")[:-1]
+    out = output(())
+    spans = out.push(ids, [True] * len(ids)) + out.finish(Span(0, "", False))
+    assert "".join(s.text for s in spans) == "a\ufffd"
+    assert [s.token for s in spans] == [*ids, 0]

@@ -1,0 +1,273 @@
+"""The drafters of this verifier: one stream each, sessions placed on them, trees received from them.
+
+A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step) costs its sessions their
+tree and nothing else: `Session.draft` becomes None, and the next `place` opens a new tree on whoever can take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+import structlog
+
+from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Open, ToDrafter
+from rootward.core.living_tree import LivingTree, MalformedFrame
+from rootward.errors import ServiceError
+from rootward.ports import Drafter
+from verifier_service.sessions import Draft, Session
+
+log = structlog.get_logger("verifier.drafters")
+
+RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to reach a drafter
+QUARANTINE_S = 30.0  # how long a drafter that sends malformed frames again and again gets no sessions
+MAX_OFFENCES = 3
+
+
+class Link:
+    """The stream to one drafter. Outbound messages collect here and leave as one frame per engine step (`flush`)."""
+
+    def __init__(self, name: str, drafter: Drafter, hello: Callable[[], Hello], on_growth: Callable[[], None]) -> None:
+        self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
+        self.ack: HelloAck | None = None  # not None: up
+        self.refusal = ""
+        self.draining = False
+        self.sessions: dict[int, Session] = {}  # by slot
+        self.avoid_until_s = 0.0
+        self._offences = 0
+        self._next_slot = 1
+        self._opens: list[Open] = []
+        self._commits: dict[int, Commit] = {}  # one per slot: cumulative
+        self._closes: list[Close] = []
+        self._outbox: asyncio.Queue[ToDrafter] = asyncio.Queue()
+
+    @property
+    def room(self) -> int:
+        """Sessions it would take now."""
+        if self.ack is None or self.draining or time.monotonic() < self.avoid_until_s:
+            return 0
+        return self.ack.capacity - len(self.sessions)
+
+    # -- outbound -----------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session, *, atoms: int, node_cap: int, max_depth: int, topk: int) -> None:
+        """Start a tree for the session on this drafter."""
+        assert self.ack is not None
+        assert session.law is not None
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        request = session.request
+        eos = () if request.stopping.ignore_eos else tuple(session.eos_ids)
+        tree = LivingTree(
+            len(session.tokens),
+            session.hash,
+            vocab_size=min(self.ack.vocab_size, self._hello().vocab_size),
+            node_cap=node_cap,
+            max_atoms=atoms,
+            eos_ids=eos,
+        )
+        session.draft = Draft(self, slot, tree)
+        session.drafter_name = self.name
+        self.sessions[slot] = session
+        self._opens.append(
+            Open(
+                slot,
+                request.request_id,
+                request.epoch,
+                tuple(session.tokens),
+                request.sampling,
+                session.law,
+                request.seed,
+                request.choice,
+                min(atoms, self.ack.max_atoms),
+                node_cap,
+                max_depth,
+                topk,
+                eos,
+            )
+        )
+
+    def commit(self, session: Session, tokens: Sequence[int]) -> None:
+        """The truth advanced; both replicas re-root."""
+        draft = session.draft
+        assert draft is not None
+        base = draft.tree.length
+        draft.tree.commit(tokens)
+        draft.at_rest = False
+        pending = self._commits.get(draft.slot)
+        if pending is not None:
+            base, tokens = pending.base_len, (*pending.tokens, *tokens)
+        self._commits[draft.slot] = Commit(draft.slot, base, tuple(tokens), draft.tree.hash)
+
+    def close(self, session: Session, reason: str) -> None:
+        draft = session.draft
+        if draft is None or self.sessions.pop(draft.slot, None) is None:
+            return
+        session.draft = None
+        self._commits.pop(draft.slot, None)
+        unsent = [o for o in self._opens if o.slot == draft.slot]
+        if unsent:
+            self._opens.remove(unsent[0])
+        else:
+            self._closes.append(Close(draft.slot, reason))
+
+    def flush(self) -> None:
+        """Send what has collected as one frame."""
+        if self.ack is None or not (self._opens or self._commits or self._closes):
+            return
+        frame = ToDrafter(None, tuple(self._opens), tuple(self._commits.values()), tuple(self._closes))
+        self._opens, self._commits, self._closes = [], {}, []
+        self._outbox.put_nowait(frame)
+
+    # -- inbound ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a stream to the drafter; reconnect for ever."""
+        attempt = 0
+        while True:
+            try:
+                async for frame in self._drafter.session(self._outbound()):
+                    attempt = 0
+                    self._receive(frame)
+            except (ServiceError, OSError, ValueError) as error:
+                log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
+            finally:
+                self._lost()
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)] if not self.refusal else 30.0)
+            attempt += 1
+
+    async def _outbound(self) -> AsyncIterator[ToDrafter]:
+        self._outbox = asyncio.Queue()
+        yield ToDrafter(hello=self._hello())
+        while True:
+            yield await self._outbox.get()
+
+    def _receive(self, frame: FromDrafter) -> None:
+        if frame.ack is not None:
+            self._greet(frame.ack)
+        if frame.load is not None:
+            self.draining = frame.load.draining
+        for need in frame.need_syncs:
+            self._drop(need.slot, "lost step")
+        for reject in frame.rejects:
+            if reject.retry_after_ms:
+                self.avoid_until_s = time.monotonic() + reject.retry_after_ms / 1e3
+            session = self.sessions.get(reject.slot)
+            self._drop(reject.slot, reject.reason)
+            if session is not None and not reject.retry_after_ms:
+                session.law = None  # this drafter never can: context or vocabulary
+        for grow in frame.grows:
+            self._grow(grow)
+        self._on_growth()
+
+    def _greet(self, ack: HelloAck) -> None:
+        self.refusal = ack.refusal
+        if ack.refusal:
+            log.error("pairing_refused", drafter=self.name, reason=ack.refusal)
+            return
+        self.ack, self.draining = ack, False
+        log.info("drafter_up", drafter=self.name, incarnation=ack.incarnation)
+
+    def _grow(self, grow: Grow) -> None:
+        session = self.sessions.get(grow.slot)
+        if session is None or session.draft is None:
+            return  # closed meanwhile
+        tree = session.draft.tree
+        try:
+            received = tree.receive(grow)
+        except MalformedFrame as error:
+            self._offend(grow.slot, str(error))
+            return
+        if tree.broken:
+            self._drop(grow.slot, received.reason)
+            return
+        session.draft.at_rest = grow.at_rest and grow.base_len == tree.length
+
+    def _offend(self, slot: int, why: str) -> None:
+        """Quarantine the slot; repeated offences quarantine the drafter."""
+        log.warning("malformed_frame", drafter=self.name, error=why)
+        self._drop(slot, "malformed")
+        self._offences += 1
+        if self._offences >= MAX_OFFENCES:
+            self._offences, self.avoid_until_s = 0, time.monotonic() + QUARANTINE_S
+            for session in list(self.sessions.values()):
+                self.close(session, "quarantine")
+
+    def _drop(self, slot: int, reason: str) -> None:
+        if (session := self.sessions.get(slot)) is not None:
+            log.debug("tree_dropped", drafter=self.name, reason=reason)
+            self.close(session, reason)
+
+    def _lost(self) -> None:
+        if self.ack is not None:
+            log.warning("drafter_down", drafter=self.name, sessions=len(self.sessions))
+        self.ack = None
+        for session in self.sessions.values():
+            session.draft = None
+        self.sessions = {}
+        self._opens, self._commits, self._closes = [], {}, []
+        self._on_growth()
+
+
+class DrafterPool:
+    """All links; places sessions and sends one frame per drafter and engine step."""
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        hello: Callable[[], Hello],
+        on_growth: Callable[[], None],
+        *,
+        atoms: int,
+        node_cap: int,
+        max_depth: int,
+        topk: int,
+    ) -> None:
+        self.links = [Link(name, drafter, hello, on_growth) for name, drafter in drafters.items()]
+        self._shape = {"atoms": atoms, "node_cap": node_cap, "max_depth": max_depth, "topk": topk}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> DrafterPool:
+        self._tasks = [asyncio.create_task(link.run(), name=f"drafter {link.name}") for link in self.links]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def up(self) -> tuple[str, ...]:
+        return tuple(link.name for link in self.links if link.ack is not None)
+
+    def place(self, session: Session) -> None:
+        """Open a tree for a session that has none, on the drafter with the most room."""
+        if session.draft is not None or session.law is None or session.done:
+            return
+        link = max(self.links, key=lambda x: x.room, default=None)
+        if link is None or link.room <= 0:
+            return
+        wish = session.request.speculation
+        shape = dict(self._shape)
+        shape["node_cap"] = min(wish.num_draft_tokens or shape["node_cap"], shape["node_cap"])
+        shape["max_depth"] = min(wish.max_depth or shape["max_depth"], shape["max_depth"])
+        shape["topk"] = min(wish.topk or shape["topk"], shape["topk"])
+        link.open(session, **shape)
+
+    def commit(self, session: Session, tokens: Sequence[int]) -> None:
+        if session.draft is not None:
+            link = session.draft.link
+            assert isinstance(link, Link)
+            link.commit(session, tokens)
+
+    def close(self, session: Session, reason: str) -> None:
+        if session.draft is not None:
+            link = session.draft.link
+            assert isinstance(link, Link)
+            link.close(session, reason)
+
+    def flush(self) -> None:
+        for link in self.links:
+            link.flush()

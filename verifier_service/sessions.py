@@ -1,0 +1,149 @@
+"""One generation inside the verifier: committed tokens, its tree, its accounts.
+
+A session is a value with three transitions: `fed` (prefill advanced), `advance` (a verdict was committed), `finish`. It does no I/O; what
+happens is read off its fields by the engine loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from rootward.core.frames import extend_hash
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import Committed, Finish, FinishReason, Law, Rule, SpeculationStats, VerifierRequest
+from rootward.core.rng import Key
+from rootward.errors import ServiceError
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """The session's tree at a drafter. `link` is opaque here: the pool's business."""
+
+    link: object
+    slot: int
+    tree: LivingTree
+    at_rest: bool = False
+
+
+@dataclass(slots=True)
+class Accounts:
+    """Counts of one generation."""
+
+    tree_rounds: int = 0
+    plain_rounds: int = 0
+    nodes: int = 0
+    accepted: int = 0
+    misses: int = 0
+    histogram: list[int] = field(default_factory=list)
+
+    def add(self, num_nodes: int, num_accepted: int, *, missed: bool) -> None:
+        if num_nodes:
+            self.tree_rounds += 1
+        else:
+            self.plain_rounds += 1
+        self.misses += missed
+        self.nodes += num_nodes
+        self.accepted += num_accepted
+        self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
+        self.histogram[num_accepted] += 1
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """rule, law: how this session is verified and drafted; law None: it decodes plainly."""
+
+    number: int
+    request: VerifierRequest
+    rule: Rule
+    law: Law | None
+    eos_ids: frozenset[int]
+    tokens: list[int] = field(default_factory=list)  # prompt + committed, the truth
+    hash: int = 0
+    kv_slot: int | None = None
+    fed: int = 0  # tokens whose KV is held
+    draft: Draft | None = None
+    committed_s: float = 0.0  # when the truth last advanced
+    expected_tokens: float = 2.5  # per tree round, learned
+    accounts: Accounts = field(default_factory=Accounts)
+    out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
+    done: bool = False
+    drafter_name: str = ""
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.committed]
+        for token in self.tokens:
+            self.hash = extend_hash(self.hash, token)
+
+    @property
+    def key(self) -> Key:
+        return Key(self.request.seed, self.request.choice)
+
+    @property
+    def prefill_left(self) -> int:
+        """The last token is the root of the first round; its KV is written there."""
+        return max(0, len(self.tokens) - 1 - self.fed)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.request.stopping.max_tokens - self.num_output
+
+    def advance(self, tokens: tuple[int, ...], num_nodes: int, *, missed: bool) -> Committed:
+        """Commit a verdict: accepted path + bonus token. Cut the run at the first stop; a stop beats length inside it."""
+        offset = self.num_output
+        run, stop_id = self._cut(tokens)
+        accepted = tuple(i < len(tokens) - 1 for i in range(len(run)))
+        self.accounts.add(num_nodes, sum(accepted), missed=missed)
+        if num_nodes:
+            self.expected_tokens += 0.1 * (len(tokens) - self.expected_tokens)
+        for token in run:
+            self.tokens.append(token)
+            self.hash = extend_hash(self.hash, token)
+        finish = None
+        if stop_id is not None:
+            finish = self.finish(FinishReason.STOP, stop_id)
+        elif self.tokens_left <= 0:
+            finish = self.finish(FinishReason.LENGTH)
+        return Committed(self.request.epoch, offset, run, accepted, finish)
+
+    def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
+        self.done = True
+        return Finish(reason, stop_id, self.stats())
+
+    def stats(self) -> SpeculationStats:
+        a = self.accounts
+        return SpeculationStats(
+            a.tree_rounds,
+            a.plain_rounds,
+            a.nodes,
+            a.accepted,
+            tuple(a.histogram),
+            a.misses,
+            self.drafter_name,
+            self.rule.value,
+            self.request.seed,
+        )
+
+    def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        stopping = self.request.stopping
+        for i, token in enumerate(tokens[: self.tokens_left]):
+            if token in stopping.stop_token_ids or (token in self.eos_ids and not stopping.ignore_eos):
+                return tokens[: i + 1], token
+        return tokens[: self.tokens_left], None
+
+
+def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
+    """What a request's sampling and wishes mean. Greedy decoding always matches: every lossless rule is longest-match there."""
+    wish = request.speculation
+    if request.sampling.greedy:
+        return Rule.MATCH, wish.law if wish.law in (Law.TOP_K, Law.COUPLED) else Law.TOP_K
+    if wish.law in (Law.TOP_K, Law.COUPLED) or wish.rule is Rule.MATCH:
+        return Rule.MATCH, wish.law or Law.COUPLED
+    if wish.law is None and default_law in (Law.TOP_K, Law.COUPLED) and wish.rule is None:
+        return Rule.MATCH, default_law
+    law = wish.law or (default_law if default_law in (Law.SAMPLED, Law.GREEDY) else Law.SAMPLED)
+    return wish.rule or Rule.TRAVERSAL, law
