@@ -44,7 +44,10 @@ class Row:
         if len(atoms) and (atoms.min() < 0 or len(np.unique(atoms)) < len(atoms)):
             raise ValueError("ids: negative or repeated; name each token once")
         order = np.lexsort((atoms, -weights))
-        for name, array in (("ids", atoms[order]), ("weight", weights[order])):
+        self._set(atoms[order], weights[order])
+
+    def _set(self, ids: Ints, weight: Ints) -> None:
+        for name, array in (("ids", ids), ("weight", weight)):
             read_only(array)
             object.__setattr__(self, name, array)
 
@@ -76,8 +79,16 @@ class Row:
 
     def without(self, tokens: Iterable[int]) -> Row:
         """The row with some tokens removed: the law of the next child after these siblings."""
-        keep = ~np.isin(self.ids, np.fromiter(tokens, dtype=np.int64))
-        return Row(self.ids[keep], self.weight[keep])
+        gone = set(tokens)
+        keep = np.array([token not in gone for token in self.ids.tolist()], dtype=np.bool_)
+        return _ordered(self.ids[keep], self.weight[keep])
+
+
+def _ordered(ids: Ints, weight: Ints) -> Row:
+    """A row from arrays that are known to be valid and in order."""
+    row = object.__new__(Row)
+    row._set(ids, weight)
+    return row
 
 
 class GreedyFamily(NamedTuple):
@@ -172,7 +183,7 @@ def greedy_family(row: Row, num_children: int, words: Iterable[int], bits: int =
     if num_children < 1:
         raise ValueError(f"num_children: {num_children}; a family has at least one child")
     chosen = row.ids[: num_children - 1]
-    rest = row.without(chosen)
+    rest = _ordered(row.ids[num_children - 1 :].copy(), row.weight[num_children - 1 :].copy())
     drawn = draw_children(rest, 1, words, bits)
     sampled = np.arange(len(drawn) + len(chosen)) < len(drawn)
     return GreedyFamily(np.concatenate([drawn, chosen]), sampled, rest)

@@ -23,13 +23,13 @@ from rootward.core.tree import TokenTree
 def rsd_s(row: RowOf, width: int, depth: int, rng: np.random.Generator) -> tuple[TokenTree, Floats]:
     """A stochastic beam of `width` nodes per level, `depth` levels: (tree, draft)."""
     positive("width, depth", [width, depth])
-    sprout, vocabulary = Sprout(), 0
+    sprout = Sprout()
     beam: list[tuple[int, float, float]] = [(0, 0.0, 0.0)]  # (node, φ, G)
+    rows: dict[int, Floats] = {}
     for _ in range(depth):
         arrivals: list[tuple[float, int, int, float]] = []  # (G̃, place of the parent in the beam, token, φ)
         for place, (node, phi, perturbed) in enumerate(beam):
-            law = checked_row(row, sprout.path[node])
-            sprout.row[node], vocabulary = law, len(law)
+            rows[node] = law = checked_row(row, sprout.path[node])
             tokens = np.flatnonzero(law)
             phis = phi + np.log(law[tokens])
             values = conditioned_on_maximum(phis + rng.gumbel(size=len(tokens)), perturbed)
@@ -37,7 +37,8 @@ def rsd_s(row: RowOf, width: int, depth: int, rng: np.random.Generator) -> tuple
         kept = sorted(arrivals, key=lambda arrival: -arrival[0])[:width]
         kept.sort(key=lambda arrival: arrival[1])  # stable: families in the order of their parents, G̃ decreasing within
         beam = [(sprout.add(beam[place][0], token, True), phi, value) for value, place, token, phi in kept]
-    return sprout.finish(vocabulary)
+    sprout.row = {node: rows[node] for node in sprout.parent[1:]}  # of a beam node without children nothing was drawn
+    return sprout.finish(len(rows[0]))
 
 
 def conditioned_on_maximum(values: Floats, maximum: float) -> Floats:

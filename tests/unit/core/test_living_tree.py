@@ -1,0 +1,101 @@
+"""Frames that no honest drafter sends, and the small print of re-rooting."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rootward.core.frames import Grow, extend_hash
+from rootward.core.living_tree import LivingTree, MalformedFrame
+
+ROW = (np.array([0, 1, 2]), np.array([5, 3, 2]))
+
+
+def grow(first: int, parent: list[int], token: list[int], *, base: int = 2, hash_: int = 9, rows=None, sampled=None) -> Grow:
+    flags = np.array(sampled if sampled is not None else [True] * len(token), dtype=np.bool_)
+    rows = {0: ROW} if rows is None else rows
+    return Grow(1, base, hash_, first, np.array(parent, dtype=np.int64), np.array(token, dtype=np.int64), flags, rows)
+
+
+def tree(**kwargs) -> LivingTree:
+    return LivingTree(2, 9, vocab_size=3, **{"node_cap": 8, **kwargs})
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        grow(1, [1], [0]),
+        grow(1, [-1], [0]),
+        grow(1, [0], [3]),
+        grow(1, [0], [-1]),
+        grow(1, [0, 0], [1, 1]),
+        grow(1, [0], [0], rows={}),
+        grow(1, [0], [2], rows={0: (np.array([0, 1]), np.array([1, 1]))}),
+        grow(1, [0], [0], rows={0: (np.array([0, 0]), np.array([1, 1]))}),
+        grow(1, [0], [0], rows={0: (np.array([0, 9]), np.array([1, 1]))}),
+        grow(1, [0], [0], rows={0: (np.array([0]), np.array([0]))}),
+        grow(1, [0], [0], rows={0: (np.array([0]), np.array([70000]))}),
+        grow(1, [0, 1, 2, 3, 4, 5, 6, 7, 8], [0] * 9, sampled=[False] * 9),
+    ],
+    ids=[
+        "own parent", "negative parent", "token too large", "negative token", "twin siblings", "drawn without a row",
+        "no mass", "atom twice", "atom outside", "weight zero", "weight too large", "over the cap",
+    ],
+)  # fmt: skip
+def test_malformed_frames_break_the_tree_and_nothing_else(frame: Grow) -> None:
+    replica = tree()
+    with pytest.raises(MalformedFrame):
+        replica.receive(frame)
+    assert replica.broken
+    assert len(replica) == 0
+    assert replica.receive(grow(1, [0], [0])).reason == "broken"
+    assert replica.snapshot(8).tree.parent.tolist() == [-1]  # plain decoding goes on
+
+
+def test_a_second_row_for_the_same_node_is_refused() -> None:
+    replica = tree()
+    replica.receive(grow(1, [0], [0]))
+    with pytest.raises(MalformedFrame, match="second row"):
+        replica.receive(grow(2, [0], [1], rows={0: (np.array([0, 1]), np.array([1, 9]))}))
+
+
+def test_nothing_grows_below_the_end_of_a_sequence() -> None:
+    replica = tree(eos_ids=[0])
+    with pytest.raises(MalformedFrame, match="end-of-sequence"):
+        replica.receive(grow(1, [0, 1], [0, 1], rows={0: ROW, 1: ROW}))
+
+
+def test_a_gap_a_foreign_hash_and_a_future_base_break() -> None:
+    for frame in (grow(2, [0], [0]), grow(1, [0], [0], hash_=8), grow(1, [0], [0], base=3)):
+        replica = tree()
+        assert replica.receive(frame).stale == 1
+        assert replica.broken
+
+
+def test_duplicates_are_harmless() -> None:
+    replica = tree()
+    frame = grow(1, [0, 1], [0, 1], rows={0: ROW, 1: ROW})
+    assert replica.receive(frame).kept == 2
+    assert replica.receive(frame).reason == "duplicate"
+    assert list(replica.nodes) == [1, 2]
+
+
+def test_growth_under_an_older_base_hangs_below_the_new_root() -> None:
+    replica = tree()
+    replica.receive(grow(1, [0], [0]))
+    replica.commit([0, 2])  # accepted node 1, then a bonus token nobody drew yet
+    late = replica.receive(grow(2, [1, 2, 0], [2, 1, 1], rows={1: ROW, 2: ROW}))
+    assert (late.kept, late.stale) == (1, 2)  # node 2 spells the bonus token, node 3 hangs below it, node 4 is off the path
+    assert replica.snapshot(8).tree.path(1) == (1,)
+    assert replica.root.row is not None
+
+
+def test_a_cut_keeps_draw_order_and_the_tree_lives_on() -> None:
+    replica = tree()
+    replica.receive(grow(1, [0, 0, 1], [0, 1, 2], rows={0: ROW, 1: ROW}))
+    snapshot = replica.snapshot(2)
+    assert snapshot.ids == (0, 1, 2)
+    assert len(replica) == 3
+    assert replica.commit([0]) == [1]
+    assert replica.hash == extend_hash(9, 0)
+    assert list(replica.nodes) == [3]

@@ -1,0 +1,67 @@
+"""The verifier on the wire: a thin shell around any `ports.Verifier`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from rootward.core.requests import VerifierRequest
+from rootward.ports import Verifier
+from rootward.rpc.codec import from_pb, to_pb
+from rootward.rpc.server import RpcServer
+from rootward.rpc.status import errors_as_status, invalid_request
+from rootward.rpc.streams import closing
+from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
+
+NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
+Context = grpc.aio.ServicerContext[Any, Any]
+Drain = Callable[[float], Awaitable[int]]
+
+
+class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
+    """`drain(timeout_s)` starts a drain (0 = the service's own limit) and returns how many requests were running."""
+
+    def __init__(self, verifier: Verifier, drain: Drain) -> None:
+        self._verifier, self._drain = verifier, drain
+
+    def register(self, server: RpcServer) -> None:
+        verifier_pb2_grpc.add_VerifierServicer_to_server(self, server.grpc)
+        server.services.append(NAME)
+
+    async def Generate(
+        self, request: verifier_pb2.VerifierRequest, context: Context
+    ) -> AsyncIterator[verifier_pb2.Committed]:
+        async with (
+            errors_as_status(context, request.request_id),
+            closing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
+        ):
+            async for run in runs:
+                yield to_pb(run)
+
+    async def GetInfo(
+        self, request: verifier_pb2.GetVerifierInfoRequest, context: Context
+    ) -> verifier_pb2.VerifierInfo:
+        async with errors_as_status(context):
+            info = to_pb(await self._verifier.get_info())
+        return info
+
+    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
+        async with errors_as_status(context):
+            num_running = await self._drain(request.timeout_s)
+        return control_pb2.DrainResponse(num_running=num_running)
+
+
+def _decode(request: verifier_pb2.VerifierRequest) -> VerifierRequest:
+    try:
+        return from_pb(request)
+    except ValueError as error:
+        raise invalid_request(str(error)) from error
+
+
+def _within(request: VerifierRequest, remaining_s: float | None) -> VerifierRequest:
+    """The request with the earlier of its own deadline and that of the RPC."""
+    limits = [limit for limit in (request.deadline_s, remaining_s) if limit is not None]
+    return replace(request, deadline_s=min(limits, default=None))
