@@ -55,7 +55,13 @@ class Grower(Generic[K]):
     """Trees by key (whatever names a slot of a stream). `incarnation` keeps draws of a restarted process apart."""
 
     def __init__(
-        self, model: LanguageModel, *, incarnation: int, max_rows: int = 256, prefill_chunk: int = 256, policy: Policy | None = None
+        self,
+        model: LanguageModel,
+        *,
+        incarnation: int,
+        max_rows: int = 256,
+        prefill_chunk: int = 256,
+        policy: Policy | None = None,
     ) -> None:
         self.model, self.incarnation = model, incarnation
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
@@ -71,9 +77,14 @@ class Grower(Generic[K]):
             return Reject(message.slot, "slot is open already; use a new number")
         if len(message.prefix) >= self.model.info.max_positions:
             limit = self.model.info.max_positions
-            return Reject(message.slot, f"prefix of {len(message.prefix)} tokens does not fit the draft context of {limit}")
+            return Reject(
+                message.slot, f"prefix of {len(message.prefix)} tokens does not fit the draft context of {limit}"
+            )
         if max(message.prefix) >= self.model.info.vocab_size:
-            return Reject(message.slot, f"token {max(message.prefix)} is outside the draft vocabulary of {self.model.info.vocab_size}")
+            return Reject(
+                message.slot,
+                f"token {max(message.prefix)} is outside the draft vocabulary of {self.model.info.vocab_size}",
+            )
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
         self.trees[key] = self._planted(message)
@@ -129,7 +140,9 @@ class Grower(Generic[K]):
             hash_ = extend_hash(hash_, token)
         info = self.model.info
         eos = message.eos_ids
-        tree = LivingTree(len(message.prefix), hash_, vocab_size=info.vocab_size, node_cap=message.node_cap, eos_ids=eos)
+        tree = LivingTree(
+            len(message.prefix), hash_, vocab_size=info.vocab_size, node_cap=message.node_cap, eos_ids=eos
+        )
         policy = Policy(
             message.law,
             message.node_cap,
@@ -160,7 +173,9 @@ class Grower(Generic[K]):
         if growing.pending:
             self.model.release(growing.kv_slot)
         growing.growth.rerooted()
-        growing.rows_sent = {n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT}
+        growing.rows_sent = {
+            n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT
+        }
         growing.told_rest = False
         growing.exhausted = growing.tree.length >= self.model.info.max_positions
 
@@ -179,7 +194,9 @@ class Grower(Generic[K]):
             if growing.pending:
                 chunk = growing.pending[: min(self.prefill_chunk, share) if len(active) > 1 else self.prefill_chunk]
                 whole = len(chunk) == len(growing.pending)
-                work.append((growing, Rows.chain(growing.kv_slot, CHAIN_IDS, chunk), [growing.tree.root_id] if whole else []))
+                work.append(
+                    (growing, Rows.chain(growing.kv_slot, CHAIN_IDS, chunk), [growing.tree.root_id] if whole else [])
+                )
             else:
                 nodes = growing.growth.frontier(share)
                 work.append((growing, self._frontier_rows(growing, nodes), nodes))
@@ -188,8 +205,8 @@ class Grower(Generic[K]):
     def _frontier_rows(self, growing: GrowingTree, nodes: list[int]) -> Rows:
         records = [growing.tree.nodes[n] for n in nodes]
         parent = [-1 if r.parent in (ROOT, growing.tree.root_id) else r.parent for r in records]
-        column = lambda values: np.asarray(values, dtype=np.int64)  # noqa: E731
-        return Rows(growing.kv_slot, column(nodes), column(parent), column([r.token for r in records]))
+        columns = np.array([nodes, parent, [r.token for r in records]], dtype=np.int64)
+        return Rows(growing.kv_slot, *columns)
 
     def _forward(self, work: list[tuple[GrowingTree, Rows, list[int]]]) -> None:
         last_only = [bool(g.pending) for g, _, _ in work]

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import structlog
 
 from drafter_service.growing import Grower
-from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.frames import PROTOCOL as PROTOCOL_VERSION
+from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.requests import Law
 from rootward.ports import LanguageModel, ModelInfo
+from rootward.rpc.info import DrafterInfo
 
 log = structlog.get_logger("drafter")
 
@@ -51,7 +52,9 @@ class _Stream:
 class DrafterService:
     """Implements `ports.Drafter` around a model. Use as an async context manager: it owns the growth loop and its thread."""
 
-    def __init__(self, model: LanguageModel, grower: Grower[Key], *, worker: str, capacity: int, max_atoms: int = 64) -> None:
+    def __init__(
+        self, model: LanguageModel, grower: Grower[Key], *, worker: str, capacity: int, max_atoms: int = 64
+    ) -> None:
         self.model, self.grower, self.worker = model, grower, worker
         self.capacity, self.max_atoms = capacity, max_atoms
         self.draining = False
@@ -65,6 +68,10 @@ class DrafterService:
     @property
     def info(self) -> ModelInfo:
         return self.model.info
+
+    def describe(self) -> DrafterInfo:
+        """What this drafter tells outside a stream."""
+        return DrafterInfo(self.info, self._answer(None), self._load())
 
     async def __aenter__(self) -> DrafterService:
         self._loop_task = asyncio.create_task(self._grow_forever(), name="growth")
@@ -99,11 +106,13 @@ class DrafterService:
             self._post(stream, None)
 
     async def drain(self) -> None:
-        """Refuse new sessions and say so; trees that live keep growing until their verifiers have moved."""
+        """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
         self.draining = True
         for stream in self._streams.values():
             stream.load = self._load()
             stream.ready.set()
+        while self.grower.trees:
+            await asyncio.sleep(0.02)
 
     async def _read(self, stream: _Stream, inbound: AsyncIterator[ToDrafter]) -> None:
         try:
@@ -121,9 +130,9 @@ class DrafterService:
         self._mailbox.append((stream, frame))
         self._wake.set()
 
-    def _answer(self, hello: Hello) -> HelloAck:
-        refusal = pairing_refusal(hello, self.info)
-        if refusal:
+    def _answer(self, hello: Hello | None) -> HelloAck:
+        refusal = pairing_refusal(hello, self.info) if hello is not None else ""
+        if refusal and hello is not None:
             log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
             self.worker,

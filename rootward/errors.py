@@ -1,26 +1,26 @@
 """Every exception of Rootward, in one tree.
 
-    RootwardError
-    ├── ServiceError                  raised inside a service; becomes a gRPC status (rpc/status.py) or an HTTP error
-    │   ├── InvalidRequest            a field has a value that cannot be served          not retryable
-    │   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
-    │   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
-    │   ├── NotFound                  unknown model, drafter or request                  not retryable
-    │   ├── DuplicateRequest          this request id is running already                 not retryable
-    │   ├── StaleEpoch                a newer owner drives this request                  not retryable
-    │   ├── NoDrafter                 speculation was required and no drafter is there   not retryable
-    │   ├── IncompatiblePair          tokenizer or vocabulary of a pair differ           not retryable
-    │   ├── Overloaded                queue or rate limit reached                        retryable
-    │   ├── Unavailable               starting, draining, or a peer is gone              retryable
-    │   └── DeadlineExceeded          the deadline passed                                not retryable
-    ├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
-    └── APIError                      what the SDK raises                                see rootward/client.py
-        ├── APIConnectionError        no answer from the server
-        │   └── APITimeoutError       the deadline passed while waiting
-        ├── StreamInterruptedError    the stream broke and could not be resumed; `.partial` holds what came
-        └── APIStatusError            the server answered with an error
-            ├── BadRequestError · AuthenticationError · PermissionDeniedError · NotFoundError · ConflictError
-            └── RateLimitError · UnavailableError · DeadlineExceededError · InternalServerError
+RootwardError
+├── ServiceError                  raised inside a service; becomes a gRPC status (rpc/status.py) or an HTTP error
+│   ├── InvalidRequest            a field has a value that cannot be served          not retryable
+│   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
+│   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
+│   ├── NotFound                  unknown model, drafter or request                  not retryable
+│   ├── DuplicateRequest          this request id is running already                 not retryable
+│   ├── StaleEpoch                a newer owner drives this request                  not retryable
+│   ├── NoDrafter                 speculation was required and no drafter is there   not retryable
+│   ├── IncompatiblePair          tokenizer or vocabulary of a pair differ           not retryable
+│   ├── Overloaded                queue or rate limit reached                        retryable
+│   ├── Unavailable               starting, draining, or a peer is gone              retryable
+│   └── DeadlineExceeded          the deadline passed                                not retryable
+├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
+└── APIError                      what the SDK raises                                see rootward/client.py
+    ├── APIConnectionError        no answer from the server
+    │   └── APITimeoutError       the deadline passed while waiting
+    ├── StreamInterruptedError    the stream broke and could not be resumed; `.partial` holds what came
+    └── APIStatusError            the server answered with an error
+        ├── BadRequestError · AuthenticationError · PermissionDeniedError · NotFoundError · ConflictError
+        └── RateLimitError · UnavailableError · DeadlineExceededError · InternalServerError
 """
 
 from __future__ import annotations

@@ -146,17 +146,19 @@ class Link:
     def _receive(self, frame: FromDrafter) -> None:
         if frame.ack is not None:
             self._greet(frame.ack)
-        if frame.load is not None:
-            self.draining = frame.load.draining
+        if frame.load is not None and frame.load.draining and not self.draining:
+            self.draining = True
+            for session in list(self.sessions.values()):
+                self.close(session, "drafter is draining")  # `place` finds another drafter, or none
         for need in frame.need_syncs:
             self._drop(need.slot, "lost step")
         for reject in frame.rejects:
             if reject.retry_after_ms:
                 self.avoid_until_s = time.monotonic() + reject.retry_after_ms / 1e3
-            session = self.sessions.get(reject.slot)
+            refused = self.sessions.get(reject.slot)
             self._drop(reject.slot, reject.reason)
-            if session is not None and not reject.retry_after_ms:
-                session.law = None  # this drafter never can: context or vocabulary
+            if refused is not None and not reject.retry_after_ms:
+                refused.law = None  # this drafter never can: context or vocabulary
         for grow in frame.grows:
             self._grow(grow)
         self._on_growth()

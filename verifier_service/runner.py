@@ -93,7 +93,9 @@ class Runner:
 
     # -- target matching: one choice of the target per node -----------------------------------------------------------
 
-    def _by_match(self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor) -> dict[int, tuple[int, int, float]]:
+    def _by_match(
+        self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
+    ) -> dict[int, tuple[int, int, float]]:
         mine = [i for i, r in enumerate(rounds) if r.rule is Rule.MATCH]
         verdicts: dict[int, tuple[int, int, float]] = {}
         for greedy in (True, False):
@@ -101,7 +103,11 @@ class Runner:
             if not group:
                 continue
             take = np.concatenate([np.arange(starts[i], starts[i] + len(rounds[i].tree)) for i in group])
-            chosen = greedy_choice(logits_TV[take]) if greedy else self._noisy_choice([rounds[i] for i in group], logits_TV[take])
+            chosen = (
+                greedy_choice(logits_TV[take])
+                if greedy
+                else self._noisy_choice([rounds[i] for i in group], logits_TV[take])
+            )
             at = 0
             for i in group:
                 size = len(rounds[i].tree)
@@ -118,7 +124,9 @@ class Runner:
 
     # -- ratio tests: laws, coins, one bonus draw ---------------------------------------------------------------------
 
-    def _by_ratio(self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor) -> dict[int, tuple[int, int, float]]:
+    def _by_ratio(
+        self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
+    ) -> dict[int, tuple[int, int, float]]:
         mine = [i for i, r in enumerate(rounds) if r.rule is not Rule.MATCH]
         if not mine:
             return {}

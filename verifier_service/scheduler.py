@@ -76,7 +76,9 @@ def _chunks(filling: Sequence[View], budget: int) -> tuple[tuple[int, int], ...]
 
 
 def _round_step(rounds: Sequence[View], max_rows: int) -> Plan:
-    share = max(1, max_rows // max(len(rounds), 1))  # rows per session, its root included: fixed before looking at any tree
+    share = max(
+        1, max_rows // max(len(rounds), 1)
+    )  # rows per session, its root included: fixed before looking at any tree
     verify: list[tuple[int, int]] = []
     decode: list[int] = []
     waiting: list[View] = []

@@ -98,6 +98,7 @@ class VerifierService:
         self._probed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
+        self._drain_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> VerifierService:
         await self.pool.__aenter__()
@@ -105,10 +106,10 @@ class VerifierService:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        tasks = [task for task in (self._task, self._drain_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for session in self._live.copy().values():
             session.out.put_nowait(Unavailable("verifier is stopping", retry_after_s=1.0))
         await self.pool.__aexit__()
@@ -151,6 +152,19 @@ class VerifierService:
         while self._live:
             await asyncio.sleep(0.02)
 
+    def start_draining(self, timeout_s: float) -> int:
+        """Drain in the background; what still runs after timeout_s is handed back with Unavailable. Returns how many run."""
+        self.draining = True
+        self._drain_task = asyncio.create_task(self._drain_within(timeout_s), name="drain")
+        return len(self._live)
+
+    async def _drain_within(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.drain()
+        for session in list(self._live.values()):
+            session.out.put_nowait(Unavailable("verifier is draining", retry_after_s=1.0))
+
     # -- admission ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
@@ -187,11 +201,13 @@ class VerifierService:
         info = self.model.info
         tokens = (*request.prompt, *request.committed)
         for name, ids in (("prompt", tokens), ("stop_token_ids", request.stopping.stop_token_ids)):
-            if ids and not (0 <= min(ids) and max(ids) < info.vocab_size):
+            if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
                 bad = next(t for t in ids if not 0 <= t < info.vocab_size)
                 raise InvalidRequest(name, bad, f"is no token of a vocabulary of {info.vocab_size}")
         if len(request.committed) >= request.stopping.max_tokens:
-            raise InvalidRequest("max_tokens", request.stopping.max_tokens, "is not above the number of committed tokens")
+            raise InvalidRequest(
+                "max_tokens", request.stopping.max_tokens, "is not above the number of committed tokens"
+            )
         if len(request.prompt) + request.stopping.max_tokens > info.max_positions:
             raise ContextLengthExceeded(
                 "max_tokens",
@@ -297,7 +313,9 @@ class VerifierService:
 
     def _view(self, session: Session, now_s: float, patient: bool) -> View:
         draft = session.draft
-        cap = min(session.request.speculation.num_draft_tokens or self.policy.num_draft_tokens, self.policy.num_draft_tokens)
+        cap = min(
+            session.request.speculation.num_draft_tokens or self.policy.num_draft_tokens, self.policy.num_draft_tokens
+        )
         cap = min(cap, session.tokens_left - 1)  # known beforehand: a deeper node could never be emitted
         wait_s = self.policy.draft_wait_s
         if session.request.speculation.mode is not SpeculationMode.REQUIRED:  # which waits whether or not it pays
@@ -347,4 +365,3 @@ class VerifierService:
             session = self._running[number]
             session.finish(FinishReason.ABORTED)
             session.out.put_nowait(ServiceError(f"internal error in the engine step: {type(error).__name__}"))
-

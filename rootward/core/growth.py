@@ -90,7 +90,9 @@ class Growth:
         """Live nodes below the root without a row that are worth one, best first."""
         if self.room <= 0:
             return []
-        open_nodes = [n for n, record in self.tree.nodes.items() if n not in self._expanded and self._can_have_children(record)]
+        open_nodes = [
+            n for n, record in self.tree.nodes.items() if n not in self._expanded and self._can_have_children(record)
+        ]
         open_nodes.sort(key=lambda n: -self._score[n])
         return open_nodes[:max_rows]
 

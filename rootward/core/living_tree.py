@@ -68,7 +68,14 @@ class LivingTree:
     """
 
     def __init__(
-        self, length: int, hash_: int, *, vocab_size: int, node_cap: int = 1024, max_atoms: int = 65536, eos_ids: Iterable[int] = ()
+        self,
+        length: int,
+        hash_: int,
+        *,
+        vocab_size: int,
+        node_cap: int = 1024,
+        max_atoms: int = 65536,
+        eos_ids: Iterable[int] = (),
     ) -> None:
         self.length = length
         self.vocab_size, self.node_cap, self.max_atoms = vocab_size, node_cap, max_atoms
@@ -204,7 +211,7 @@ class LivingTree:
                 self._set_row(parent, frame.base_len, *rows.pop(parent))
             self.next_id = node + 1
             place = self._place(parent, frame.base_len)
-            if place == self.length or place is None and parent in self.nodes:
+            if place == self.length or (place is None and parent in self.nodes):
                 self._attach(node, ROOT if place == self.length else parent, token, bool(sampled))
                 kept += 1
             else:
@@ -230,8 +237,12 @@ class LivingTree:
         else:
             return  # off the tree: nobody will ask
         self._check_row(parent, ids, weight)
-        if record.row is not None and not (np.array_equal(record.row[0], ids) and np.array_equal(record.row[1], weight)):
-            raise MalformedFrame(f"rows: node {parent} declares a second row; children keep the row they were drawn from")
+        if record.row is not None and not (
+            np.array_equal(record.row[0], ids) and np.array_equal(record.row[1], weight)
+        ):
+            raise MalformedFrame(
+                f"rows: node {parent} declares a second row; children keep the row they were drawn from"
+            )
         record.row = (ids, weight)
 
     def _check_row(self, parent: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:

@@ -26,7 +26,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from rootward.core.arrays import Floats, Words
 
-
 NO_TOKEN = 0xFFFFFFFF  # counter word of the bonus uniform; pairs of token ids end at 2³¹
 
 _LOW = 0xFFFFFFFF

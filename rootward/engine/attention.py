@@ -1,8 +1,8 @@
 """What each new row sees: the additive attention mask of a step, built on the device from a few small arrays.
 
-A row sees the committed cells of its slot, its ancestors' cells and its own. Under a sliding window it sees only those fewer
-than W *logical* positions behind it; cells are in no order. Masks are additive (0 or the dtype's minimum): eager attention adds
-them to the scores, and sdpa would turn a boolean mask into this one anyway, once per layer.
+A row sees the committed cells of its slot, its ancestors' cells and its own. Under a sliding window it sees only those
+fewer than W *logical* positions behind it; cells are in no order. Masks are additive (0 or the dtype's minimum): eager
+attention adds them to the scores, and sdpa would turn a boolean mask into this one anyway, once per layer.
 
 Legend: B entries of the step, Q rows of each (padded), P scratch cells of all entries, KV cells looked at per slot.
 """
@@ -39,7 +39,7 @@ def layer_windows(config: Any) -> Windows | None:
 
 
 class Visibility:
-    """Which cells are committed, and where every token stands, on the device. Updated by what a step changes, never rebuilt."""
+    """Which cells are committed, and where tokens stand. Lives on the device; a step updates what it changes."""
 
     def __init__(self, num_slots: int, num_cells: int, windows: Windows, dtype: torch.dtype, device: torch.device):
         self.windows = windows

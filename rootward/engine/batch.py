@@ -1,6 +1,6 @@
 """One step as tensors: the rows of all sessions, padded to one width.
 
-Padding rows repeat the first row of their entry (position, token and visibility, so that they are finite) and write to a trash
+Padding rows repeat the first row of their entry (position, token and visibility: they are finite) and write to a trash
 cell that nobody reads. Entries are ordered by slot: slots side by side are read without a copy.
 
 Legend: B entries, Q rows of each (padded), P scratch cells of all entries, T wanted rows.

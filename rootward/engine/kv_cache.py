@@ -1,7 +1,7 @@
 """K and V of all slots, as a `transformers.Cache` whose layers write and read where the step says.
 
-Storage per layer is [num_slots · num_cells + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all sessions. The
-last cell is trash: padding rows write there and nobody reads it.
+Storage per layer is [num_slots · num_cells + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all
+sessions. The last cell is trash: padding rows write there and nobody reads it.
 
 Legend: B entries, H heads, Q rows (padded), D head dimension, KV cells looked at per slot.
 """
@@ -24,7 +24,7 @@ class Pool:
         self.step: Step | None = None
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """K and V of one decoder layer. Sized by the first K and V it sees: the right heads under any attention."""
 
     is_compileable = False
@@ -57,6 +57,12 @@ class SlotLayer(CacheLayerMixin):
         self.keys.index_copy_(0, step.write, key_states.transpose(1, 2).flatten(0, 1))
         self.values.index_copy_(0, step.write, value_states.transpose(1, 2).flatten(0, 1))
         return step.select(self._keys_by_slot).transpose(1, 2), step.select(self._values_by_slot).transpose(1, 2)
+
+    def wipe(self, slot: int, end: int) -> None:
+        """Zero what a slot held: a hidden NaN would still spoil the next session's weighted sum."""
+        if self.is_initialized:
+            self._keys_by_slot[slot, :end] = 0
+            self._values_by_slot[slot, :end] = 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (self.pool.step.end if self.pool.step is not None else 0), 0

@@ -72,6 +72,7 @@ class KvTree:
         self._length = 0
         self._holes: list[int] = []  # free cells below `_end`, ascending
         self._end = 0  # cells from here on are free
+        self._high_water = 0
         self._state = np.zeros(num_cells, dtype=np.int8)
         self._version = 0
         self._forget()
@@ -98,8 +99,13 @@ class KvTree:
 
     @property
     def end(self) -> int:
-        """High-water mark: every cell in use is below it."""
+        """Every cell in use is below it."""
         return self._end
+
+    @property
+    def high_water(self) -> int:
+        """Every cell that was ever in use is below it."""
+        return self._high_water
 
     def __contains__(self, node: int) -> bool:
         """Whether an uncommitted node of this id is held."""
@@ -127,6 +133,7 @@ class KvTree:
             raise RuntimeError("placement: planned for an older state of this tree; plan again")
         del self._holes[: plan.num_holes]
         self._end = plan.end
+        self._high_water = max(self._high_water, plan.end)
         self._state[plan.cells] = TENTATIVE
         self._keep(plan.node, plan.scratch, plan.position, plan.ancestors)
         self._version += 1

@@ -1,19 +1,19 @@
 """Errors on the wire: `ServiceError` ↔ gRPC status with google.rpc details, and what the SDK makes of one.
 
-    service                                        wire                                             peer
-    raise Overloaded(...)  → abort →  RESOURCE_EXHAUSTED + ErrorInfo{reason, "rootward", metadata}  → from_rpc_error → Overloaded
-                                      + RequestInfo + RetryInfo | BadRequest                        → api_error → RateLimitError
+    a service                       the wire                                        its peer
+    raise Overloaded(…) → abort →   RESOURCE_EXHAUSTED, ErrorInfo{reason, domain,   → from_rpc_error → Overloaded
+                                    metadata}, RequestInfo, RetryInfo, BadRequest   → api_error → RateLimitError
 
 An error without our ErrorInfo comes from the transport or from a proxy: the peer is gone, or never was there.
 """
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2
@@ -50,6 +50,11 @@ class Failure:
         gone = self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         return not self.reason and (gone or broken)
 
+    @property
+    def too_large(self) -> bool:
+        """True if gRPC refused a message for its size: the code is that of an overload, but retrying is in vain."""
+        return not self.reason and "larger than max" in self.message
+
 
 async def abort(context: Context, error: ServiceError, request_id: str = "") -> NoReturn:
     """End the RPC with the status of `error`."""
@@ -67,7 +72,7 @@ async def abort(context: Context, error: ServiceError, request_id: str = "") -> 
 async def errors_as_status(context: Context, request_id: str = "") -> AsyncIterator[None]:
     """Around the body of a handler: ServiceError becomes its status, any bug INTERNAL; cancellation passes through.
 
-    The traceback of a bug goes to the log of gRPC (`grpc` logger); the peer learns the kind of exception only.
+    The traceback of a bug goes to the log; the peer learns the kind of exception only.
     """
     try:
         yield
@@ -76,7 +81,7 @@ async def errors_as_status(context: Context, request_id: str = "") -> AsyncItera
     except Exception as error:
         known = _service_error(error)
         if known is None:
-            _log_bug(error)
+            logging.getLogger(__name__).error("a handler failed", exc_info=error)
             known = ServiceError(f"internal error ({type(error).__name__})")
         await abort(context, known, request_id)
 
@@ -88,8 +93,8 @@ def invalid_request(message: str) -> InvalidRequest:
 
 def read(error: grpc.RpcError) -> Failure:
     """The status of a failed RPC with its details, whether the call was made by grpc or grpc.aio."""
-    call = cast(grpc.aio.AioRpcError, error)
-    trailing = {key: value for key, value in call.trailing_metadata() or ()}
+    call: Any = error  # grpc and grpc.aio give their errors the same methods, the base class has none
+    trailing = dict(tuple(call.trailing_metadata() or ()))
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.RequestInfo()
     retry = error_details_pb2.RetryInfo()
@@ -112,6 +117,8 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     failure = read(error)
     if failure.lost:
         return errors.Unavailable(failure.message or "the peer is gone")
+    if failure.too_large:
+        return invalid_request(f"message: {failure.message}")
     kind = _kind_by_reason(failure.reason) or _KIND_BY_CODE.get(failure.code, ServiceError)
     if issubclass(kind, InvalidRequest):
         return _invalid(kind, failure.message, failure.metadata, failure.retry_after_s)
@@ -126,6 +133,8 @@ def api_error(error: grpc.RpcError) -> APIError:
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         return errors.APITimeoutError("the deadline passed while waiting for the server")
     kind = _API_ERRORS.get(failure.code, errors.InternalServerError)
+    if failure.too_large:
+        kind = errors.BadRequestError
     return kind(
         failure.message,
         code=failure.code.name,
@@ -190,8 +199,9 @@ def _service_error(error: BaseException) -> ServiceError | None:
 
 
 def _details(error: ServiceError, request_id: str) -> list[any_pb2.Any]:
+    metadata = {key: _shorten(value) for key, value in error.metadata.items()}
     details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata),
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata),
         error_details_pb2.RequestInfo(request_id=request_id),
     ]
     if isinstance(error, InvalidRequest):
@@ -234,8 +244,3 @@ def _retry_after_s(retry: error_details_pb2.RetryInfo, trailing_ms: str | bytes 
 
 def _shorten(message: str) -> str:
     return message if len(message) <= _MAX_MESSAGE_CHARS else message[: _MAX_MESSAGE_CHARS - 1] + "…"
-
-
-def _log_bug(error: BaseException) -> None:
-    context = {"message": "a handler failed", "exception": error}
-    asyncio.get_running_loop().call_exception_handler(context)

@@ -138,7 +138,9 @@ def plain_if_it_looks_bad(model: Model, tree: LivingTree, cap: int) -> int:
     return cap if first is None or row is None or first.token == row[0][0] else 0
 
 
-def error(model: Model, law: Law, levels: tuple[int, int, int], caps: tuple[int, int], monkeypatch, cap: Cap = honest_cap) -> float:
+def error(
+    model: Model, law: Law, levels: tuple[int, int, int], caps: tuple[int, int], monkeypatch, cap: Cap = honest_cap
+) -> float:
     """Largest error of the law of the first LENGTH committed tokens over two rounds.
 
     levels: before the first snapshot, while it is verified, after the commit.

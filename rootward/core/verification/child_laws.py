@@ -29,9 +29,9 @@ def child_laws(tree: TokenTree, draft: Floats, node: int, replacement: bool) -> 
             law = np.zeros_like(row)
             law[token] = 1.0
         else:
-            law = row if whole else row / row.sum()
-            if not law[token] > 0.0:
+            if not row[token] > 0.0:
                 raise ValueError(f"draft: no mass on token {token} of node {child}; declare the law it was drawn from")
+            law = row if whole else row / row.sum()
         yield child, token, law
         if not replacement:
             row, whole = row.copy(), False

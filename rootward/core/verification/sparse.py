@@ -23,7 +23,7 @@ from rootward.core.arrays import Floats, Ints, read_only
 from rootward.core.law import Law
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import TOLERANCE, check_siblings
-from rootward.core.verification.step import left
+from rootward.core.verification.step import left, nothing_left
 from rootward.core.verification.token import stop_from_the_top
 from rootward.core.verification.traversal import stop_in_post_order
 
@@ -138,7 +138,7 @@ def sparse_step(w: float, p: Floats, tail: float, q: Floats, j: int) -> tuple[fl
     rest = np.maximum(offered - q, 0.0)
     mass = float(rest.sum()) + w * tail
     if mass == 0.0:
-        return accept, left(w, mass), p, tail
+        return nothing_left(w, accept), left(w, mass), p, tail
     return accept, left(w, mass), rest / mass, w * tail / mass
 
 

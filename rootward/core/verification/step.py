@@ -25,8 +25,14 @@ def step(w: float, p: Floats, q: Floats, x: int) -> tuple[float, float, Floats]:
     rest = np.maximum(offered - q, 0.0)
     mass = float(rest.sum())
     if mass == 0.0:
-        return accept, left(w, mass), p
+        return nothing_left(w, accept), left(w, mass), p
     return accept, left(w, mass), rest / mass
+
+
+def nothing_left(w: float, accept: float) -> float:
+    """a when S = 0. With w = 1 this is P = Q, and a = 1 unless the target forbids x; computed from P and Q it may miss 1 by a
+    rounding, and x could then be tried, fail, and still be in the residual distribution."""
+    return 1.0 if w == 1.0 and accept > 0.0 else accept
 
 
 def left(w: float, mass: float) -> float:

@@ -24,7 +24,9 @@ def draws(weights: list[int], branching: list[int]) -> Iterator[tuple[float, tup
         if depth == len(branching):
             yield probability, nodes
             return
-        families = [list(itertools.permutations(range(len(weights)), min(branching[depth], len(weights)))) for _ in parents]
+        families = [
+            list(itertools.permutations(range(len(weights)), min(branching[depth], len(weights)))) for _ in parents
+        ]
         for choice in itertools.product(*families):
             grown, mass = list(nodes), probability
             for parent, family in zip(parents, choice, strict=True):

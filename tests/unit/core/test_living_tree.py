@@ -11,7 +11,9 @@ from rootward.core.living_tree import LivingTree, MalformedFrame
 ROW = (np.array([0, 1, 2]), np.array([5, 3, 2]))
 
 
-def grow(first: int, parent: list[int], token: list[int], *, base: int = 2, hash_: int = 9, rows=None, sampled=None) -> Grow:
+def grow(
+    first: int, parent: list[int], token: list[int], *, base: int = 2, hash_: int = 9, rows=None, sampled=None
+) -> Grow:
     flags = np.array(sampled if sampled is not None else [True] * len(token), dtype=np.bool_)
     rows = {0: ROW} if rows is None else rows
     return Grow(1, base, hash_, first, np.array(parent, dtype=np.int64), np.array(token, dtype=np.int64), flags, rows)
@@ -85,7 +87,10 @@ def test_growth_under_an_older_base_hangs_below_the_new_root() -> None:
     replica.receive(grow(1, [0], [0]))
     replica.commit([0, 2])  # accepted node 1, then a bonus token nobody drew yet
     late = replica.receive(grow(2, [1, 2, 0], [2, 1, 1], rows={1: ROW, 2: ROW}))
-    assert (late.kept, late.stale) == (1, 2)  # node 2 spells the bonus token, node 3 hangs below it, node 4 is off the path
+    assert (late.kept, late.stale) == (
+        1,
+        2,
+    )  # node 2 spells the bonus token, node 3 hangs below it, node 4 is off the path
     assert replica.snapshot(8).tree.path(1) == (1,)
     assert replica.root.row is not None
 

@@ -6,18 +6,18 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text import Tokenizer
+from gateway.text import HuggingFaceTokenizer
 
 END = "<|end|>"
 TEXT = ["def f(x): return x + 1", "the stop string stops here. END", "naïve café 😀 हिन्दी 日本語 ☃️ e\u0301", "a b c aa ab abc"]
 
 
-def _wrap(fast: Fast) -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, bos_token=END))
+def _wrap(fast: Fast) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, bos_token=END))
 
 
 @cache
-def byte_level() -> Tokenizer:
+def byte_level() -> HuggingFaceTokenizer:
     """Every byte is a token, so random ids spell broken UTF-8."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -29,7 +29,7 @@ def byte_level() -> Tokenizer:
 
 
 @cache
-def sentence_piece() -> Tokenizer:
+def sentence_piece() -> HuggingFaceTokenizer:
     """Words with a blank mark in front, unknown characters as bytes; decoding drops a leading blank."""
     words = ["▁the", "▁cat", "▁sat", "s", "▁", "a", "b", "."]
     pieces = [END, "<unk>", *(f"<0x{b:02X}>" for b in range(256)), *words]

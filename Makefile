@@ -1,0 +1,68 @@
+# The same verbs on a laptop and in CI; `make` alone lists them.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+EXTRAS ?= gateway,worker,dev
+
+# torch comes first, so that a machine without an NVIDIA driver gets the CPU build (a local version such as 2.13.0+cpu sorts
+# above 2.13.0, hence is preferred where it is offered). TORCH says what, TORCH_INDEX from where (options of pip).
+TORCH  ?= torch==2.13.0
+NVIDIA := $(shell command -v nvidia-smi || ls -d /proc/driver/nvidia 2>/dev/null)
+ifeq ($(strip $(NVIDIA)),)
+TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PROTOS := $(wildcard proto/rootward/v1/*.proto)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check proto clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+install: $(STAMP)  ## create .venv if missing and install everything into it
+
+demo: $(STAMP)  ## serve the demo pair on this machine and ask it something
+	$(BIN)/python -m rootward.demo.run
+
+test: $(STAMP)  ## run the tests (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## lint, format, types, import contracts, wire contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint proto
+	$(BIN)/buf format proto --diff --exit-code
+	@$(call drift)
+
+proto: $(STAMP)  ## regenerate rootward/v1 from proto/
+	$(BIN)/buf format proto --write
+	$(call generate,.)
+
+clean:  ## remove caches and build output; the environment stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# An index that does not answer must not cost minutes: one short try, then the indexes pip knows already.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_INDEX),$(PIP) --retries 0 --timeout 5 $(TORCH_INDEX) "$(TORCH)" ||) $(PIP) "$(TORCH)"
+	$(PIP) -e ".[$(EXTRAS)]"
+	touch $@
+
+# The path of a .proto is the path of its stub, so the generated imports are right as they are.
+define generate
+$(BIN)/python -m grpc_tools.protoc -I proto \
+	--plugin=protoc-gen-mypy=$(BIN)/protoc-gen-mypy --plugin=protoc-gen-mypy_grpc=$(BIN)/protoc-gen-mypy_grpc \
+	--python_out=$(1) --grpc_python_out=$(1) --mypy_out=quiet:$(1) --mypy_grpc_out=quiet:$(1) $(PROTOS)
+endef
+
+define drift
+out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && $(call generate,$$out) && \
+diff -r -x __init__.py -x __pycache__ "$$out/rootward/v1" rootward/v1 \
+	|| { echo "rootward/v1 differs from proto/: run 'make proto' and commit the result"; exit 1; }
+endef

@@ -1,0 +1,33 @@
+"""Settings of the drafter."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rootward.settings import ServiceSettings
+
+
+class DrafterSettings(ServiceSettings):
+    """Rootward drafter: grows token trees for verifiers with a small model."""
+
+    model: str = Field(description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…")
+    listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    device: str = Field("cpu", description="torch device")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
+    max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")
+    max_num_batched_tokens: int = Field(256, ge=1, description="rows of one draft forward")
+    law_atoms: int = Field(64, ge=1, le=4096, description="largest support of a declared row (K)")
+    draws_per_level: int = Field(3, ge=1, description="nodes drawn for a tree after each draft forward")
+    acceptance: float = Field(
+        0.7, gt=0, lt=1, description="assumed acceptance of a child: higher grows deeper, lower wider"
+    )
+    family: int = Field(2, ge=1, description="children of a GREEDY family near the root")
+    num_threads: int = Field(1, ge=1, description="CPU threads of the model")
+    shutdown_timeout_s: float = Field(
+        30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_json: bool = Field(False, description="log as JSON lines")

@@ -1,0 +1,186 @@
+"""A Hugging Face causal language model behind `ports.LanguageModel`.
+
+Legend: T wanted rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rootward.engine.attention import layer_windows
+from rootward.engine.kv_tree import KvTree
+from rootward.engine.passes import ForwardPass, PathPass, TreePass
+from rootward.engine.probe import choose_attention
+from rootward.engine.slots import Slots, kept_rows
+from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
+from rootward.errors import ConfigurationError
+from rootward.ports import ModelInfo, Rows
+
+log = logging.getLogger(__name__)
+
+DEFAULT_MAX_LEN = 8192
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+
+
+class HuggingFaceModel:
+    """Batched forwards over KV trees; or, for a network that the load probe refuses, path by path without a cache.
+
+    `max_len` is the number of KV cells a slot has; those beyond the context of the network hold trees at its end.
+    """
+
+    def __init__(
+        self,
+        network: Any,
+        *,
+        name: str,
+        tokenizer: Any = None,
+        max_slots: int = 8,
+        max_len: int | None = None,
+        attn: str = "sdpa",
+    ):
+        self.network, self.tokenizer = network.eval().requires_grad_(False), tokenizer
+        config = network.config.get_text_config()
+        context = _context(config)
+        num_cells = max_len or min(context or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
+        vocab = int(network.get_input_embeddings().weight.shape[0])
+        self._slots = Slots(max_slots, num_cells, min(context or num_cells, num_cells), vocab)
+        self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
+        self.probe_report = choose_attention(network, attn, self._slots.max_positions)
+        self._pass = self._make_pass(config)
+        self._info = ModelInfo(
+            name=name,
+            vocab_size=vocab,
+            max_positions=self._slots.max_positions,
+            eos_ids=eos_ids(network),
+            tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
+            num_parameters=sum(p.numel() for p in network.parameters()),
+            supports_trees=self.probe_report.ok,
+            fingerprint=fingerprint(network),
+        )
+
+    @classmethod
+    def load(
+        cls,
+        path_or_name: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_slots: int = 8,
+        max_len: int | None = None,
+        attn: str = "sdpa",
+        require_trees: bool = False,
+    ) -> HuggingFaceModel:
+        """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
+        if attn not in ("sdpa", "eager"):
+            raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
+        network = _read(path_or_name, dtype).to(device)
+        tokenizer = find_tokenizer(path_or_name)
+        model = cls(network, name=path_or_name, tokenizer=tokenizer, max_slots=max_slots, max_len=max_len, attn=attn)
+        if not model.info.supports_trees:
+            message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
+            if require_trees:
+                raise ConfigurationError(f"{message}; use another model, or serve it without speculation", exit_code=3)
+            log.warning("%s; it decodes plainly, without a KV cache", message)
+        return model
+
+    def _make_pass(self, config: Any) -> ForwardPass:
+        num_slots, num_cells = len(self._slots), self._slots.num_cells
+        windows = layer_windows(config)
+        if not self.probe_report.ok or windows is None:
+            return PathPass(self.network, num_slots, num_cells)
+        return TreePass(self.network, config.num_hidden_layers, num_slots, num_cells, windows)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    def open(self) -> int:
+        return self._slots.open()
+
+    @torch.inference_mode()
+    def close(self, slot: int) -> None:
+        end = self._slots[slot].high_water
+        self._slots.close(slot)
+        self._pass.close(slot, end)
+
+    def length(self, slot: int) -> int:
+        return self._slots[slot].length
+
+    def tree(self, slot: int) -> KvTree:
+        """The bookkeeping of a slot, to look at."""
+        return self._slots[slot]
+
+    @torch.inference_mode()
+    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+        """Logits float32[T, V]; -inf for ids the tokenizer does not have. Nothing changes if it raises."""
+        kept = kept_rows(batch, last_only)
+        plans = self._slots.plan(batch)
+        logits_TV = self._pass.run(batch, plans, kept).float()
+        self._slots.adopt(batch, plans)
+        if self._num_ids < logits_TV.shape[1]:
+            logits_TV[:, self._num_ids :] = -torch.inf
+        return logits_TV
+
+    @torch.inference_mode()
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
+        self._pass.commit(slot, self._slots[slot].commit(node, keep_below=keep_below))
+
+    def release(self, slot: int) -> None:
+        self._slots[slot].release()
+
+    def check_idle(self) -> None:
+        """RuntimeError unless free + committed + uncommitted = total in every open slot."""
+        self._slots.check()
+
+
+def eos_ids(network: Any) -> tuple[int, ...]:
+    """Every end-of-text id the model was published with, ascending."""
+    for config in (getattr(network, "generation_config", None), network.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return tuple(sorted(set(ids if isinstance(ids, (list, tuple)) else [ids])))
+    return ()
+
+
+def fingerprint(network: Any) -> str:
+    """sha256 over the configuration and, per weight, its name, shape, type and 64 values. The same in every process."""
+    config = network.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation"):
+        config.pop(volatile, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(network.named_parameters()):
+        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
+        flat = weight.detach().reshape(-1)
+        digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _context(config: Any) -> int | None:
+    """Positions the network was made for; None if its configuration does not say."""
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        value = getattr(config, name, None)
+        if value:
+            return int(value)
+    return None
+
+
+def _read(path_or_name: str, dtype: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    try:
+        return AutoModelForCausalLM.from_pretrained(path_or_name, dtype=dtype)
+    except (OSError, ValueError, ImportError) as wrong:
+        line = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
+        raise ConfigurationError(f"model: {path_or_name!r} cannot be read ({line}); check the path or name") from wrong

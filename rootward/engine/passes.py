@@ -1,0 +1,131 @@
+"""The two ways to run a network over placed rows: on a KV tree in one forward, or without a cache, path by path.
+
+Both are driven by `HuggingFaceModel`. The second is slow and right for every causal model: it serves those that the
+load probe refuses.
+
+Legend: T wanted rows, V vocabulary, B entries, Q rows of each (padded).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from rootward.engine.attention import Visibility, Windows
+from rootward.engine.batch import Step, assemble
+from rootward.engine.kv_cache import Pool, slot_cache
+from rootward.engine.kv_tree import Ints, Placement
+from rootward.ports import Rows
+
+
+class ForwardPass(Protocol):
+    """Runs the network; told afterwards what became of the cells."""
+
+    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
+        """Logits [T, V] of the wanted rows, in the order of the batch."""
+
+    def commit(self, slot: int, cells: Ints) -> None:
+        """These cells of the slot, top first, are committed now."""
+
+    def close(self, slot: int, end: int) -> None:
+        """The slot is empty; `end` was its high-water mark."""
+
+
+class TreePass:
+    """One forward for all entries, on the KV trees."""
+
+    def __init__(self, network: Any, num_layers: int, num_slots: int, num_cells: int, windows: Windows):
+        self.network, self.device = network, network.device
+        self.pool = Pool(num_slots, num_cells)
+        self.cache = slot_cache(self.pool, num_layers)
+        self.visibility = Visibility(num_slots, num_cells, windows, network.dtype, network.device)
+        self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
+        self.can_slice_ragged = self.can_slice  # until the network proves otherwise
+
+    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
+        num_slots, num_cells = self.pool.num_slots, self.pool.num_cells
+        step = assemble(batch, plans, kept, num_slots=num_slots, num_cells=num_cells, device=self.device)
+        self.pool.step = step
+        try:
+            logits = self._logits(step)
+        finally:
+            self.pool.step = None
+        return logits if step.restore is None else logits[step.restore]
+
+    def _logits(self, step: Step) -> torch.Tensor:
+        mask = self.visibility.mask(step)
+        if step.keeps_all:
+            return self._forward(step, mask).flatten(0, 1)
+        if self.can_slice and len(step.slots) == 1:
+            return self._forward(step, mask, logits_to_keep=step.keep[0].nonzero()[:, 0])[0]
+        if self.can_slice_ragged:
+            try:
+                logits = self._forward(step, mask, logits_to_keep=step.keep)
+                if logits.ndim == 2 and len(logits) == step.num_kept:
+                    return logits
+            except (IndexError, RuntimeError, TypeError, ValueError):
+                pass  # a network that slices its own way; the same step is run again below, in full
+            self.can_slice_ragged = False
+        return self._forward(step, mask)[step.keep]
+
+    def _forward(self, step: Step, mask: Any, **kwargs: Any) -> torch.Tensor:
+        out = self.network(
+            input_ids=step.ids,
+            position_ids=step.positions,
+            attention_mask=mask,
+            past_key_values=self.cache,
+            use_cache=True,
+            **kwargs,
+        )
+        logits: torch.Tensor = out.logits
+        return logits
+
+    def commit(self, slot: int, cells: Ints) -> None:
+        self.visibility.commit(slot, cells)
+
+    def close(self, slot: int, end: int) -> None:
+        self.visibility.clear(slot)
+        for layer in self.cache.layers:
+            layer.wipe(slot, end)
+
+
+class PathPass:
+    """A cache-free forward per leaf: exact for whatever the network does inside, at the price of its whole context."""
+
+    def __init__(self, network: Any, num_slots: int, num_cells: int):
+        self.network, self.device = network, network.device
+        self.token = np.zeros((num_slots, num_cells), dtype=np.int64)  # what each cell holds
+        self.committed: list[list[int]] = [[] for _ in range(num_slots)]
+
+    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
+        wanted = []
+        for rows, plan, keep in zip(batch, plans, kept, strict=True):
+            self.token[rows.slot, plan.cells] = rows.token
+            by_row = self._rows(rows.slot, plan, set(keep))
+            wanted += [by_row[row] for row in keep]
+        return torch.stack(wanted)
+
+    def _rows(self, slot: int, plan: Placement, missing: set[int]) -> dict[int, torch.Tensor]:
+        """Logits [V] by new row. The forward over a path answers every wanted row on it."""
+        old = len(plan.scratch) - plan.num_rows
+        found: dict[int, torch.Tensor] = {}
+        while missing:
+            path = np.flatnonzero(plan.sees[max(missing)])
+            path = path[np.argsort(plan.position[path])]
+            tokens = self.committed[slot] + self.token[slot, plan.scratch[path]].tolist()
+            logits = self.network(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0]
+            for i, row in enumerate((path - old).tolist()):
+                if row in missing:
+                    found[row] = logits[len(self.committed[slot]) + i]
+                    missing.discard(row)
+        return found
+
+    def commit(self, slot: int, cells: Ints) -> None:
+        self.committed[slot] += self.token[slot, cells].tolist()
+
+    def close(self, slot: int, end: int) -> None:
+        self.committed[slot] = []

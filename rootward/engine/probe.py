@@ -1,0 +1,171 @@
+"""The load probe: does this network run token trees correctly? Asked of the network itself, not of a list of names.
+
+A ragged batch of small trees goes through the KV trees and, row by row, through cache-free forwards; then a path is
+committed and one more token decoded. What a short probe cannot see (state that spans the batch or the context) is
+refused by its mark in the configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rootward.engine import cpu_attention
+from rootward.engine.attention import layer_windows
+from rootward.engine.passes import PathPass, TreePass
+from rootward.engine.slots import Slots, kept_rows
+from rootward.ports import COMMITTED, Rows
+
+NUM_CELLS, NARROW_WINDOW = 64, 4
+PREFIXES = (6, 9, 3)  # committed tokens of the three slots
+PARENTS = ([COMMITTED, 0, 0, 1, 1, 2, 3], [COMMITTED], [COMMITTED, 0, 0])  # their trees
+STOPS = (4, 0, 2)  # the node each commits
+
+# Largest error over largest logit. float32: observed at most 1e-6, a wrong mask shows above 1e-3. Half types round at
+# 2^-8 or 2^-11 in every layer: rows of another shape differ by percents of a logit, a wrong mask by a good part of it.
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
+HALF_TOLERANCE = 5e-2
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What the probe found. `reason` says why trees are refused."""
+
+    ok: bool
+    attention: str = ""
+    max_error: float = 0.0
+    tolerance: float = 0.0
+    reason: str = ""
+
+
+def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport:
+    """Probe the attention implementations from the fastest on, eager last; leaves the network on the one reported."""
+    why = refusal(network, max_positions)
+    if why:
+        return ProbeReport(False, reason=why)
+    before = network.config._attn_implementation
+    report = ProbeReport(False)
+    wanted = (cpu_attention.NAME, "sdpa") if attn == "sdpa" and network.device.type == "cpu" else (attn,)
+    for attention in dict.fromkeys((*wanted, "eager")):
+        report = _attempt(network, attention)
+        if report.ok:
+            return report
+    network.set_attn_implementation(before)
+    return report
+
+
+def _attempt(network: Any, attention: str) -> ProbeReport:
+    """One probe; whatever a network does wrong is a reason, never a crash of the service."""
+    try:
+        network.set_attn_implementation(attention)
+        error, scale = probe(network)
+    except Exception as wrong:
+        line = (str(wrong).strip() or "no message").splitlines()[0]
+        return ProbeReport(False, attention, reason=f"{attention} attention: {type(wrong).__name__}: {line}")
+    tolerance = TOLERANCE.get(network.dtype, HALF_TOLERANCE) * scale
+    if error <= tolerance:  # false for NaN
+        return ProbeReport(True, attention, error, tolerance)
+    why = f"{attention} attention: tree rows are off by {error:.1e}, tolerance {tolerance:.1e}"
+    return ProbeReport(False, attention, error, tolerance, why)
+
+
+@torch.inference_mode()
+def probe(network: Any) -> tuple[float, float]:
+    """Largest difference between tree rows and cache-free forwards, and the largest logit."""
+    config = network.config.get_text_config()
+    with narrow_window(config):
+        windows = layer_windows(config)
+        assert windows is not None
+        tree = TreePass(network, config.num_hidden_layers, len(PREFIXES), NUM_CELLS, windows)
+        path = PathPass(network, len(PREFIXES), NUM_CELLS)
+        slots = Slots(len(PREFIXES), NUM_CELLS, NUM_CELLS, int(config.vocab_size))
+        return _compare(tree, path, slots)
+
+
+def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float]:
+    rng = np.random.default_rng(0)
+    order = (2, 0, 1)
+
+    def tokens(num: int) -> list[int]:
+        drawn: list[int] = rng.integers(0, min(slots.vocab_size, 1000), num).tolist()
+        return drawn
+
+    def chains(lengths: tuple[int, ...]) -> list[Rows]:
+        return [Rows.chain(s, 100, tokens(lengths[s])) for s in order]
+
+    for _ in order:
+        slots.open()
+    worst, scale = 0.0, 0.0
+    trees = [
+        Rows(s, np.arange(len(PARENTS[s])), np.array(PARENTS[s]), np.array(tokens(len(PARENTS[s])))) for s in order
+    ]
+    steps = (
+        (chains(PREFIXES), [99 + PREFIXES[s] for s in order]),
+        (trees, [STOPS[s] for s in order]),
+        (chains((1, 1, 1)), [100, 100, 100]),
+    )
+    for batch, stops in steps:
+        kept = kept_rows(batch, [len(r.node) > 2 and r.slot == 2 for r in batch])
+        plans = slots.plan(batch)
+        got, expected = tree.run(batch, plans, kept).float(), path.run(batch, plans, kept).float()
+        worst = max(worst, float((got - expected).abs().max()))
+        worst = worst if bool(torch.isfinite(got).all()) else float("nan")
+        scale = max(scale, float(expected.abs().max()))
+        slots.adopt(batch, plans)
+        for rows, stop in zip(batch, stops, strict=True):
+            cells = slots[rows.slot].commit(stop, keep_below=False)
+            tree.commit(rows.slot, cells)
+            path.commit(rows.slot, cells)
+    return worst, scale
+
+
+@contextmanager
+def narrow_window(config: Any) -> Iterator[None]:
+    """A sliding window so short that the probe's few tokens reach past it."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or window <= NARROW_WINDOW:
+        yield
+        return
+    config.sliding_window = NARROW_WINDOW
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+def refusal(network: Any, max_positions: int) -> str:
+    """Why trees are refused without a probe; "" if nothing speaks against them."""
+    config = network.config.get_text_config()
+    if getattr(network, "_is_stateful", False):
+        return "it keeps a recurrent state, which cannot branch"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        return "its positions (ALiBi) come from the mask"
+    if layer_windows(config) is None:
+        return f"it has layers of kind {sorted(set(config.layer_types))}"
+    for mark in ("num_kv_shared_layers", "index_topk", "attention_types", "attention_chunk_size"):
+        if getattr(config, mark, None):
+            return f"its attention ({mark}) is not covered by the probe"
+    return _rope_refusal(config, max_positions)
+
+
+def _rope_refusal(config: Any, max_positions: int) -> str:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for part in (rope, *(v for v in rope.values() if isinstance(v, dict))):
+        kind = part.get("rope_type", part.get("type"))
+        if "mrope_section" in part:
+            return "its positions have three dimensions (mrope)"
+        original = (
+            part.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", None)
+            or config.max_position_embeddings
+        )
+        if kind in ("longrope", "dynamic") and max_positions > original:
+            return f"{kind} RoPE lets one session change another's positions; set max_len to at most {original}"
+    return ""

@@ -1,0 +1,175 @@
+"""The remote implementations of the ports: a drafter and a verifier behind an address.
+
+Nothing above a port can tell them from the objects they stand for: values in, values out, `ServiceError` when something
+is wrong. Both are context managers; the channel is opened on first use, inside the event loop that uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.requests import Committed, VerifierRequest
+from rootward.errors import IncompatiblePair, Unavailable
+from rootward.ports import VerifierInfo
+from rootward.rpc.channel import DRAFTING, PUBLIC, Transport, open_channel
+from rootward.rpc.codec import from_pb, to_pb
+from rootward.rpc.info import DrafterInfo
+from rootward.rpc.status import from_rpc_error
+from rootward.rpc.streams import parts
+from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+
+T = TypeVar("T")
+
+DEADLINE_SLACK_S = 1.0  # a deadline passes at the service first, whose error says more than gRPC's own
+LONGEST_GENERATION_S = 3600.0  # bound of a generation without a deadline
+
+
+class _Remote:
+    """An address and the channel to it."""
+
+    def __init__(
+        self,
+        address: str,
+        transport: Transport,
+        credentials: grpc.ChannelCredentials | None = None,
+        rpc_timeout_s: float = 5.0,
+    ) -> None:
+        self.address = address
+        self._transport, self._credentials, self._rpc_timeout_s = transport, credentials, rpc_timeout_s
+        self._open: grpc.aio.Channel | None = None
+
+    def _channel(self) -> grpc.aio.Channel:
+        if self._open is None:
+            self._open = open_channel(self.address, self._transport, self._credentials)
+        return self._open
+
+    async def close(self) -> None:
+        """Close the channel; RPCs under way end with Unavailable."""
+        channel, self._open = self._open, None
+        if channel is not None:
+            await channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class RemoteDrafter(_Remote):
+    """`ports.Drafter` over one bidirectional stream per session."""
+
+    def __init__(
+        self, address: str, *, credentials: grpc.ChannelCredentials | None = None, rpc_timeout_s: float = 5.0
+    ) -> None:
+        super().__init__(address, DRAFTING, credentials, rpc_timeout_s)
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
+        """Frames of the drafter until it ends the stream or `inbound` ends. No deadline; keepalive notices a dead peer.
+
+        Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
+        """
+        call = drafter_pb2_grpc.DrafterStub(self._channel()).Session()  # type: ignore[call-arg]  # written to by hand
+        writer = asyncio.create_task(_write(call, inbound))
+        try:
+            while (message := await _next(call)) is not None:
+                yield _decode(self.address, message)
+        except Unavailable:
+            if (failure := _failure_of(writer)) is not None:
+                raise failure from None
+            raise
+        finally:
+            call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def get_info(self) -> DrafterInfo:
+        stub = drafter_pb2_grpc.DrafterStub(self._channel())
+        return from_pb(await _answer(stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)))
+
+
+class RemoteVerifier(_Remote):
+    """`ports.Verifier` over one server stream per generation."""
+
+    def __init__(
+        self, address: str, *, credentials: grpc.ChannelCredentials | None = None, rpc_timeout_s: float = 5.0
+    ) -> None:
+        super().__init__(address, PUBLIC, credentials, rpc_timeout_s)
+
+    async def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]:
+        """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""
+        deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
+        stub = verifier_pb2_grpc.VerifierStub(self._channel())
+        call = stub.Generate(to_pb(request), timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
+        try:
+            while (message := await _next(call)) is not None:
+                yield _decode(self.address, message)
+        finally:
+            call.cancel()
+
+    async def get_info(self) -> VerifierInfo:
+        stub = verifier_pb2_grpc.VerifierStub(self._channel())
+        return from_pb(await _answer(stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)))
+
+    async def drain(self, timeout_s: float = 0.0) -> int:
+        """Ask the verifier to take no new work and end the rest within timeout_s (0 = its own limit).
+
+        Returns how many requests were running; does not wait for them.
+        """
+        stub = verifier_pb2_grpc.VerifierStub(self._channel())
+        call = stub.Drain(control_pb2.DrainRequest(timeout_s=timeout_s), timeout=self._rpc_timeout_s)
+        return (await _answer(call)).num_running
+
+
+async def _next(call: Any) -> Any:
+    """The next message of a stream, None at its end; ServiceError for a failed status."""
+    message = await _answer(call.read())
+    return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
+
+
+async def _answer(pending: Awaitable[T]) -> T:
+    """Await a call; ServiceError for a failed status. A cancelled call is Unavailable, a cancelled task is not."""
+    try:
+        return await pending
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        raise Unavailable(f"the channel is closed: {error}") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("the call was cancelled") from None
+
+
+async def _write(call: Any, inbound: AsyncIterator[ToDrafter]) -> None:
+    """Send what comes until it ends. A broken call ends the writer quietly: the reader learns why."""
+    try:
+        async for frame in inbound:
+            for part in parts(to_pb(frame)):
+                await call.write(part)
+        await call.done_writing()
+    except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        return
+    except Exception:
+        call.cancel()
+        raise
+
+
+def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _decode(address: str, message: Any) -> Any:
+    try:
+        return from_pb(message)
+    except ValueError as error:
+        raise IncompatiblePair(f"{address} sent a message that cannot be read: {error}") from error

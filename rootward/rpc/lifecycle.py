@@ -1,0 +1,47 @@
+"""The life of a service process: start, say where it listens, serve, drain on SIGTERM, end with an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from rootward.errors import ConfigurationError
+from rootward.rpc.server import RpcServer
+
+Drain = Callable[[], Awaitable[object]]
+
+
+def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int:
+    """Run a service's main; a mistake of the operator is one line on stderr and its exit code, never a traceback."""
+    try:
+        asyncio.run(main())
+    except ConfigurationError as error:
+        print(f"rootward {role}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def announce(role: str, address: str) -> None:
+    """The line that whoever started the process waits for."""
+    print(f"rootward {role} listening on {address}", flush=True)
+
+
+async def until_stopped(server: RpcServer, drain: Drain, shutdown_timeout_s: float) -> None:
+    """Serve until SIGTERM or SIGINT; then refuse new work and let running work end within the limit. A second signal ends at once."""
+    loop = asyncio.get_running_loop()
+    asked: asyncio.Queue[None] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked.put_nowait, None)
+    await asked.get()
+    await server.set_ready(False)
+    draining = asyncio.ensure_future(drain())
+    again = asyncio.ensure_future(asked.get())
+    await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in (draining, again):
+        task.cancel()
+    await asyncio.gather(draining, again, return_exceptions=True)

@@ -1,0 +1,31 @@
+"""The SDK stays small: using the client loads neither torch nor the engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import rootward
+
+HEAVY = ("torch", "transformers", "pydantic", "starlette", "redis", "rootward.core", "rootward.engine")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Which of the heavy modules a fresh interpreter has loaded after `statement`."""
+    code = f"{statement}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def test_importing_rootward_loads_nothing_heavy():
+    assert loaded_by("import rootward; rootward.RootwardError; rootward.__version__") == set()
+
+
+def test_the_public_names_are_these():
+    names = {name for name in rootward.__all__ if not name.endswith("Error")}
+    assert names == {"AsyncClient", "Client", "KeepAlive", "SamplingParams", "Speculation", "__version__"}
+
+
+def test_the_client_loads_nothing_heavy():
+    assert loaded_by("import rootward; rootward.Client") == set()

@@ -1,0 +1,424 @@
+"""The gateway service around an in-test verifier: no token lost or repeated whatever breaks, everything given back."""
+
+import asyncio
+import random
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+from unit.gateway.service_for_tests import serving
+from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier, older_epoch
+
+from gateway.requests import Chat, GenerateRequest
+from gateway.sessions import MemoryStore, StoreUnavailable
+from rootward.core.requests import FinishReason, Law, Rule, Sampling, Speculation
+from rootward.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+    UnsupportedParameter,
+)
+
+TEXT = SpellingVerifier().text
+IDS = (*byte_level().encode(TEXT), END_ID)
+
+
+async def at_rest(service, *verifiers):
+    """Conservation: nothing runs, waits or is held anywhere."""
+    for _ in range(100):
+        if not service.admission.num_running and not any(v.running for v in verifiers) and not service._ledger._entries:
+            break
+        await asyncio.sleep(0.02)
+    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert not service._live
+    assert not service._ledger._entries
+    assert all(u.num_in_flight == 0 for u in service.upstreams)
+    assert all(v.running == 0 for v in verifiers)
+
+
+async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        deltas = [d async for d in service.generate(GenerateRequest("a", seed=5))]
+        assert "".join(d.text for d in deltas) == TEXT
+        assert tuple(t for d in deltas for t in d.token_ids) == IDS
+        offset = 0
+        for delta in deltas:
+            assert delta.offset == offset
+            offset += len(delta.spans)
+        ending = deltas[-1].ending
+        assert (ending.reason, ending.eos_token_id, ending.stop_string) == (FinishReason.STOP, END_ID, None)
+        assert (ending.usage.prompt_tokens, ending.usage.completion_tokens) == (1, len(IDS))
+        assert (ending.stats.drafter, ending.stats.seed) == ("draft-1", 5)
+        assert ending.timing.total_ms >= ending.timing.ttft_ms >= ending.timing.queue_ms >= 0
+        assert sum(f for d in deltas for f in d.accepted) == sum(i % 3 != 2 for i in range(len(IDS))) - (len(IDS) % 3 > 0)
+        await at_rest(service, verifier)
+
+
+@pytest.mark.parametrize("deaths", [[0], [2], [3], [0, 0, 3], [2, 0, 2, 0, 2, 0]])
+async def test_a_lost_verifier_loses_and_repeats_no_token(deaths):
+    """Two verifiers that die in turn and come back: the text is the same."""
+    plan = list(deaths)
+    verifiers = []
+
+    def die_after(request):
+        for other in verifiers:
+            other.up = True
+        return plan.pop(0) if plan else None
+
+    verifiers += [SpellingVerifier(die_after=die_after, run=2) for _ in range(2)]
+    async with serving(*verifiers) as service:
+        deltas = [d async for d in service.generate(GenerateRequest("a"))]
+        assert tuple(t for d in deltas for t in d.token_ids) == IDS
+        assert "".join(d.text for d in deltas) == TEXT
+        assert deltas[-1].ending.usage.completion_tokens == len(IDS)
+        requests = sorted((r for v in verifiers for r in v.requests), key=lambda r: r.epoch)
+        assert [r.epoch for r in requests] == list(range(1, len(deaths) + 2))
+        assert len({r.seed for r in requests}) == 1
+        await at_rest(service, *verifiers)
+
+
+async def test_one_verifier_that_restarts_is_waited_for():
+    dying = SpellingVerifier(die_after=lambda r: 5 if r.epoch == 1 else None)
+
+    async def restart():
+        while dying.up:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        dying.up = True
+
+    async with serving(dying) as service, asyncio.TaskGroup() as group:
+        group.create_task(restart())
+        generated = await service.collect(GenerateRequest("a"))
+        assert generated.text == TEXT
+        assert generated.ending.stats.num_accepted_draft_tokens == 2 + 5
+
+
+async def test_nobody_to_continue_is_a_stream_interrupted_after_tokens_and_unavailable_before():
+    dying = SpellingVerifier(die_after=lambda r: 5)
+    async with serving(dying, redispatch_wait_s=0.1) as service:
+        with pytest.raises(Unavailable, match="after 3 tokens: no verifier is ready") as caught:
+            await service.collect(GenerateRequest("a"))
+        assert (caught.value.reason, caught.value.metadata["emitted"]) == ("STREAM_INTERRUPTED", "3")
+        with pytest.raises(Unavailable, match="no verifier is ready") as caught:
+            await service.collect(GenerateRequest("a"))
+        assert caught.value.reason == "UNAVAILABLE"
+        assert caught.value.retry_after_s
+        await at_rest(service, dying)
+
+
+async def test_a_verifier_lost_with_the_last_token_out_is_not_asked_again():
+    def lose_finish(run):
+        return [run] if run.finish is None else [replace(run, finish=None)]
+
+    verifier = SpellingVerifier(spoil=lose_finish)
+    async with serving(verifier) as service:
+        generated = await service.collect(GenerateRequest("a"))
+        assert (generated.text, generated.ending.reason, generated.ending.eos_token_id) == (
+            TEXT,
+            FinishReason.STOP,
+            END_ID,
+        )
+        generated = await service.collect(GenerateRequest("a", max_tokens=6))
+        assert (len(generated.spans), generated.ending.reason) == (6, FinishReason.LENGTH)
+        assert len(verifier.requests) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_stale_epochs_and_duplicates_are_dropped_and_gaps_lead_to_a_new_attempt(seed):
+    rng = random.Random(seed)
+    seen = []
+
+    def spoil(run):
+        out = [run]
+        if seen and rng.random() < 0.5:
+            out.insert(0, rng.choice(seen))  # a duplicate
+        if rng.random() < 0.5:
+            out.insert(0, older_epoch(run))
+        if len(run.tokens) > 1 and rng.random() < 0.3:  # overlaps with what was sent
+            half = replace(run, tokens=run.tokens[:1], accepted=run.accepted[:1], finish=None)
+            out.insert(0, half)
+        if rng.random() < 0.1:
+            out = []  # a gap, unless it was the last
+        seen.append(replace(run, finish=None))
+        return out
+
+    verifier = SpellingVerifier(spoil=spoil)
+    async with serving(verifier) as service:
+        generated = await service.collect(GenerateRequest("a"))
+        assert tuple(s.token for s in generated.spans) == IDS
+
+
+async def test_stop_strings_cut_text_ids_and_usage_and_beat_length():
+    verifier = SpellingVerifier(run=4)
+    async with serving(verifier) as service:
+        generated = await service.collect(GenerateRequest("a", stop=("return",)))
+        assert generated.text == "def f(x): "
+        ending = generated.ending
+        assert (ending.reason, ending.stop_string, ending.eos_token_id) == (FinishReason.STOP, "return", None)
+        assert ending.usage.completion_tokens == len(generated.spans)
+        assert ending.stats.num_accepted_draft_tokens > 0
+        count = len(byte_level().encode("def f(x): return"))
+        generated = await service.collect(GenerateRequest("a", stop=("return",), max_tokens=count))
+        assert (generated.text, generated.ending.reason) == ("def f(x): ", FinishReason.STOP)
+        generated = await service.collect(GenerateRequest("a", max_tokens=count))
+        assert (generated.text, generated.ending.reason) == ("def f(x): return", FinishReason.LENGTH)
+        await at_rest(service, verifier)
+
+
+async def test_stop_token_ids_end_it_without_their_text():
+    stop_id = byte_level().encode("x")[0]
+    verifier = SpellingVerifier(text="ax")
+    async with serving(verifier) as service:
+        generated = await service.collect(GenerateRequest("a", stop_token_ids=(stop_id,), max_tokens=2))
+        assert (generated.text, generated.ending.stop_token_id) == ("a", stop_id)
+        assert [s.token for s in generated.spans][-1] == stop_id
+
+
+async def test_closing_the_stream_frees_everything():
+    verifier = SpellingVerifier(delay_s=0.01)
+    async with serving(verifier) as service:
+        async with aclosing(service.generate(GenerateRequest("a"))) as deltas:
+            async for _ in deltas:
+                assert verifier.running == 1
+                break
+        await at_rest(service, verifier)
+        task = asyncio.create_task(service.collect(GenerateRequest("a")))
+        await asyncio.sleep(0.03)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await at_rest(service, verifier)
+
+
+async def test_abort_ends_running_and_waiting_requests():
+    verifier = SpellingVerifier(delay_s=0.05)
+    async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
+        running = group.create_task(service.collect(GenerateRequest("a", request_id="r1")))
+        await asyncio.sleep(0.12)
+        waiting = group.create_task(service.collect(GenerateRequest("a", request_id="r2")))
+        await asyncio.sleep(0.02)
+        assert service.admission.num_waiting == 1
+        assert service.abort(["r2", "unknown"]) == ["r2"]
+        assert (await waiting).ending.reason is FinishReason.ABORTED
+        assert service.abort(["r1"]) == ["r1"]
+        partial = await running
+        assert partial.ending.reason is FinishReason.ABORTED
+        assert 0 < len(partial.spans) < len(IDS)
+        assert TEXT.startswith(partial.text)
+        await at_rest(service, verifier)
+
+
+async def test_a_deadline_names_its_phase():
+    verifier = SpellingVerifier(delay_s=0.1)
+    async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
+        first = group.create_task(service.collect(GenerateRequest("a")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineExceeded) as caught:
+            await service.collect(GenerateRequest("a", deadline_s=0.05))
+        assert caught.value.metadata["phase"] == "queue"
+        service.abort(list(service._live))
+        await first
+        with pytest.raises(DeadlineExceeded) as caught:
+            await service.collect(GenerateRequest("a", deadline_s=0.05))
+        assert caught.value.metadata["phase"] == "generate"
+        await at_rest(service, verifier)
+
+
+async def test_a_full_queue_refuses_and_running_ones_go_on():
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:
+        results = await asyncio.gather(
+            *(service.collect(GenerateRequest("a")) for _ in range(4)), return_exceptions=True
+        )
+        refused = [r for r in results if isinstance(r, Overloaded)]
+        assert len(refused) == 2
+        assert refused[0].retry_after_s
+        assert all(r.text == TEXT for r in results if not isinstance(r, Exception))
+        await at_rest(service, verifier)
+
+
+async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
+    verifier = SpellingVerifier(delay_s=0.02)
+    store = MemoryStore()
+    async with serving(verifier, store=store) as service, asyncio.TaskGroup() as group:
+        first = group.create_task(service.collect(GenerateRequest("a", request_id="one")))
+        await asyncio.sleep(0.01)
+        with pytest.raises(DuplicateRequest):
+            await service.collect(GenerateRequest("a", request_id="one"))
+        assert (await first).text == TEXT
+        await at_rest(service, verifier)
+        assert await store.committed("one") == IDS
+        assert (await service.collect(GenerateRequest("a", request_id="one", max_tokens=2))).request_id == "one"
+        await at_rest(service, verifier)
+        assert await store.committed("one") == IDS[:2]
+
+
+async def test_a_lease_taken_by_another_gateway_ends_the_generation():
+    verifier = SpellingVerifier(delay_s=0.02)
+    store = MemoryStore()
+    async with serving(verifier, store=store, lease_s=0.3) as service:
+        with pytest.raises(StaleEpoch):
+            async for delta in service.generate(GenerateRequest("a", request_id="one")):
+                if delta.offset == 0:
+                    store._requests["one"].lease_until = 0.0
+                    await store.acquire("one", "another gateway", 5)
+        await at_rest(service, verifier)
+
+
+async def test_a_store_that_dies_stops_nothing():
+    class Dying(MemoryStore):
+        dead = False
+
+        async def _check(self):
+            if self.dead:
+                raise StoreUnavailable("gone")
+
+        async def acquire(self, *args):
+            await self._check()
+            return await super().acquire(*args)
+
+        async def renew(self, *args):
+            await self._check()
+            return await super().renew(*args)
+
+        async def append(self, *args):
+            await self._check()
+            return await super().append(*args)
+
+    store = Dying()
+    dying = SpellingVerifier(delay_s=0.01, die_after=lambda r: 5 if r.epoch == 1 else None)
+    other = SpellingVerifier(delay_s=0.01)
+    async with serving(dying, other, store=store) as service:
+        async for delta in service.generate(GenerateRequest("a", request_id="one", session_id="s")):
+            store.dead = True
+            dying.up = True
+        assert delta.ending.usage.completion_tokens == len(IDS)
+        assert (await service.collect(GenerateRequest("a", request_id="two"))).text == TEXT
+        store.dead = False
+        await asyncio.sleep(2.5)
+        await at_rest(service, dying, other)
+        assert await store.committed("one") == IDS
+        assert await store.committed("two") == IDS
+
+
+async def test_turns_of_a_session_go_to_the_same_verifier():
+    verifiers = [SpellingVerifier() for _ in range(4)]
+    async with serving(*verifiers) as service:
+        for _ in range(5):
+            await service.collect(GenerateRequest("a", session_id="talk"))
+            await asyncio.sleep(0.06)
+        assert sorted(len(v.requests) for v in verifiers) == [0, 0, 0, 5]
+        assert await service._store.get_session("talk")
+
+
+async def test_draining_refuses_new_requests_lets_others_end_and_then_ends_them():
+    verifier = SpellingVerifier(delay_s=0.1)
+    async with serving(verifier) as service, asyncio.TaskGroup() as group:
+        short = group.create_task(service.collect(GenerateRequest("a", max_tokens=3)))
+        stuck = group.create_task(_outcome(service, GenerateRequest("a")))
+        await asyncio.sleep(0.01)
+        assert await service.drain(0.25) == 1
+        assert (await short).ending.reason is FinishReason.LENGTH
+        assert isinstance(await stuck, Unavailable)
+        with pytest.raises(Unavailable, match="draining"):
+            await service.collect(GenerateRequest("a"))
+        assert not service.ready
+        await at_rest(service, verifier)
+
+
+async def _outcome(service, request):
+    try:
+        return await service.collect(request)
+    except Unavailable as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "words"),
+    [
+        (GenerateRequest("a", model="other"), NotFound, "model: 'other' is not served here; use 'demo'"),
+        (GenerateRequest("a" * 400), ContextLengthExceeded, "prompt: .* leave no room in a context of 256; send at most 255"),
+        (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
+        (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
+        (GenerateRequest((5, 999)), InvalidRequest, "token_ids: 999 is no token of a vocabulary of 330"),
+        (GenerateRequest("a", stop=("",)), InvalidRequest, "stop: '' is not 1 to"),
+        (GenerateRequest("a", stop=("x",) * 17), InvalidRequest, "stop: 17 strings are more than 16"),
+        (GenerateRequest("a", stop_token_ids=(-1,)), InvalidRequest, "stop_token_ids: -1"),
+        (GenerateRequest("a", request_id="a b"), InvalidRequest, "request_id"),
+        (GenerateRequest("a", session_id="{x}"), InvalidRequest, "session_id"),
+        (GenerateRequest("a\ud800"), InvalidRequest, "prompt: .* lone surrogate"),
+        (GenerateRequest(Chat(({"role": "user", "content": "x"},))), UnsupportedParameter, "messages: .* chat template"),
+    ],
+)
+async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, words):
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        with pytest.raises(kind, match=words) as caught:
+            await service.collect(request_)
+        assert "\n" not in str(caught.value)
+        assert not verifier.requests
+        await at_rest(service, verifier)
+
+
+async def test_an_empty_prompt_is_the_beginning_token():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest(""))
+        assert verifier.requests[0].prompt == (END_ID,)
+
+
+async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest("a", seed=7))
+        named = await service.collect(GenerateRequest("a", seed=7, speculation=Speculation(rule=Rule.TRAVERSAL)))
+        await service.collect(GenerateRequest("a"))
+        await service.collect(GenerateRequest("a"))
+        coupled, traversal, free, other = verifier.requests
+        assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, Law.COUPLED)
+        assert (traversal.seed, traversal.speculation.rule) == (7, Rule.TRAVERSAL)
+        assert named.ending.warnings == ("seed_not_reproducible",)
+        assert free.speculation.rule is None
+        assert free.seed != other.seed
+
+
+async def test_max_tokens_default_to_the_rest_of_the_context():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest("aaa", sampling=Sampling(0.0)))
+        request = verifier.requests[0]
+        assert len(request.prompt) + request.stopping.max_tokens == MODEL.max_positions
+        assert request.deadline_s is not None
+
+
+async def test_a_verifier_with_another_model_gets_no_requests():
+    fitting, other = SpellingVerifier(), SpellingVerifier(model=replace(MODEL, vocab_size=400))
+    async with serving(fitting, other) as service:
+        for i in range(8):
+            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+        assert not other.requests
+        assert "vocab_size 400" in service.upstreams.mismatch
+
+
+async def test_a_draining_verifier_gets_no_new_requests():
+    draining, other = SpellingVerifier(draining=True), SpellingVerifier()
+    async with serving(draining, other) as service:
+        for i in range(8):
+            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+        assert not draining.requests
+
+
+async def test_tokenize_and_detokenize():
+    async with serving() as service:
+        ids = await service.tokenize("def f(x)")
+        assert await service.detokenize(ids) == "def f(x)"
+        assert await service.tokenize("") == ()
+        with pytest.raises(InvalidRequest, match="token_ids: 330"):
+            await service.detokenize([330])

@@ -1,0 +1,79 @@
+"""`python -m verifier_service --model TARGET --drafters HOST:PORT,…`: the verifier as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from rootward.engine.loading import load_model
+from rootward.engine.threads import use_threads
+from rootward.ports import Drafter, LanguageModel
+from rootward.rpc.clients import RemoteDrafter
+from rootward.rpc.lifecycle import announce, run_service, until_stopped
+from rootward.rpc.server import RpcServer
+from rootward.telemetry import configure_logging
+from verifier_service.service import Policy, VerifierService
+from verifier_service.servicer import VerifierServicer
+from verifier_service.settings import VerifierSettings
+
+
+def build(model: LanguageModel, drafters: dict[str, Drafter], settings: VerifierSettings) -> VerifierService:
+    """The verifier that these settings describe."""
+    incarnation = secrets.randbits(64)
+    policy = Policy(
+        law=settings.law,
+        num_draft_tokens=settings.num_draft_tokens,
+        max_depth=settings.max_depth,
+        topk=settings.topk,
+        law_atoms=settings.law_atoms,
+        draft_wait_s=settings.draft_wait_ms / 1e3,
+        max_rows=settings.max_num_batched_tokens,
+        prefill_chunk=settings.max_num_batched_tokens,
+        max_queued=settings.max_num_queued_reqs,
+    )
+    return VerifierService(
+        model, drafters, worker=f"verifier-{incarnation:016x}", incarnation=incarnation, policy=policy
+    )
+
+
+async def serve(settings: VerifierSettings) -> None:
+    use_threads(settings.num_threads)
+    model = await asyncio.to_thread(
+        load_model,
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_slots=settings.max_num_seqs,
+        max_len=settings.max_model_len,
+    )
+    async with AsyncExitStack() as stack:
+        drafters: dict[str, Drafter] = {}
+        for address in settings.drafters:
+            drafters[address] = await stack.enter_async_context(RemoteDrafter(address))
+        verifier = await stack.enter_async_context(build(model, drafters, settings))
+        server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
+
+        async def drain(timeout_s: float) -> int:
+            return verifier.start_draining(timeout_s or settings.shutdown_timeout_s)
+
+        VerifierServicer(verifier, drain).register(server)
+        await server.start()
+        await server.set_ready(True)
+        announce("verifier", server.address)
+        await until_stopped(server, verifier.drain, settings.shutdown_timeout_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    async def run() -> None:
+        settings = VerifierSettings.load(argv, prog="rootward serve verifier")
+        configure_logging("verifier", settings.log_level, settings.log_json)
+        await serve(settings)
+
+    return run_service("verifier", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+"""Settings of the verifier."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
+
+from rootward.core.requests import Law
+from rootward.settings import ServiceSettings
+
+
+class VerifierSettings(ServiceSettings):
+    """Rootward verifier: runs the target model and owns every committed token."""
+
+    model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
+    listen: str = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
+    drafters: Annotated[list[str], NoDecode] = Field(
+        default=[], description="addresses of drafters, with commas between; none: plain decoding"
+    )
+    device: str = Field("cpu", description="torch device")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
+    max_num_seqs: int = Field(16, ge=1, description="sessions that run at once")
+    max_num_batched_tokens: int = Field(256, ge=2, description="rows of one target forward")
+    max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
+    law: Law = Field(Law.SAMPLED, description="how drafters make children when a request does not say")
+    law_atoms: int = Field(32, ge=1, le=4096, description="support of a draft law (K)")
+    num_draft_tokens: int = Field(16, ge=1, le=1024, description="most nodes verified in a round, root excluded")
+    max_depth: int = Field(8, ge=1, description="longest drafted path")
+    topk: int = Field(4, ge=1, description="most children of a node")
+    draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
+    num_threads: int = Field(1, ge=1, description="CPU threads of the model")
+    shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_json: bool = Field(False, description="log as JSON lines")
+
+    @field_validator("drafters", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, list):
+            value = [value]
+        return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
