@@ -7,7 +7,7 @@ older than one draft forward when it is applied, and work for a branch that died
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ class DrafterService:
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
-    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         """One verifier's stream: its frames go to the mailbox, ours come from the stream's outbox."""
         self._num_streams += 1
         stream = _Stream(self._num_streams)

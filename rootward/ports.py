@@ -6,7 +6,7 @@ seam can tell which one it holds.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -94,13 +94,13 @@ class LanguageModel(Protocol):
 class Drafter(Protocol):
     """Grows token trees. One call is one long-lived stream between one verifier and one drafter."""
 
-    def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]: ...
+    def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]: ...
 
 
 class Verifier(Protocol):
     """Owns the truth: generates, token ids in and committed runs out."""
 
-    def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]: ...
+    def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]: ...
 
     async def get_info(self) -> VerifierInfo: ...
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 
 import structlog
 
@@ -22,6 +22,8 @@ from verifier_service.sessions import Draft, Session
 log = structlog.get_logger("verifier.drafters")
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to reach a drafter
+STEADY_S = 5.0  # a stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second
+REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
 QUARANTINE_S = 30.0  # how long a drafter that sends malformed frames again and again gets no sessions
 MAX_OFFENCES = 3
 
@@ -126,18 +128,21 @@ class Link:
         """Keep a stream to the drafter; reconnect for ever."""
         attempt = 0
         while True:
+            start_s = time.monotonic()
             try:
-                async for frame in self._drafter.session(self._outbound()):
-                    attempt = 0
-                    self._receive(frame)
+                async with aclosing(self._drafter.session(self._outbound())) as frames:
+                    async for frame in frames:
+                        self._receive(frame)
             except (ServiceError, OSError, ValueError) as error:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
             finally:
                 self._lost()
-            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)] if not self.refusal else 30.0)
+            if time.monotonic() - start_s > STEADY_S:
+                attempt = 0
+            await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)] if not self.refusal else REFUSED_S)
             attempt += 1
 
-    async def _outbound(self) -> AsyncIterator[ToDrafter]:
+    async def _outbound(self) -> AsyncGenerator[ToDrafter, None]:
         self._outbox = asyncio.Queue()
         yield ToDrafter(hello=self._hello())
         while True:

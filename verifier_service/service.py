@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -117,7 +117,7 @@ class VerifierService:
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
-    async def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]:
+    async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Committed runs of one generation. Closing the iterator cancels it and frees everything at the next step."""
         deadline_s = self._deadline(request)
         async with self._admitted(request) as session:

@@ -7,7 +7,7 @@ is given the derived bonus key learns nothing of the coins.
 
     counter words     0          1                  2                   3
     COIN              node id    position           epoch               salt
-    BONUS             token / 2  position           epoch               salt            (NO_TOKEN: one uniform per position)
+    BONUS             token / 2  position           epoch               salt    (one uniform per position: NO_TOKEN)
     TARGET            token / 2  position           0                   salt
     FILTER            0          position           0                   salt
     DRAW              word / 2   draw number, low   draw number, high   salt    (incarnation: in the derived key)

@@ -46,6 +46,8 @@ class Visibility:
         self.hidden = torch.finfo(dtype).min
         self.bias = torch.full((num_slots, num_cells), self.hidden, dtype=dtype, device=device)  # 0 where committed
         self.position = torch.zeros((num_slots, num_cells), dtype=torch.int64, device=device)
+        self._zero = torch.tensor(0.0, dtype=dtype, device=device)
+        self._min = torch.tensor(self.hidden, dtype=dtype, device=device)
 
     def commit(self, slot: int, cells: Ints) -> None:
         self.bias[slot].index_fill_(0, torch.from_numpy(cells).to(self.bias.device), 0.0)
@@ -67,8 +69,11 @@ class Visibility:
         """[B, Q, KV]: committed cells for everybody, scratch cells for those who descend from them."""
         width = step.ids.shape[1]
         mask = step.select(self.bias)[:, None, :].repeat(1, width, 1)
-        sees = torch.where(step.sees, 0.0, self.hidden).to(mask.dtype)
-        mask.transpose(1, 2)[step.owner, step.scratch] = sees
+        sees = torch.where(step.sees, self._zero, self._min)
+        if len(step.slots) == 1:
+            mask[0].t().index_copy_(0, step.scratch, sees)
+        else:
+            mask.transpose(1, 2)[step.owner, step.scratch] = sees
         return mask
 
     def _windowed(self, full: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:

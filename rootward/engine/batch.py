@@ -25,40 +25,37 @@ class Step:
     """What one forward needs besides the weights.
 
     ids, positions     int64[B, Q]
-    keep               bool[B, Q]  rows whose logits are wanted
-    slots              B slots, ascending
-    slot_ids           int64[B]    the same, on the device
     write              int64[B·Q]  flat cell of each row, the trash cell for padding
+    keep               bool[B, Q]  rows whose logits are wanted; None: all of them
+    slots              B slots, ascending; slot_ids the same on the device
     owner, scratch     int64[P]    entry and cell of each uncommitted node; scratch_position its logical position
     sees               bool[P, Q]  row sees scratch cell
     end                cells looked at per slot
+    region             what is looked at, if one view of the storage holds it: first slot, number of slots, end
     restore            int64[T]    order of the caller's rows in the step's; None if they agree
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
-    keep: torch.Tensor
+    write: torch.Tensor
+    keep: torch.Tensor | None
+    num_kept: int
     slots: list[int]
     slot_ids: torch.Tensor
-    write: torch.Tensor
     owner: torch.Tensor
     scratch: torch.Tensor
     scratch_position: torch.Tensor
     sees: torch.Tensor
     end: int
+    region: tuple[int, int, int] | None
     max_position: int
-    num_kept: int
     restore: torch.Tensor | None
-
-    @property
-    def keeps_all(self) -> bool:
-        return self.num_kept == self.keep.numel()
 
     def select(self, by_slot: torch.Tensor) -> torch.Tensor:
         """[B, KV, ...]: the cells looked at, of the slots of this step. A view where the slots lie side by side."""
-        first, num = self.slots[0], len(self.slots)
-        if self.slots[-1] - first == num - 1:
-            return by_slot[first : first + num, : self.end]
+        if self.region is not None:
+            first, num, end = self.region
+            return by_slot[first : first + num, :end]
         return by_slot[:, : self.end].index_select(0, self.slot_ids)
 
 
@@ -73,43 +70,62 @@ def assemble(
 ) -> Step:
     """The step of a batch whose rows have been placed."""
     order = sorted(range(len(batch)), key=lambda i: batch[i].slot)
-    shape = len(batch), max(plan.num_rows for plan in plans)
-    ids, positions, write = np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64)
-    keep = np.zeros(shape, np.bool_)
+    slots = [batch[i].slot for i in order]
+    num, width = len(order), max(plan.num_rows for plan in plans)
     num_scratch = [len(plans[i].scratch) for i in order]
-    sees = np.empty((sum(num_scratch), shape[1]), np.bool_)
+    total = sum(num_scratch)
+    # Everything of type int64 lies in one array: one copy to the device.
+    packed = np.empty(3 * (num * width + total) + num, dtype=np.int64)
+    by_row = packed[: 3 * num * width].reshape(3, num, width)
+    by_node = packed[3 * num * width : -num].reshape(3, total)
+    packed[-num:] = slots
+    sees = np.empty((total, width), np.bool_)
     top = 0
     for b, i in enumerate(order):
-        rows, plan, q = batch[i], plans[i], plans[i].num_rows
-        ids[b, :q], ids[b, q:] = rows.token, rows.token[0]
-        positions[b, :q], positions[b, q:] = plan.positions, plan.positions[0]
-        write[b, :q], write[b, q:] = plan.cells + rows.slot * num_cells, num_slots * num_cells
-        keep[b, kept[i].start : kept[i].stop] = True
-        block = sees[top : top + len(plan.scratch)]
-        block[:, :q], block[:, q:] = plan.sees.T, plan.sees[0, :, None]
-        top += len(plan.scratch)
-    slots = [batch[i].slot for i in order]
-    end = max(plan.end for plan in plans)
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
-
+        plan, q, bottom = plans[i], plans[i].num_rows, top + num_scratch[b]
+        by_row[0, b, :q] = batch[i].token
+        by_row[1, b, :q] = plan.positions
+        by_row[2, b, :q] = plan.cells + batch[i].slot * num_cells
+        by_node[0, top:bottom] = b
+        by_node[1, top:bottom] = plan.scratch
+        by_node[2, top:bottom] = plan.position
+        sees[top:bottom, :q] = plan.sees.T
+        if q < width:
+            by_row[:2, b, q:] = by_row[:2, b, :1]
+            by_row[2, b, q:] = num_slots * num_cells
+            sees[top:bottom, q:] = plan.sees[0, :, None]
+        top = bottom
+    end = min(-(-max(plan.end for plan in plans) // CELL_MULTIPLE) * CELL_MULTIPLE, num_cells)
+    on_device = torch.from_numpy(packed).to(device)
+    ids, positions, write = on_device[: 3 * num * width].view(3, num, width).unbind(0)
+    owner, scratch, scratch_position = on_device[3 * num * width : -num].view(3, total).unbind(0)
     return Step(
-        ids=put(ids),
-        positions=put(positions),
-        keep=put(keep),
-        slots=slots,
-        slot_ids=put(np.array(slots)),
-        write=put(write.reshape(-1)),
-        owner=put(np.repeat(np.arange(len(order)), num_scratch)),
-        scratch=put(np.concatenate([plans[i].scratch for i in order])),
-        scratch_position=put(np.concatenate([plans[i].position for i in order])),
-        sees=put(sees),
-        end=min(-(-end // CELL_MULTIPLE) * CELL_MULTIPLE, num_cells),
-        max_position=int(positions.max()),
+        ids=ids,
+        positions=positions,
+        write=write.reshape(-1),
+        keep=_keep(order, kept, (num, width), device),
         num_kept=sum(map(len, kept)),
+        slots=slots,
+        slot_ids=on_device[-num:],
+        owner=owner,
+        scratch=scratch,
+        scratch_position=scratch_position,
+        sees=torch.from_numpy(sees).to(device),
+        end=end,
+        region=(slots[0], num, end) if slots[-1] - slots[0] == num - 1 else None,
+        max_position=int(by_row[1].max()),
         restore=_restore(order, kept, device),
     )
+
+
+def _keep(order: list[int], kept: Sequence[range], shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
+    """bool[B, Q]: the rows whose logits are wanted; None if that is every row."""
+    if sum(map(len, kept)) == shape[0] * shape[1]:
+        return None
+    keep = np.zeros(shape, np.bool_)
+    for b, i in enumerate(order):
+        keep[b, kept[i].start : kept[i].stop] = True
+    return torch.from_numpy(keep).to(device)
 
 
 def _restore(order: list[int], kept: Sequence[range], device: torch.device) -> torch.Tensor | None:

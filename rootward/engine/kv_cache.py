@@ -33,6 +33,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
     def __init__(self, pool: Pool):
         super().__init__()
         self.pool = pool
+        self._region: object = None  # the last part of the storage that was read; views of it are kept
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -56,7 +57,13 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
             self.lazy_initialization(key_states, value_states)
         self.keys.index_copy_(0, step.write, key_states.transpose(1, 2).flatten(0, 1))
         self.values.index_copy_(0, step.write, value_states.transpose(1, 2).flatten(0, 1))
-        return step.select(self._keys_by_slot).transpose(1, 2), step.select(self._values_by_slot).transpose(1, 2)
+        if step.region is None:
+            return step.select(self._keys_by_slot).transpose(1, 2), step.select(self._values_by_slot).transpose(1, 2)
+        if step.region != self._region:
+            self._region = step.region
+            self._keys_read = step.select(self._keys_by_slot).transpose(1, 2)
+            self._values_read = step.select(self._values_by_slot).transpose(1, 2)
+        return self._keys_read, self._values_read
 
     def wipe(self, slot: int, end: int) -> None:
         """Zero what a slot held: a hidden NaN would still spoil the next session's weighted sum."""

@@ -21,6 +21,8 @@ from rootward.ports import COMMITTED
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
+NONE: Ints = np.empty(0, np.int64)
+
 FREE, HELD, TENTATIVE = 0, 1, 2  # what a cell holds: nothing, a committed token, an uncommitted node
 
 
@@ -75,10 +77,7 @@ class KvTree:
         self._high_water = 0
         self._state = np.zeros(num_cells, dtype=np.int8)
         self._version = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        self._keep(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64), np.empty((0, 0), np.bool_))
+        self._keep(NONE, NONE, NONE, np.empty((0, 0), np.bool_))
 
     def _keep(self, node: Ints, cell: Ints, position: Ints, ancestors: Bools) -> None:
         self._node, self._cell, self._position, self._ancestors = node, cell, position, ancestors
@@ -114,14 +113,14 @@ class KvTree:
     def plan(self, node: Ints, parent: Ints) -> Placement:
         """Where new rows would go. ValueError if they cannot be placed; changes nothing."""
         up, position = self._lineage(node, parent)
-        old, new = len(self._node), len(up)
+        new = len(up)
         cells, num_holes = self._lowest_free(new)
         return Placement(
             num_rows=new,
-            node=np.concatenate([self._node, np.asarray(node, dtype=np.int64)]),
-            scratch=np.concatenate([self._cell, cells]),
-            position=np.concatenate([self._position, position]),
-            ancestors=_grown(self._ancestors, up, old),
+            node=_joined(self._node, np.asarray(node, dtype=np.int64)),
+            scratch=_joined(self._cell, cells),
+            position=_joined(self._position, position),
+            ancestors=_grown(self._ancestors, up),
             end=self._end + new - num_holes,
             num_holes=num_holes,
             version=self._version,
@@ -165,7 +164,7 @@ class KvTree:
     def release(self) -> None:
         """Free every uncommitted node."""
         self._free(self._cell)
-        self._thin(np.empty(0, np.int64))
+        self._thin(NONE)
 
     def check(self) -> None:
         """RuntimeError unless every cell is free, committed or uncommitted, exactly one of them."""
@@ -223,29 +222,35 @@ class KvTree:
 
     def _thin(self, rows: Ints) -> None:
         """Keep these uncommitted nodes only. Positions are absolute, so the survivors' stay as they are."""
-        self._keep(self._node[rows], self._cell[rows], self._position[rows], self._ancestors[np.ix_(rows, rows)])
+        among = self._ancestors[rows[:, None], rows]
+        self._keep(self._node[rows], self._cell[rows], self._position[rows], among)
         self._version += 1
 
 
-def _grown(ancestors: Bools, up: list[int], old: int) -> Bools:
+def _joined(old: Ints, new: Ints) -> Ints:
+    return np.concatenate([old, new]) if len(old) else new
+
+
+def _grown(ancestors: Bools, up: list[int]) -> Bools:
     """bool[M, M]: the ancestor matrix with new rows below it; `up` holds the row of each one's parent, -1 for none.
 
-    A run of rows where each hangs below the one before (a chunk of prefill is one such run) is filled in one go.
+    Among the new rows a set of ancestors is an integer, one bit a row: one Python operation per row, whatever its depth.
     """
-    new = len(up)
+    old, new = len(ancestors), len(up)
+    bits: list[int] = []
+    hook: list[int] = []  # the old row each new one hangs below, -1 for none
+    for i, above in enumerate(up):
+        inside = above - old
+        bits.append(1 << i | (bits[inside] if inside >= 0 else 0))
+        hook.append(hook[inside] if inside >= 0 else above)
+    size = (new + 7) // 8
+    packed = np.frombuffer(b"".join([b.to_bytes(size, "little") for b in bits]), dtype=np.uint8).reshape(new, size)
+    among_new = np.unpackbits(packed, axis=1, count=new, bitorder="little").view(np.bool_)
+    if not old:
+        return among_new
     grown = np.zeros((old + new, old + new), dtype=np.bool_)
     grown[:old, :old] = ancestors
-    i = 0
-    while i < new:
-        j = i + 1
-        while j < new and up[j] == old + j - 1:
-            j += 1
-        first, last = old + i, old + j
-        if up[i] >= 0:
-            grown[first:last] = grown[up[i]]
-        if j == i + 1:
-            grown[first, first] = True
-        else:
-            grown[first:last, first:last] = np.tri(j - i, dtype=np.bool_)
-        i = j
+    grown[old:, old:] = among_new
+    hooks = np.array(hook)
+    grown[old:, :old] = ancestors[hooks] & (hooks >= 0)[:, None]
     return grown

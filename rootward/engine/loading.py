@@ -67,11 +67,11 @@ def describe_tokenizers(a: str, b: str) -> TokenDifference | None:
 
 def require_folder(spec: str) -> None:
     """Refuse what looks like a folder and is none; anything else may be a name on the hub."""
-    looks_local = spec.startswith(("/", "./", "../", "~")) or spec.count("/") > 1 or not spec.strip()
+    looks_local = spec.startswith(("/", "./", "../", "~")) or spec.count("/") > 1
     folder = Path(spec).expanduser()
-    if looks_local and not folder.is_dir():
+    if not spec.strip() or (looks_local and not folder.is_dir()):
         raise ConfigurationError(f"model: no folder at {spec!r}; give a folder with config.json, or a hub name")
-    if folder.is_dir() and spec.strip() and not (folder / "config.json").is_file():
+    if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigurationError(f"model: {spec!r} holds no config.json; give a folder written by save_pretrained")
 
 

@@ -58,7 +58,7 @@ class TreePass:
 
     def _logits(self, step: Step) -> torch.Tensor:
         mask = self.visibility.mask(step)
-        if step.keeps_all:
+        if step.keep is None:
             return self._forward(step, mask).flatten(0, 1)
         if self.can_slice and len(step.slots) == 1:
             return self._forward(step, mask, logits_to_keep=step.keep[0].nonzero()[:, 0])[0]

@@ -155,8 +155,8 @@ def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple
 
 def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores with -inf outside the nucleus, and per row whether this many candidates were enough to tell."""
-    best_TC = torch.topk(scores_TV, num_candidates, dim=-1).values
-    mass_TC = (best_TC.double() - scores_TV.logsumexp(-1, keepdim=True)).exp()
+    best_TC, ids_TC = torch.topk(scores_TV, num_candidates, dim=-1)
+    mass_TC = scores_TV.softmax(-1).gather(1, ids_TC).double()
     above_TC = mass_TC.cumsum(-1) - mass_TC
     size_T1 = (above_TC < p_T1).sum(-1, keepdim=True).clamp(min=1)
     edge_T1 = best_TC.gather(1, size_T1 - 1)

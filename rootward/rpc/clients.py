@@ -7,7 +7,7 @@ is wrong. Both are context managers; the channel is opened on first use, inside 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -72,7 +72,7 @@ class RemoteDrafter(_Remote):
     ) -> None:
         super().__init__(address, DRAFTING, credentials, rpc_timeout_s)
 
-    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         """Frames of the drafter until it ends the stream or `inbound` ends. No deadline; keepalive notices a dead peer.
 
         Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
@@ -104,7 +104,7 @@ class RemoteVerifier(_Remote):
     ) -> None:
         super().__init__(address, PUBLIC, credentials, rpc_timeout_s)
 
-    async def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]:
+    async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""
         deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
         stub = verifier_pb2_grpc.VerifierStub(self._channel())

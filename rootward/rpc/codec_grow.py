@@ -71,10 +71,11 @@ def _rows_to_pb(rows: Rows) -> drafter_pb2.GrowRows:
 def _rows_from_pb(pb: drafter_pb2.GrowRows) -> Rows:
     nodes = unpack_refs(pb.node_base, pb.node, pb.num_rows, "grow.rows.node").tolist()
     lengths = unpack_column(pb.length, pb.num_rows, "grow.rows.length")
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
+    ends = np.cumsum(lengths).tolist()
+    total = ends[-1] if ends else 0
     ids = unpack_column(pb.ids, total, "grow.rows.ids")
     weights = unpack_column(pb.weights, total, "grow.rows.weights")
     if len(set(nodes)) != len(nodes):
         raise ValueError("grow.rows.node: a node appears twice; send the row of a node once")
-    return {node: (ids[e - n : e], weights[e - n : e]) for node, e, n in zip(nodes, ends, lengths, strict=True)}
+    spans = zip(nodes, [0, *ends], ends, strict=False)
+    return {node: (ids[start:end], weights[start:end]) for node, start, end in spans}

@@ -47,7 +47,9 @@ def pack_column(values: Sequence[int] | Ints, name: str = "column") -> bytes:
     if not array.size:
         return b""
     width = max(1, (int(array.max()).bit_length() + 7) // 8)
-    return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
+    if width == 3:
+        return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    return array.astype(f"<u{width}").tobytes()
 
 
 def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
@@ -55,8 +57,10 @@ def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
     width, rest = divmod(len(data), count) if count else (1, len(data))
     if rest or not 1 <= width <= 4:
         raise ValueError(f"{name}: {len(data)} bytes do not make {count} entries of 1 to 4 bytes")
+    if width != 3:
+        return np.frombuffer(data, dtype=f"<u{width}").astype(np.int64)
     wide = np.zeros((count, 4), dtype=np.uint8)
-    wide[:, :width] = np.frombuffer(data, dtype=np.uint8).reshape(count, width)
+    wide[:, :3] = np.frombuffer(data, dtype=np.uint8).reshape(count, 3)
     return wide.view("<u4").reshape(count).astype(np.int64)
 
 

@@ -91,7 +91,7 @@ async def collect(drafter, *frames):
 
 async def until(condition):
     async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - the condition lies in the object under test
+        while not condition():
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,5 @@
-"""Tests of the tests: rules that are known to be biased must be seen as biased on at least one model (algorithms.md, 6.3 and 12.3)."""
+"""Tests of the tests: rules that are known to be biased must be seen as biased on at least one model (algorithms.md,
+6.3 and 12.3)."""
 
 from __future__ import annotations
 
@@ -65,7 +66,11 @@ WITH = {name: enum.by(name, replacement=True) for name in ("token", "multi_step"
 
 WRONG = {
     # laws with replacement on trees drawn without
-    **{f"{c.__name__}: {name} with replacement": (c, WITH[name]) for c in (rsd_c, rsd_s, merged, best_first) for name in WITH},
+    **{
+        f"{c.__name__}: {name} with replacement": (c, WITH[name])
+        for c in (rsd_c, rsd_s, merged, best_first)
+        for name in WITH
+    },
     # and the reverse
     **{f"copies: {name} without replacement, patched": (copies, PATCHED[name]) for name in WITHOUT},
     **{f"copies: {name} without replacement, accepting": (copies, ACCEPTING[name]) for name in WITHOUT},
@@ -91,6 +96,7 @@ WRONG = {
     "cut by own value: block": (after(wrong.cut_by_own_value, chain), enum.by("block")),
     "cut by own value: multi_step": (after(wrong.cut_by_own_value, copies), WITH["multi_step"]),
     **{f"re-ranked: {name}": (after(wrong.pruned_by_path, rsd_c), WITHOUT[name]) for name in WITHOUT},
+    "GREEDY child drawn late, tried first": (wrong.greedy_child_drawn_late, WITHOUT["traversal"]),
     "a frame lost in the middle": (after(wrong.lost_in_the_middle, rsd_c), WITHOUT["traversal"]),
     # budgets and residuals
     "w' = ΣR/Σq": (rsd_c, wrong.budget_without_the_rest),
@@ -111,8 +117,8 @@ def test_wrong_rule_is_seen(rule):
 
 
 def test_wrong_rules_are_right_where_nothing_is_wrong():
-    """The lenient verifier is lossless on honest trees, so the errors above are the rules' own. It stays so when children that
-    have no draft mass are skipped: copies are then merged, and the children left are drawn from the truncated law."""
+    """The lenient verifier is lossless on honest trees, so the errors above are the rules' own. It stays so when
+    children that have no draft mass are skipped: copies are then merged, and the children left are drawn from the truncated law."""
     for verifier in (*SKIPPING.values(), *ACCEPTING.values(), *REJECTING.values()):
         assert worst(rsd_c, verifier) < 1e-12
     for construct in (copies, declared(wrong.truncated)):

@@ -42,7 +42,13 @@ def trees_of(model, entry):
 def test_expected_acceptance_length(model, expected):
     cache = {}
     for entry in expected:
-        shape = (entry["draft"], str(entry.get("branching")), entry.get("width"), entry.get("paths"), entry.get("depth"))
+        shape = (
+            entry["draft"],
+            str(entry.get("branching")),
+            entry.get("width"),
+            entry.get("paths"),
+            entry.get("depth"),
+        )
         if shape not in cache:
             cache[shape] = trees_of(model, entry)
         if entry["algorithm"] == "optimum":

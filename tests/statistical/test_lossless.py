@@ -1,4 +1,5 @@
-"""Every valid pair of tree construction and verifier leaves the target's law unchanged: exact enumeration (algorithms.md, section 4)."""
+"""Every valid pair of tree construction and verifier leaves the target's law unchanged: exact enumeration
+(algorithms.md, section 4)."""
 
 from __future__ import annotations
 
@@ -142,7 +143,9 @@ def test_bounded_support_is_lossless(algorithm, num_atoms):
 def test_bounded_support_greedy_is_lossless(algorithm):
     for model in MODELS:
         drafter, rows = bounded(model, 3)
-        assert enum.error(drafter, enum.greedy(drafter, [2, 2]), sparse(rows, algorithm, 3, chosen=1)) < EXACT, model.name
+        assert enum.error(drafter, enum.greedy(drafter, [2, 2]), sparse(rows, algorithm, 3, chosen=1)) < EXACT, (
+            model.name
+        )
 
 
 def test_published_loop_is_the_same_law():

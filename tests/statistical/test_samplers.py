@@ -35,7 +35,11 @@ CASES = {
     "rsd_s, width 2": (PLAIN, lambda m: enum.stochastic_beam(m, 2, 2), lambda row, rng: drafting.rsd_s(row, 2, 2, rng)),
     "rsd_s, width 3": (PLAIN, lambda m: enum.stochastic_beam(m, 3, 2), lambda row, rng: drafting.rsd_s(row, 3, 2, rng)),
     "rsd_s, depth 3": (DEEP, lambda m: enum.stochastic_beam(m, 2, 3), lambda row, rng: drafting.rsd_s(row, 2, 3, rng)),
-    "rsd_s, zeros": (SPARSE_Q, lambda m: enum.stochastic_beam(m, 3, 2), lambda row, rng: drafting.rsd_s(row, 3, 2, rng)),
+    "rsd_s, zeros": (
+        SPARSE_Q,
+        lambda m: enum.stochastic_beam(m, 3, 2),
+        lambda row, rng: drafting.rsd_s(row, 3, 2, rng),
+    ),
     "greedy [2, 2]": (PLAIN, lambda m: enum.greedy(m, [2, 2]), lambda row, rng: drafting.greedy(row, [2, 2], rng)),
     "greedy [3, 1]": (PLAIN, lambda m: enum.greedy(m, [3, 1]), lambda row, rng: drafting.greedy(row, [3, 1], rng)),
     "greedy, zeros": (SPARSE_Q, lambda m: enum.greedy(m, [2, 2]), lambda row, rng: drafting.greedy(row, [2, 2], rng)),

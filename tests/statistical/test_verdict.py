@@ -19,8 +19,8 @@ LARGEST_COIN = np.nextafter(1.0, 0.0)
 
 
 def law_by_coins(law) -> np.ndarray:
-    """float64[N]: exact probability of each verdict. A rule that compares each coin with one threshold is constant below and
-    above it, so 2^N representative coins are enough."""
+    """float64[N]: exact probability of each verdict. A rule that compares each coin with one threshold is constant
+    below and above it, so 2^N representative coins are enough."""
     thresholds = law.entry if law.algorithm == "token" else law.budget
     out = np.zeros(len(law.tree))
     for below in itertools.product([True, False], repeat=len(law.tree)):
@@ -108,7 +108,8 @@ def one_round(model: Model, key: Key, position: int, family: str, algorithm: str
 
 @pytest.mark.parametrize(("family", "algorithm"), [("rsd_c", "traversal"), ("greedy", "traversal"), ("rsd_c", "token")])
 def test_keyed_rounds_emit_the_target(family, algorithm):
-    """The first token of 4 000 rounds, and the second given the first, continued by target noise where the round was short."""
+    """The first token of 4 000 rounds, and the second given the first, continued by target noise where the round was
+    short."""
     model = random_model(41)
     counts, rounds = np.zeros((3, 3)), 4_000
     for position in range(rounds):

@@ -1,7 +1,7 @@
 """Every tree a builder can draw, with its probability; and the exact law of what a round commits.
 
-A *process* is a non-anticipating rule: given the tree so far it names the next event, or None. An event is a node and how its next
-child is made. This is written from the definitions and shares no code with `rootward.core.drafting`.
+A *process* is a non-anticipating rule: given the tree so far it names the next event, or None. An event is a node and
+how its next child is made. This is written from the definitions and shares no code with `rootward.core.drafting`.
 
 Legend: N nodes, V vocabulary.
 """
@@ -76,7 +76,8 @@ def merged(outcomes: Iterator[tuple[float, TokenTree, np.ndarray]]) -> Weighted:
 
 
 def drawn(model: Model, process: Process, *, replacement: bool = False, declare=None) -> Weighted:
-    """Trees whose children are drawn one by one. declare(row) -> the row that is sent (an honest drafter sends the row itself)."""
+    """Trees whose children are drawn one by one. declare(row) -> the row that is sent (an honest drafter sends the
+    row itself)."""
 
     def expand(state: State, probability: float):
         node = process(state)
@@ -179,7 +180,7 @@ def top_k(model: Model, branching: list[int]) -> Weighted:
 
 
 def with_chosen_last(model: Model, trees: Weighted) -> Weighted:
-    """To every family of drawn children the most likely token not drawn is appended, chosen (a function of the past)."""
+    """To every family of drawn children the likeliest token not drawn is appended, chosen (a function of the past)."""
     outcomes = []
     for probability, tree, draft in trees:
         token, parent, sampled = tree.token.tolist(), tree.parent.tolist(), tree.sampled.tolist()
@@ -231,8 +232,7 @@ def stochastic_beam(model: Model, width: int, depth: int) -> Weighted:
     def expand(kept: tuple[tuple[int, ...], ...], probability: float):
         size = [sum(len(p) == level for p in kept) for level in range(depth + 1)]
         new = {  # leaf → the prefixes it would add
-            leaf: [leaf[:k] for k in range(1, depth + 1) if size[k] < width and leaf[:k] not in kept]
-            for leaf in leaves
+            leaf: [leaf[:k] for k in range(1, depth + 1) if size[k] < width and leaf[:k] not in kept] for leaf in leaves
         }
         relevant = {leaf: mass for leaf, mass in leaves.items() if new[leaf]}
         if not relevant:
@@ -296,7 +296,8 @@ def by(algorithm: str, *, replacement: bool = False) -> Verifier:
 
 
 def matching(tree: TokenTree, target: np.ndarray, draft: np.ndarray) -> Law:
-    """Target matching as a law, written from its definition: the target's token after a node is the bonus unless it is a child."""
+    """Target matching as a law, written from its definition: the target's token after a node is the bonus unless it
+    is a child."""
     stop, residual = np.zeros(len(tree)), target.copy()
     reach = np.zeros(len(tree))
     reach[0] = 1.0

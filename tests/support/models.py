@@ -80,9 +80,7 @@ def golden_models(file: str) -> list[tuple[Model, list[dict]]]:
     """(model, expected entries) of tiny.json or random.json."""
 
     def rows(table: dict[str, list[str]]) -> Rows:
-        return {
-            tuple(map(int, key.split())): np.array([float(Fraction(x)) for x in row]) for key, row in table.items()
-        }
+        return {tuple(map(int, key.split())): np.array([float(Fraction(x)) for x in row]) for key, row in table.items()}
 
     return [
         (Model(m["name"], m["vocab"], m["depth"], rows(m["p"]), rows(m["q"])), m["expected"])

@@ -1,7 +1,8 @@
 """The best any lossless verifier can do for a tree law, as a linear program (algorithms.md, 5.11).
 
-Variables F(T, v) = P(tree T, path v accepted):  F(T, root) = P(T);  Σ_{children c of v} F(T, c) ≤ F(T, v), since siblings exclude
-one another;  Σ_T F(T, v) ≤ p(token v)·Σ_T F(T, parent v) for every path;  maximise Σ_{v ≠ root} F. Draw order plays no part.
+Variables F(T, v) = P(tree T, path v accepted):  F(T, root) = P(T);  Σ_{children c of v} F(T, c) ≤ F(T, v), since
+siblings exclude one another;  Σ_T F(T, v) ≤ p(token v)·Σ_T F(T, parent v) for every path;  maximise Σ_{v ≠ root} F.
+Draw order plays no part.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def optimum(model: Model, trees: Weighted) -> float:
     for (t, path), k in variable.items():
         if (t, path) in row_of:
             entries.append((row_of[t, path], k, -1.0))
-    for (t, path), k in variable.items():  # p(token)·F(T, parent) counts in every tree that has the parent
+    for (_, path), k in variable.items():  # p(token)·F(T, parent) counts in every tree that has the parent
         for x in range(model.vocab):
             if (*path, x) in row_of:
                 entries.append((row_of[(*path, x)], k, -float(model.p[path][x])))

@@ -89,6 +89,27 @@ def lost_in_the_middle(trees: Weighted) -> Weighted:
     )
 
 
+def greedy_child_drawn_late(model: Model) -> Weighted:
+    """A GREEDY family whose sampled child is drawn after the chosen one has grown, only if that growth was unlikely,
+    and is tried first all the same."""
+
+    def outcomes():
+        row = model.q[()]
+        chosen = int(np.argmax(row))
+        below, rest = model.q[(chosen,)], removed(row, [chosen])
+        for x in np.flatnonzero(below).tolist():
+            late = below[x] < 0.4 and rest.any()
+            for s in np.flatnonzero(rest).tolist() if late else [None]:
+                token, parent, sampled = [0, chosen, x], [-1, 0, 1], [False, False, True]
+                if s is not None:
+                    token, parent, sampled = [0, s, chosen, x], [-1, 0, 0, 2], [False, True, False, True]
+                draft = np.zeros((len(token), model.vocab))
+                draft[0], draft[-2] = rest, below
+                yield below[x] * (rest[s] if late else 1.0), TokenTree(token, parent, sampled), draft
+
+    return merged(outcomes())
+
+
 def called_drawn(trees: Weighted) -> Weighted:
     """Chosen nodes verified as if they had been drawn: p/q tests on a top-k tree."""
     return merged((p, TokenTree(t.token, t.parent, np.ones(len(t), bool)), draft) for p, t, draft in trees)
@@ -174,7 +195,8 @@ def bonus_from_p(verifier: Verifier) -> Verifier:
 
 
 def uncapped_last(tree: TokenTree, target: np.ndarray, draft: np.ndarray) -> Law:
-    """Block verification of a chain whose last test uses the joint ratio without the caps before it."""
+    """Block verification of a chain whose last test uses the joint ratio without the caps before it
+    (the public code of 2601.05724)."""
     n = len(tree)
     ratio = np.ones(n)
     for node in range(1, n):
@@ -189,7 +211,8 @@ def uncapped_last(tree: TokenTree, target: np.ndarray, draft: np.ndarray) -> Law
 
 
 def published_loop(choose: Callable[[TokenTree, list[int]], int]) -> Verifier:
-    """Traversal verification as published: take a leaf; accept it, or delete it, update its parent, recompute the descendants.
+    """Traversal verification as published: take a leaf; accept it, or delete it, update its parent, recompute the
+    descendants.
 
     choose(tree, leaves) names the next leaf. The right choice is the first leaf in post-order.
     """

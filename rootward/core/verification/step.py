@@ -30,8 +30,8 @@ def step(w: float, p: Floats, q: Floats, x: int) -> tuple[float, float, Floats]:
 
 
 def nothing_left(w: float, accept: float) -> float:
-    """a when S = 0. With w = 1 this is P = Q, and a = 1 unless the target forbids x; computed from P and Q it may miss 1 by a
-    rounding, and x could then be tried, fail, and still be in the residual distribution."""
+    """a when S = 0. With w = 1 this is P = Q, and a = 1 unless the target forbids x. Computed from P and Q it may
+    miss 1 by a rounding; x could then be tried, fail, and still be in the residual distribution."""
     return 1.0 if w == 1.0 and accept > 0.0 else accept
 
 

@@ -33,7 +33,13 @@ def test_without_removes_weight():
 
 @pytest.mark.parametrize(
     ("ids", "weight", "field"),
-    [([1, 2], [1], "weight"), ([1], [0], "weight"), ([1], [65536], "weight"), ([1, 1], [1, 1], "ids"), ([-1], [1], "ids")],
+    [
+        ([1, 2], [1], "weight"),
+        ([1], [0], "weight"),
+        ([1], [65536], "weight"),
+        ([1, 1], [1, 1], "ids"),
+        ([-1], [1], "ids"),
+    ],
 )
 def test_refuses(ids, weight, field):
     with pytest.raises(ValueError, match=field):
@@ -110,7 +116,8 @@ def exact(row: Row, m: int) -> dict[tuple[int, ...], Fraction]:
 
 @pytest.mark.parametrize("row", [ROW, Row([0, 1, 2, 3], [1, 1, 3, 2]), Row([4, 2], [3, 5])])
 def test_drawing_is_the_rational_law(row):
-    """All pairs of 8-bit words. Rejection makes the accepted words of a draw uniform, so counting them gives rationals."""
+    """All pairs of 8-bit words. Rejection makes the accepted words of a draw uniform, so counting them gives
+    rationals."""
     accepted = Counter()
     for first in range(256):
         for second in range(256):

@@ -1,4 +1,5 @@
-"""The sparse form: what it asks for, what it refuses, what it gives back. That it equals the dense form is in tests/statistical."""
+"""The sparse form: what it asks for, what it refuses, what it gives back. That it equals the dense form is in
+tests/statistical."""
 
 from __future__ import annotations
 
@@ -72,7 +73,14 @@ def test_pads_may_hold_anything():
     ],
 )
 def test_refuses(change, message):
-    given = {"algorithm": "traversal", "tree": TREE, "ids": IDS, "weight": WEIGHT, "target_at": AT, "tail": TAIL} | change
+    given = {
+        "algorithm": "traversal",
+        "tree": TREE,
+        "ids": IDS,
+        "weight": WEIGHT,
+        "target_at": AT,
+        "tail": TAIL,
+    } | change
     with pytest.raises(ValueError, match=message) as error:
         sparse_law(**given)
     assert "\n" not in str(error.value)

@@ -49,7 +49,7 @@ def test_equality_ignores_the_root_token():
     same = TokenTree([1, 7, 8, 5, 6, 4], [-1, 0, 0, 1, 2, 1], [False, True, False, True, True, False])
     assert same == TREE
     assert hash(same) == hash(TREE)
-    assert TREE != TokenTree([9, 7, 8, 5, 6, 4], [-1, 0, 0, 1, 2, 1], [True] * 6)
+    assert TokenTree([9, 7, 8, 5, 6, 4], [-1, 0, 0, 1, 2, 1], [True] * 6) != TREE
     assert TREE != "tree"
 
 

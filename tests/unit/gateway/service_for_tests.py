@@ -6,8 +6,10 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.service import GatewayService, Limits
+from gateway.servicer import register
 from gateway.sessions import MemoryStore
 from gateway.upstreams import Upstreams
+from rootward.rpc.server import RpcServer
 
 
 @asynccontextmanager
@@ -22,3 +24,13 @@ async def serving(*verifiers, store=None, poll_s=0.02, **limits):
     async with service:
         await upstreams.wait_ready(1.0)
         yield service
+
+
+@asynccontextmanager
+async def grpc_serving(*verifiers, **options):
+    """(service, "host:port"): the same behind a real gRPC server on loopback."""
+    async with serving(*verifiers, **options) as service, RpcServer("127.0.0.1:0", grace_s=0) as server:
+        register(service, server, shutdown_timeout_s=1.0)
+        await server.start()
+        await server.set_ready(True)
+        yield service, server.address

@@ -57,7 +57,9 @@ async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
         assert (ending.usage.prompt_tokens, ending.usage.completion_tokens) == (1, len(IDS))
         assert (ending.stats.drafter, ending.stats.seed) == ("draft-1", 5)
         assert ending.timing.total_ms >= ending.timing.ttft_ms >= ending.timing.queue_ms >= 0
-        assert sum(f for d in deltas for f in d.accepted) == sum(i % 3 != 2 for i in range(len(IDS))) - (len(IDS) % 3 > 0)
+        assert sum(f for d in deltas for f in d.accepted) == sum(i % 3 != 2 for i in range(len(IDS))) - (
+            len(IDS) % 3 > 0
+        )
         await at_rest(service, verifier)
 
 
@@ -344,7 +346,11 @@ async def _outcome(service, request):
     ("request_", "kind", "words"),
     [
         (GenerateRequest("a", model="other"), NotFound, "model: 'other' is not served here; use 'demo'"),
-        (GenerateRequest("a" * 400), ContextLengthExceeded, "prompt: .* leave no room in a context of 256; send at most 255"),
+        (
+            GenerateRequest("a" * 400),
+            ContextLengthExceeded,
+            "prompt: .* leave no room in a context of 256; send at most 255",
+        ),
         (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
         (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
         (GenerateRequest((5, 999)), InvalidRequest, "token_ids: 999 is no token of a vocabulary of 330"),
@@ -354,7 +360,11 @@ async def _outcome(service, request):
         (GenerateRequest("a", request_id="a b"), InvalidRequest, "request_id"),
         (GenerateRequest("a", session_id="{x}"), InvalidRequest, "session_id"),
         (GenerateRequest("a\ud800"), InvalidRequest, "prompt: .* lone surrogate"),
-        (GenerateRequest(Chat(({"role": "user", "content": "x"},))), UnsupportedParameter, "messages: .* chat template"),
+        (
+            GenerateRequest(Chat(({"role": "user", "content": "x"},))),
+            UnsupportedParameter,
+            "messages: .* chat template",
+        ),
     ],
 )
 async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, words):

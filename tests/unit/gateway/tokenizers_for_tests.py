@@ -9,7 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from gateway.text import HuggingFaceTokenizer
 
 END = "<|end|>"
-TEXT = ["def f(x): return x + 1", "the stop string stops here. END", "naïve café 😀 हिन्दी 日本語 ☃️ e\u0301", "a b c aa ab abc"]
+TEXT = [
+    "def f(x): return x + 1",
+    "the stop string stops here. END",
+    "naïve café 😀 हिन्दी 日本語 ☃️ e\u0301",
+    "a b c aa ab abc",
+]
 
 
 def _wrap(fast: Fast) -> HuggingFaceTokenizer:

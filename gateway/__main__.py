@@ -1,0 +1,85 @@
+"""`python -m gateway --model TARGET --verifiers HOST:PORT,…`: both servers in one event loop, until SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from gateway.http_api import build_app
+from gateway.http_server import HttpServer
+from gateway.service import ABORT_S, GatewayService
+from gateway.servicer import register
+from gateway.sessions import open_store
+from gateway.settings import GatewaySettings
+from gateway.text import load_tokenizer
+from gateway.upstreams import Upstreams
+from rootward.rpc.clients import RemoteVerifier
+from rootward.rpc.lifecycle import announce, run_service, until_stopped
+from rootward.rpc.server import RpcServer
+from rootward.telemetry import configure_logging
+
+READY_POLL_S = 0.2
+FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up
+
+
+async def serve(settings: GatewaySettings) -> None:
+    """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
+    async with AsyncExitStack() as stack:
+        http = HttpServer(settings.http_listen)
+        service = await _service(settings, stack)
+        server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
+        register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
+        await server.start()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(http.run_until_stopped(build_app(service)))
+            readiness = group.create_task(_keep_ready(service, server))
+            await service.upstreams.wait_ready(FIRST_VERIFIER_S)
+            await server.set_ready(service.ready)
+            announce("gateway", f"{server.address} and http://{http.address}")
+            limit_s = settings.shutdown_timeout_s
+            await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)
+            await service.drain(0)
+            http.stop()
+
+
+async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayService:
+    tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, add_special_tokens=settings.add_special_tokens)
+    store = await open_store(settings.redis_url)
+    remotes = {address: RemoteVerifier(address) for address in settings.verifiers}
+    for remote in remotes.values():
+        await stack.enter_async_context(remote)
+    upstreams = Upstreams(remotes, tokenizer_hash=tokenizer.content_hash)
+    service = GatewayService(tokenizer, upstreams, store, served_model=settings.name, limits=settings.limits)
+    return await stack.enter_async_context(service)
+
+
+async def _keep_ready(service: GatewayService, server: RpcServer) -> None:
+    """Health says what is true now. A missing drafter does not count, a missing verifier does."""
+    said: bool | None = None
+    while True:
+        if service.ready != said:
+            said = service.ready
+            await server.set_ready(said)
+        await asyncio.sleep(READY_POLL_S)
+
+
+async def _drain(service: GatewayService, limit_s: float, readiness: asyncio.Task[None]) -> None:
+    readiness.cancel()
+    await service.drain(limit_s)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 after a drain, 2 for wrong settings, 4 when Redis cannot be reached."""
+
+    async def run() -> None:
+        settings = GatewaySettings.load(argv, prog="rootward serve gateway")
+        configure_logging("gateway", settings.log_level, settings.log_json)
+        await serve(settings)
+
+    return run_service("gateway", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""One request from dispatch to its end: attempts at verifiers, joined into one stream without a seam."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import structlog
+
+from gateway.cutoff import Aborted, Cutoff
+from gateway.ledger import Entry, Ledger
+from gateway.planning import Plan
+from gateway.requests import Delta, Ending, Timing, Usage
+from gateway.stops import Output, Span
+from gateway.tally import derived, joined
+from gateway.upstreams import Upstream, Upstreams
+from rootward.core.requests import Committed, Finish, FinishReason, SpeculationStats, VerifierRequest
+from rootward.errors import Overloaded, Unavailable
+from rootward.rpc.streams import closing
+
+log = structlog.get_logger()
+
+MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
+
+
+class StreamInterrupted(Unavailable):
+    """The verifier was lost after tokens had been sent, and nobody could continue."""
+
+    reason = "STREAM_INTERRUPTED"
+
+
+class Generation:
+    """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        entry: Entry,
+        output: Output,
+        cutoff: Cutoff,
+        *,
+        upstreams: Upstreams,
+        ledger: Ledger,
+        arrived: float,
+        affinity: str = "",
+        on_redispatch: Callable[[], None] = lambda: None,
+        redispatch_wait_s: float = 10.0,
+    ):
+        self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
+        self._upstreams, self._ledger = upstreams, ledger
+        self._affinity, self._on_redispatch = affinity, on_redispatch
+        self._redispatch_wait_s = redispatch_wait_s
+        self._now = asyncio.get_running_loop().time
+        self._arrived, self._started = arrived, self._now()
+        self._first_at: float | None = None
+        self._flags: list[bool] = []  # accepted or bonus, of the running attempt
+        self._lost_stats = SpeculationStats()  # of the attempts before it
+        self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
+        self._num_sent = 0
+        self._failed: set[str] = set()
+        self._fruitless = 0
+
+    async def deltas(self) -> AsyncGenerator[Delta, None]:
+        """Closing it cancels the verifier's stream. The last delta has an ending."""
+        while (reason := self._over()) is None:
+            try:
+                upstream = await self._cutoff.wait(self._choose(), "dispatch")
+            except Aborted:
+                continue
+            try:
+                async with aclosing(self._attempt(upstream)) as runs:
+                    async for run in runs:
+                        delta = self._take(run)
+                        if delta.spans or delta.ending:
+                            yield delta
+                        if delta.ending:
+                            return
+            except (Unavailable, Overloaded) as error:
+                await self._recover(upstream, error)
+        yield self._last(Finish(reason))
+
+    def _over(self) -> FinishReason | None:
+        """Whether it is over though no verifier said so: aborted, or the verifier was lost with the last token out."""
+        if self._cutoff.aborted:
+            if self._cutoff.error is not None:
+                raise self._cutoff.error
+            return FinishReason.ABORTED
+        if self._hidden is not None:
+            return FinishReason.STOP
+        full = len(self._entry.tokens) >= self._plan.first.stopping.max_tokens
+        return FinishReason.LENGTH if full else None
+
+    async def _choose(self) -> Upstream:
+        request = self._plan.request
+        key = request.session_id or request.request_id
+        await self._upstreams.wait_ready(self._patience())
+        choice = self._upstreams.choose(key, affinity=self._affinity, avoid=self._failed)
+        if choice is None:
+            reason = self._upstreams.mismatch or "none answers, or all are draining"
+            raise self._interrupted(f"no verifier is ready ({reason})")
+        if request.session_id and choice.name != self._affinity:
+            self._ledger.remember(request.session_id, {"verifier": choice.name})
+        return self._upstreams.get(choice.name)
+
+    async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
+        """Runs of one verifier, until aborted or the deadline. Unavailable when it ends without a finish."""
+        with upstream.busy():
+            async with closing(upstream.verifier.generate(self._request())) as stream:
+                while (run := await self._next(stream)) is not None:
+                    yield run
+        if not self._cutoff.aborted:
+            raise Unavailable("the verifier ended its stream without a finish")
+
+    async def _next(self, stream: AsyncIterator[Committed]) -> Committed | None:
+        """The next run; None at the end of the stream and when aborted."""
+        try:
+            return await self._cutoff.wait(_next_or_none(stream), "generate")
+        except Aborted:
+            return None
+
+    def _request(self) -> VerifierRequest:
+        deadline = self._cutoff.deadline
+        left = None if deadline is None else max(0.001, deadline - self._now())
+        entry = self._entry
+        return replace(self._plan.first, committed=tuple(entry.tokens), epoch=entry.epoch, deadline_s=left)
+
+    def _take(self, run: Committed) -> Delta:
+        """Tokens of this epoch that are new; everything else is dropped."""
+        known = len(self._entry.tokens)
+        if run.epoch != self._entry.epoch:
+            return self._delta([])
+        if run.offset > known:
+            raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
+        tokens, flags = list(run.tokens[known - run.offset :]), list(run.accepted[known - run.offset :])
+        self._note(tokens, flags)
+        if tokens and tokens[-1] in self._plan.stop_ids:
+            self._hidden = Span(tokens.pop(), "", flags.pop())
+        spans = self._output.push(tokens, flags)
+        if run.finish is None and self._output.stop is None:
+            return self._delta(spans)
+        return self._last(run.finish, spans)
+
+    def _note(self, tokens: list[int], flags: list[bool]) -> None:
+        if tokens:
+            self._ledger.extend(self._entry, tokens)
+            self._flags += flags
+            self._first_at = self._first_at or self._now()
+            self._fruitless = 0
+
+    def _delta(self, spans: list[Span], ending: Ending | None = None) -> Delta:
+        offset = self._num_sent
+        self._num_sent += len(spans)
+        return Delta(self._plan.request.request_id, offset, tuple(spans), ending)
+
+    def _last(self, finish: Finish | None, spans: list[Span] | None = None) -> Delta:
+        """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
+        spans = [*(spans or []), *self._output.finish(self._hidden)]
+        stop_string = self._output.stop
+        hidden = self._hidden.token if self._hidden and stop_string is None else None
+        named = hidden is not None and hidden in self._plan.request.stop_token_ids
+        ending = Ending(
+            FinishReason.STOP if finish is None or stop_string is not None else finish.reason,
+            Usage(len(self._plan.first.prompt), self._num_sent + len(spans)),
+            self._stats(finish),
+            self._timing(),
+            eos_token_id=None if named else hidden,
+            stop_token_id=hidden if named else None,
+            stop_string=stop_string,
+            warnings=self._plan.warnings,
+        )
+        return self._delta(spans, ending)
+
+    def _stats(self, finish: Finish | None) -> SpeculationStats:
+        reported = finish is not None and finish.stats != SpeculationStats()
+        last = finish.stats if finish is not None and reported else derived(self._flags)
+        return replace(joined(self._lost_stats, last), seed=self._plan.first.seed)
+
+    def _timing(self) -> Timing:
+        now, since = self._now(), self._arrived
+        first = self._first_at or now
+        return Timing(*(1000 * s for s in (self._started - since, first - since, now - first, now - since)))
+
+    async def _recover(self, upstream: Upstream, error: Unavailable | Overloaded) -> None:
+        """After a lost attempt: a new epoch, so that nothing of the old one counts, and a verifier that answers."""
+        self._lost_stats = joined(self._lost_stats, derived(self._flags))
+        self._flags = []
+        self._failed.add(upstream.name)
+        self._fruitless += 1
+        others = any(u.ready and u.name not in self._failed for u in self._upstreams)
+        full = isinstance(error, Overloaded)
+        if self._fruitless > MAX_FRUITLESS or (full and not others):
+            raise self._interrupted(str(error)) if self._num_sent else error
+        if not full:
+            self._upstreams.lost(upstream.name)
+        log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
+        self._on_redispatch()
+        await self._ledger.next_epoch(self._entry)
+
+    def _patience(self) -> float:
+        """Before the first token a client had better try again itself, and soon."""
+        wait = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
+        deadline = self._cutoff.deadline
+        return wait if deadline is None else min(wait, max(0.0, deadline - self._now()))
+
+    def _interrupted(self, cause: str) -> Unavailable:
+        if not self._num_sent:
+            return Unavailable(cause, retry_after_s=1.0)
+        metadata = {"emitted": str(self._num_sent)}
+        return StreamInterrupted(f"the stream broke after {self._num_sent} tokens: {cause}", metadata=metadata)
+
+
+async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:
+    return await anext(stream, None)

@@ -1,0 +1,258 @@
+"""The body of POST /v1/completions → GenerateRequest. Unknown names are ignored, known and unsupported ones refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from gateway.planning import refusing
+from gateway.requests import GenerateRequest
+from rootward.core.requests import Law, Rule, Sampling, Speculation, SpeculationMode
+from rootward.errors import InvalidRequest, UnsupportedParameter
+
+DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
+
+T = TypeVar("T")
+
+# Known names that are not served, with the values that ask for nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "echo": (False,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "use_beam_search": (False,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "prediction": (),
+    "truncate_prompt_tokens": (),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "stream_interval": (0, 1),
+}
+_RULES: dict[str, tuple[Rule, Law | None]] = {
+    "traversal": (Rule.TRAVERSAL, None),
+    "coupled": (Rule.MATCH, Law.COUPLED),
+    "token": (Rule.TOKEN, None),
+}
+_SPECULATION_NAMES = {"mode", "verification", "max_depth", "topk", "num_draft_tokens"}
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A completion as asked for over HTTP."""
+
+    request: GenerateRequest
+    stream: bool = False
+    include_usage: bool = False  # one more chunk with the usage
+    return_token_ids: bool = False
+    report_speculation: bool = False  # the request speaks of speculation, so the answer does
+
+
+def parse_completion(data: bytes, headers: Mapping[str, str]) -> Completion:
+    """InvalidRequest or UnsupportedParameter, naming the parameter, for what cannot be served."""
+    body = _object(data)
+    for name, harmless in _UNSUPPORTED.items():
+        value = body.get(name)
+        if value is not None and not any(value == h and type(value) in (type(h), float) for h in harmless):
+            raise UnsupportedParameter(name, _short(value), "is not supported by this server; leave it out")
+    stream = _one(body, "stream", _boolean, False)
+    options = _stream_options(body, stream)
+    with refusing():
+        request = GenerateRequest(
+            prompt=_prompt(body.get("prompt")),
+            request_id=_one(body, "request_id", _string, "") or headers.get("x-request-id", ""),
+            model=_one(body, "model", _string, ""),
+            sampling=_sampling(body),
+            max_tokens=_max_tokens(body),
+            stop=_stop(body.get("stop")),
+            stop_token_ids=_one(body, "stop_token_ids", _token_ids, ()),
+            include_stop=_one(body, "include_stop_str_in_output", _boolean, False),
+            ignore_eos=_one(body, "ignore_eos", _boolean, False),
+            skip_special_tokens=_one(body, "skip_special_tokens", _boolean, True),
+            seed=_seed(body),
+            speculation=_speculation(body.get("speculation")),
+            session_id=_one(body, "session_id", _string, "") or headers.get("x-session-id", ""),
+            deadline_s=_deadline_s(headers.get("x-request-timeout-ms")),
+        )
+    return Completion(
+        request,
+        stream,
+        include_usage=options,
+        return_token_ids=_one(body, "return_token_ids", _boolean, False),
+        report_speculation=body.get("speculation") is not None,
+    )
+
+
+def _object(data: bytes) -> dict[str, object]:
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("body", f"{len(data)} bytes", "are no JSON; send a JSON object") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest("body", type(body).__name__, "is not an object; send a JSON object")
+    return body
+
+
+def _one(body: Mapping[str, object], name: str, read: Callable[[str, object], T], default: T) -> T:
+    """The value of an optional parameter; null means absent, as in OpenAI's API."""
+    value = body.get(name)
+    return default if value is None else read(name, value)
+
+
+def _boolean(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidRequest(name, _short(value), "is not a boolean; use true or false")
+    return value
+
+
+def _string(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(name, _short(value), "is not a string")
+    return value
+
+
+def _integer(name: str, value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidRequest(name, _short(value), "is not an integer")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        raise InvalidRequest(name, _short(value), "is not a number")
+    return float(value)
+
+
+def _token_ids(name: str, value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(v) is int for v in value):
+        raise InvalidRequest(name, _short(value), "is not a list of token ids")
+    return tuple(value)
+
+
+def _prompt(value: object) -> str | tuple[int, ...]:
+    """A text, a list of token ids, or a list with one of these."""
+    if isinstance(value, list) and value and not isinstance(value[0], int):
+        if len(value) > 1:
+            raise UnsupportedParameter("prompt", f"{len(value)} prompts", "are not supported in one request; send one")
+        value = value[0]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        return _token_ids("prompt", value)
+    raise InvalidRequest("prompt", _short(value), "is missing or empty; send a string or a list of token ids")
+
+
+def _sampling(body: Mapping[str, object]) -> Sampling:
+    top_k = _one(body, "top_k", _integer, 0)
+    return Sampling(
+        temperature=_one(body, "temperature", _number, 1.0),
+        top_k=0 if top_k == -1 else top_k,  # vLLM writes "all" as -1
+        top_p=_one(body, "top_p", _number, 1.0),
+    )
+
+
+def _max_tokens(body: Mapping[str, object]) -> int:
+    old = _one(body, "max_tokens", _integer, None)
+    new = _one(body, "max_completion_tokens", _integer, None)
+    if old is not None and new is not None and old != new:
+        raise InvalidRequest("max_tokens", old, f"disagrees with max_completion_tokens {new}; send one of them")
+    wanted = old if old is not None else new
+    return DEFAULT_MAX_TOKENS if wanted is None else wanted
+
+
+def _stop(value: object) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else [] if value is None else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise InvalidRequest("stop", _short(value), "is not a string or a list of strings")
+    return tuple(stops)
+
+
+def _seed(body: Mapping[str, object]) -> int | None:
+    """An int64 or uint64; negative ones are taken modulo 2^64."""
+    seed = _one(body, "seed", _integer, None)
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise InvalidRequest("seed", seed, "does not fit 64 bits")
+    return None if seed is None else seed % 2**64
+
+
+def _speculation(value: object) -> Speculation:
+    """true, false, a mode, or an object."""
+    if value is None or value is True:
+        return Speculation()
+    if value is False:
+        return Speculation(SpeculationMode.DISABLED)
+    if isinstance(value, str):
+        return Speculation(_mode(value))
+    if not isinstance(value, dict):
+        raise InvalidRequest("speculation", _short(value), "is neither a boolean nor a mode nor an object")
+    odd = next((name for name in value if name not in _SPECULATION_NAMES), None)
+    if odd is not None:
+        raise UnsupportedParameter(f"speculation.{odd}", _short(value[odd]), "is not supported; leave it out")
+    rule, law = _verification(value.get("verification"))
+    sizes = {name: _one(value, name, _integer, None) for name in ("num_draft_tokens", "max_depth", "topk")}
+    return Speculation(_mode(value.get("mode", "auto")), rule, law, **sizes)
+
+
+def _mode(value: object) -> SpeculationMode:
+    try:
+        return SpeculationMode(value)
+    except ValueError:
+        fix = "is unknown; use 'auto', 'disabled' or 'required'"
+        raise InvalidRequest("speculation.mode", _short(value), fix) from None
+
+
+def _verification(value: object) -> tuple[Rule | None, Law | None]:
+    if value is None:
+        return None, None
+    if not isinstance(value, str) or value not in _RULES:
+        fix = "is unknown; use 'traversal', 'coupled' or 'token'"
+        raise InvalidRequest("speculation.verification", _short(value), fix)
+    return _RULES[value]
+
+
+def _stream_options(body: Mapping[str, object], stream: bool) -> bool:
+    """Whether a usage chunk is wanted."""
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise InvalidRequest("stream_options", "given", "without 'stream': true; leave it out")
+    if not isinstance(options, dict):
+        raise InvalidRequest("stream_options", _short(options), "is not an object")
+    if options.get("continuous_usage_stats"):
+        raise UnsupportedParameter("stream_options.continuous_usage_stats", True, "is not supported; leave it out")
+    return _one(options, "include_usage", _boolean, False)
+
+
+def _deadline_s(header: str | None) -> float | None:
+    if header is None:
+        return None
+    if not header.isdecimal() or int(header) < 1:
+        raise InvalidRequest("x-request-timeout-ms", header[:16], "is no number of milliseconds above 0")
+    return int(header) / 1000
+
+
+def _short(value: object) -> object:
+    """A value that is fit for a message: scalars as they are, texts cut, the rest by its type."""
+    if isinstance(value, str):
+        return value[:32]
+    return value if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -1,0 +1,64 @@
+"""uvicorn inside our own loop: it neither owns the signals nor the port."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from rootward.errors import ConfigurationError
+
+GRACE_S = 2  # for idle connections at the end; requests have been drained before
+
+
+class HttpServer:
+    """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
+
+    def __init__(self, address: str):
+        self._socket = bind(address)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server: uvicorn.Server | None = None
+
+    async def run_until_stopped(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        self._server = _Server(config)
+        await self._server.serve(sockets=[self._socket])
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not followed
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, which drains before it stops this server."""
+        yield
+
+
+def bind(address: str) -> socket.socket:
+    """A bound socket; ConfigurationError when the address is taken or none of this machine."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, int(port)))
+    except OSError as error:
+        made.close()
+        message = f"http_listen: {address!r} cannot be bound ({error.strerror or error}); choose another address or stop its owner"
+        raise ConfigurationError(message) from error
+    return made

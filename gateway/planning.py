@@ -1,0 +1,139 @@
+"""From what a client asks to what a verifier is asked: defaults, limits and tokenisation. No I/O."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from gateway.requests import Chat, GenerateRequest
+from gateway.text import Tokenizer
+from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from rootward.ports import ModelInfo
+from rootward.rpc.status import invalid_request
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_ID_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A request that can be served. `first` is the verifier request of the first attempt, its epoch still to be set."""
+
+    request: GenerateRequest
+    first: VerifierRequest
+    eos_ids: frozenset[int]  # that end this generation
+    warnings: tuple[str, ...]
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end this generation."""
+        return self.eos_ids | frozenset(self.request.stop_token_ids)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Domain types check their ranges; what they refuse is the client's mistake here."""
+    try:
+        yield
+    except ValueError as error:
+        raise invalid_request(str(error)) from error
+
+
+def check_name(field: str, value: str) -> None:
+    """Ids become Redis keys and log fields: short, printable, without blanks and braces."""
+    odd = next((c for c in value if not "!" <= c <= "~" or c in "{}"), None)
+    if odd is not None:
+        raise InvalidRequest(
+            field, value[:MAX_ID_CHARACTERS], "has characters beyond printable ASCII without blanks and braces"
+        )
+    if len(value) > MAX_ID_CHARACTERS:
+        raise InvalidRequest(field, f"{value[:16]}…", f"is longer than {MAX_ID_CHARACTERS} characters")
+
+
+def check_model(name: str, served: str) -> None:
+    if name not in ("", served):
+        raise NotFound(f"model: {name!r} is not served here; use {served!r}", metadata={"field": "model"})
+
+
+def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> Plan:
+    """Check everything that can be known before a verifier sees the request."""
+    check_name("request_id", request.request_id)
+    check_name("session_id", request.session_id)
+    _check_stops(request)
+    check_ids("token_ids", prompt, model.vocab_size)
+    check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
+    speculation = _speculation(request)
+    with refusing():
+        stopping = Stopping(_max_tokens(request, len(prompt), model), request.stop_token_ids, request.ignore_eos)
+        first = VerifierRequest(
+            request_id=request.request_id,
+            prompt=prompt,
+            sampling=request.sampling,
+            stopping=stopping,
+            speculation=speculation,
+            seed=secrets.randbits(64) if request.seed is None else request.seed,
+        )
+    eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
+    return Plan(request, first, eos_ids, _warnings(request))
+
+
+def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Token ids of whatever prompt was given. Takes time in the length of a text."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, Chat):
+        return tokenizer.encode_chat(
+            prompt.messages,
+            add_generation_prompt=prompt.add_generation_prompt,
+            continue_final_message=prompt.continue_final_message,
+            template_kwargs=prompt.template_kwargs,
+        )
+    return prompt
+
+
+def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> int:
+    """What was asked, or what is left of the context."""
+    left = model.max_positions - num_prompt
+    if left < 1:
+        fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
+        raise ContextLengthExceeded("prompt", num_prompt, fix)
+    wanted = left if request.max_tokens is None else request.max_tokens
+    if wanted > left:
+        fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
+        raise ContextLengthExceeded("max_tokens", wanted, fix)
+    return wanted
+
+
+def _speculation(request: GenerateRequest) -> Speculation:
+    """A seed asks for a text that can be repeated: shared noise, unless the client names how to verify."""
+    wish = request.speculation
+    if request.seed is None or wish.rule is not None or wish.law is not None:
+        return wish
+    return replace(wish, rule=Rule.MATCH, law=Law.COUPLED)
+
+
+def _warnings(request: GenerateRequest) -> tuple[str, ...]:
+    ratio = request.speculation.rule in (Rule.TRAVERSAL, Rule.TOKEN)
+    return ("seed_not_reproducible",) if request.seed is not None and ratio and not request.sampling.greedy else ()
+
+
+def _check_stops(request: GenerateRequest) -> None:
+    if len(request.stop) > MAX_STOPS:
+        raise InvalidRequest("stop", len(request.stop), f"strings are more than {MAX_STOPS}")
+    for stop in request.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Every id must be a row of the model's embedding."""
+    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
+    if bad is not None:
+        raise InvalidRequest(
+            field, bad, f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
+        )

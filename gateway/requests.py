@@ -1,0 +1,91 @@
+"""What clients ask of the gateway and what they get, as values. Wire (servicer.py) and HTTP (http_api.py) translate to these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.stops import Span
+from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation, to be rendered with the model's chat template."""
+
+    messages: tuple[Mapping[str, str], ...]
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One generation. Text, token ids or a conversation as prompt; absent values mean the documented defaults."""
+
+    prompt: str | tuple[int, ...] | Chat
+    request_id: str = ""  # "" = the gateway makes one
+    model: str = ""  # "" = the model served
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None  # None = what is left of the context
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False  # the matched stop string stays in the text
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None  # None = drawn; given = the text is reproducible (coupled, unless a rule is named)
+    speculation: Speculation = field(default_factory=Speculation)
+    session_id: str = ""
+    deadline_s: float | None = None  # seconds from now
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int  # tokens emitted, that is after the cut at a stop string
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds, measured by the gateway."""
+
+    queue_ms: float = 0.0  # arrival to dispatch
+    ttft_ms: float = 0.0  # arrival to first token
+    decode_ms: float = 0.0  # first token to last token
+    total_ms: float = 0.0  # arrival to finish
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a generation ended. At most one of the three stops is set."""
+
+    reason: FinishReason
+    usage: Usage
+    stats: SpeculationStats
+    timing: Timing
+    eos_token_id: int | None = None
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Spans that became final. `offset` is the output position of the first; the last delta carries `ending`."""
+
+    request_id: str
+    offset: int
+    spans: tuple[Span, ...] = ()
+    ending: Ending | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(span.token for span in self.spans)
+
+    @property
+    def accepted(self) -> tuple[bool, ...]:
+        return tuple(span.accepted for span in self.spans)

@@ -1,0 +1,258 @@
+"""The gateway as an object: text, ids or a conversation in, deltas of text out. Servicer and HTTP API are its two faces."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from gateway.admission import Admission
+from gateway.cutoff import Aborted, Cutoff
+from gateway.generation import Generation
+from gateway.ledger import Entry, Ledger
+from gateway.metrics import Metrics
+from gateway.planning import Plan, check_ids, check_model, make_plan, prompt_ids
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
+from gateway.sessions import Store, duplicate
+from gateway.stops import Output, Span
+from gateway.text import Tokenizer
+from gateway.upstreams import Upstreams
+from rootward.core.requests import FinishReason, SpeculationStats
+from rootward.errors import ServiceError, Unavailable
+from rootward.ports import ModelInfo
+
+ABORT_S = 2.0  # for aborted generations to let go of everything
+INLINE_CHARACTERS = 2000  # shorter texts are tokenised in the loop; longer ones on a thread
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Durations in seconds."""
+
+    max_num_seqs: int = 256  # requests at verifiers
+    max_num_queued_reqs: int = 256  # requests waiting for one of these places
+    request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
+    redispatch_wait_s: float = 10.0  # for a verifier after one was lost in mid-stream
+    lease_s: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """A whole generation."""
+
+    request_id: str
+    spans: tuple[Span, ...]
+    ending: Ending
+
+    @property
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans)
+
+
+class GatewayService:
+    """Use as an async context manager: it owns the loops that watch the verifiers and write the store."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        upstreams: Upstreams,
+        store: Store,
+        *,
+        served_model: str,
+        limits: Limits | None = None,
+    ):
+        self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
+        self.limits = limits or Limits()
+        self.admission = Admission(
+            max_num_seqs=self.limits.max_num_seqs, max_num_queued_reqs=self.limits.max_num_queued_reqs
+        )
+        self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
+        self.incarnation = secrets.randbits(64)
+        self.metrics = Metrics()
+        self.metrics.watch(
+            lambda: self.admission.num_running,
+            lambda: self.admission.num_waiting,
+            lambda: sum(u.ready for u in upstreams),
+        )
+        self._store = store
+        self._ledger = Ledger(store, now=_loop_time, lease_s=self.limits.lease_s)
+        self._live: dict[str, Cutoff] = {}
+        self._group = asyncio.TaskGroup()
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> GatewayService:
+        self.started = _loop_time()
+        await self._group.__aenter__()
+        self._loops = [self._group.create_task(loop) for loop in (self.upstreams.run(), self._ledger.run())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        await self._group.__aexit__(None, None, None)
+        await self._ledger.flush()
+        await self._store.close()
+
+    @property
+    def model(self) -> ModelInfo:
+        """The served model. Unavailable until a verifier has told about it."""
+        if self.upstreams.model is None:
+            cause = self.upstreams.mismatch or "none has answered yet"
+            raise Unavailable(f"no verifier is ready ({cause})", retry_after_s=1.0)
+        return self.upstreams.model
+
+    @property
+    def ready(self) -> bool:
+        """New requests would be served."""
+        return self.upstreams.ready and not self.admission.draining
+
+    @property
+    def uptime_s(self) -> float:
+        return _loop_time() - self.started
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
+        """Deltas until the one with an ending. Closing the iterator cancels the request and frees everything.
+
+        Raises ServiceErrors: InvalidRequest and its kind before anything ran; Overloaded and Unavailable when it may be
+        tried again; DeadlineExceeded; DuplicateRequest.
+        """
+        try:
+            async with aclosing(self._deltas(request, _loop_time())) as deltas:
+                async for delta in deltas:
+                    if delta.ending is not None:
+                        self.metrics.ended(delta.ending)
+                    yield delta
+        except Exception as error:
+            self.metrics.refused(error)
+            raise
+
+    async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
+        limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
+        request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
+        check_model(request.model, self.served_model)
+        plan = make_plan(request, await self._prompt_ids(request), self.model)
+        cutoff = Cutoff(arrived + limit)
+        try:
+            async with self._running(plan, cutoff, arrived) as generation, aclosing(generation.deltas()) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except Aborted:  # while it waited for a place
+            if cutoff.error is not None:
+                raise cutoff.error from None
+            usage = Usage(len(plan.first.prompt), 0)
+            yield Delta(request.request_id, 0, (), Ending(FinishReason.ABORTED, usage, SpeculationStats(), Timing()))
+
+    async def collect(self, request: GenerateRequest) -> Generated:
+        """The whole generation at once."""
+        spans: list[Span] = []
+        async with aclosing(self.generate(request)) as deltas:
+            async for delta in deltas:
+                spans += delta.spans
+                if delta.ending is not None:
+                    return Generated(delta.request_id, tuple(spans), delta.ending)
+        raise Unavailable("the generation ended without a finish", retry_after_s=1.0)
+
+    async def tokenize(
+        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text or conversation; none for an empty text."""
+        check_model(model, self.served_model)
+        if isinstance(prompt, str):
+            encode = self.tokenizer.encode
+            return await asyncio.to_thread(encode, prompt, add_special_tokens=add_special_tokens) if prompt else ()
+        return await self._prompt_ids(GenerateRequest(prompt))
+
+    async def detokenize(self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        """The text of token ids. InvalidRequest for ids that are none."""
+        check_model(model, self.served_model)
+        check_ids("token_ids", ids, self.model.vocab_size)
+        return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+
+    def abort(self, request_ids: Sequence[str], error: ServiceError | None = None) -> list[str]:
+        """End these generations, with an error if one is given; returns the ids that were running."""
+        found = [i for i in request_ids if i in self._live]
+        for request_id in found:
+            self._live[request_id].abort(error)
+        return found
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new requests, let the others end until `timeout_s`, end the rest. Returns how many were ended."""
+        self.admission.draining = True
+        if await self._at_rest(timeout_s):
+            return 0
+        ended = self.abort(list(self._live), Unavailable("the gateway is stopping", retry_after_s=1.0))
+        await self._at_rest(ABORT_S)
+        return len(ended)
+
+    def start_draining(self, timeout_s: float) -> None:
+        """Drain without waiting for its end."""
+        self.admission.draining = True
+        self._loops.append(self._group.create_task(self._drained(timeout_s)))
+
+    async def _drained(self, timeout_s: float) -> None:
+        await self.drain(timeout_s)
+
+    async def _at_rest(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.admission.at_rest()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        prompt = request.prompt
+        if isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS):
+            return await asyncio.to_thread(prompt_ids, request, self.tokenizer)
+        return prompt_ids(request, self.tokenizer)
+
+    @asynccontextmanager
+    async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
+        """Everything a generation holds: its id, a place, a lease; all given back at the end."""
+        request_id = plan.request.request_id
+        if request_id in self._live:
+            raise duplicate(request_id)
+        self._live[request_id] = cutoff
+        try:
+            async with AsyncExitStack() as held:
+                await cutoff.wait(held.enter_async_context(self.admission.slot()), "queue")
+                yield await held.enter_async_context(self._recorded(plan, cutoff, arrived))
+        finally:
+            del self._live[request_id]
+
+    @asynccontextmanager
+    async def _recorded(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
+        entry = await self._ledger.begin(plan.request.request_id)
+        state = "failed"
+        try:
+            yield await self._generation(plan, entry, cutoff, arrived)
+            state = "aborted" if cutoff.aborted else "finished"
+        except (asyncio.CancelledError, GeneratorExit):
+            state = "aborted"
+            raise
+        finally:
+            self._ledger.end(entry, state)
+
+    async def _generation(self, plan: Plan, entry: Entry, cutoff: Cutoff, arrived: float) -> Generation:
+        request = plan.request
+        remembered = await self._ledger.recall(request.session_id) if request.session_id else {}
+        detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)
+        return Generation(
+            plan,
+            entry,
+            Output(detokenizer, request.stop, include_stop=request.include_stop),
+            cutoff,
+            upstreams=self.upstreams,
+            ledger=self._ledger,
+            arrived=arrived,
+            affinity=remembered.get("verifier", ""),
+            on_redispatch=self.metrics.redispatched,
+            redispatch_wait_s=self.limits.redispatch_wait_s,
+        )
+
+
+def _loop_time() -> float:
+    return asyncio.get_running_loop().time()

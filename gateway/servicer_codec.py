@@ -1,0 +1,187 @@
+"""The public messages of rootward.v1 ↔ the gateway's own values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from gateway.planning import refusing
+from gateway.requests import Chat, Ending, GenerateRequest, Usage
+from gateway.stops import Span
+from rootward.core.requests import Law, Rule, Sampling, Speculation, SpeculationMode
+from rootward.errors import InvalidRequest, UnsupportedParameter
+from rootward.rpc.codec_common import REASONS, stats_to_pb
+from rootward.rpc.columns import pack_u32
+from rootward.v1 import generate_pb2 as pb
+
+_MODES = {
+    pb.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
+    pb.Speculation.AUTO: SpeculationMode.AUTO,
+    pb.Speculation.DISABLED: SpeculationMode.DISABLED,
+    pb.Speculation.REQUIRED: SpeculationMode.REQUIRED,
+}
+_VERIFICATIONS: dict[int, tuple[Rule | None, Law | None]] = {
+    pb.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
+    pb.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
+    pb.Speculation.COUPLED: (Rule.MATCH, Law.COUPLED),
+    pb.Speculation.TOKEN: (Rule.TOKEN, None),
+}
+
+
+def request_from_pb(
+    message: pb.GenerateRequest, *, deadline_s: float | None = None, metadata: Mapping[str, str] | None = None
+) -> GenerateRequest:
+    """The request of a client. `metadata` is that of the call. InvalidRequest for what cannot be served."""
+    _refuse_unsupported(message)
+    headers = metadata or {}
+    stopping, response = message.stopping, message.response
+    with refusing():
+        return GenerateRequest(
+            prompt=_prompt(message),
+            request_id=message.request_id or headers.get("x-request-id", ""),
+            model=message.model,
+            sampling=_sampling(message.sampling),
+            max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+            stop=tuple(stopping.stop),
+            stop_token_ids=tuple(stopping.stop_token_ids),
+            include_stop=stopping.include_stop_str_in_output,
+            ignore_eos=stopping.ignore_eos,
+            skip_special_tokens=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
+            seed=message.sampling.seed if message.sampling.HasField("seed") else None,
+            speculation=_speculation(message.speculation),
+            session_id=message.session_id or headers.get("x-session-id", ""),
+            deadline_s=deadline_s,
+        )
+
+
+def chat_from_pb(message: pb.ChatPrompt) -> Chat:
+    """The conversation of a client."""
+    if not message.messages:
+        raise InvalidRequest("chat.messages", 0, "messages are not enough; send at least one")
+    return Chat(
+        tuple(_chat_message(m) for m in message.messages),
+        message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        message.continue_final_message,
+        _template_kwargs(message.template_kwargs_json),
+    )
+
+
+def finish_to_pb(ending: Ending, *, detail: bool) -> pb.Finish:
+    """How it ended. `detail` adds the histogram of accepted lengths."""
+    timing = ending.timing
+    stats = ending.stats if detail else replace(ending.stats, acceptance_histogram=())
+    finish = pb.Finish(
+        reason=REASONS[ending.reason],
+        speculation=stats_to_pb(stats),
+        timing=pb.Timing(
+            queue_ms=timing.queue_ms, ttft_ms=timing.ttft_ms, decode_ms=timing.decode_ms, total_ms=timing.total_ms
+        ),
+        warnings=ending.warnings,
+    )
+    for field in ("eos_token_id", "stop_token_id", "stop_string"):
+        if (value := getattr(ending, field)) is not None:
+            setattr(finish, field, value)
+    return finish
+
+
+def usage_to_pb(usage: Usage) -> pb.Usage:
+    return pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+
+
+def chunk_to_pb(
+    request_id: str, offset: int, spans: Sequence[Span], ending: Ending | None, response: pb.ResponseOptions
+) -> pb.GenerateChunk:
+    """A run of spans as the client wants to see it."""
+    chunk = pb.GenerateChunk(request_id=request_id, offset=offset)
+    if not response.HasField("text") or response.text:
+        chunk.text = "".join(s.text for s in spans)
+    if not response.HasField("token_ids") or response.token_ids:
+        chunk.token_ids, chunk.accepted = columns(spans)
+    if response.speculation_detail:
+        chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
+    if ending is not None:
+        chunk.finish.CopyFrom(finish_to_pb(ending, detail=response.speculation_detail))
+        chunk.usage.CopyFrom(usage_to_pb(ending.usage))
+    return chunk
+
+
+def columns(spans: Sequence[Span]) -> tuple[bytes, bytes]:
+    """Token ids and accepted flags as packed columns."""
+    return pack_u32([s.token for s in spans], "token_ids"), bytes(s.accepted for s in spans)
+
+
+def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return message.text
+    if kind == "chat":
+        return chat_from_pb(message.chat)
+    if kind == "token_ids" and message.token_ids.ids:
+        return tuple(message.token_ids.ids)
+    raise InvalidRequest("prompt", "", "is missing or empty; send text, token_ids or chat")
+
+
+def _sampling(message: pb.Sampling) -> Sampling:
+    return Sampling(
+        temperature=message.temperature if message.HasField("temperature") else 1.0,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+    )
+
+
+def _speculation(message: pb.Speculation) -> Speculation:
+    mode, verification = _MODES.get(message.mode), _VERIFICATIONS.get(message.verification)
+    if mode is None:
+        raise InvalidRequest("speculation.mode", message.mode, "is unknown; use AUTO, DISABLED or REQUIRED")
+    if verification is None:
+        fix = "is unknown; use TRAVERSAL, COUPLED or TOKEN"
+        raise InvalidRequest("speculation.verification", message.verification, fix)
+    sizes = {
+        name: getattr(message, name) if message.HasField(name) else None
+        for name in ("num_draft_tokens", "max_depth", "topk")
+    }
+    return Speculation(mode, *verification, **sizes)
+
+
+def _chat_message(message: pb.ChatMessage) -> dict[str, str]:
+    named = {"name": message.name} if message.name else {}
+    return {"role": message.role, "content": message.content, **named}
+
+
+def _template_kwargs(text: str) -> Mapping[str, object]:
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
+    return value
+
+
+def _refuse_unsupported(message: pb.GenerateRequest) -> None:
+    """What the API knows and this build does not do. Values that mean "off" are fine."""
+    decoding, response, speculation = message.decoding, message.response, message.speculation
+    penalty = decoding.repetition_penalty if decoding.HasField("repetition_penalty") else 1.0
+    structured = decoding.WhichOneof("structured_output")
+    asked: list[tuple[str, object, bool]] = [
+        ("sampling.n", message.sampling.n, message.sampling.HasField("n") and message.sampling.n != 1),
+        ("sampling.min_p", message.sampling.min_p, message.sampling.min_p != 0),
+        ("decoding.presence_penalty", decoding.presence_penalty, decoding.presence_penalty != 0),
+        ("decoding.frequency_penalty", decoding.frequency_penalty, decoding.frequency_penalty != 0),
+        ("decoding.repetition_penalty", penalty, penalty != 1),
+        ("decoding.logit_bias", len(decoding.logit_bias), bool(decoding.logit_bias)),
+        ("decoding.allowed_token_ids", len(decoding.allowed_token_ids), bool(decoding.allowed_token_ids)),
+        (f"decoding.{structured}", "given", structured is not None),
+        ("stopping.min_tokens", message.stopping.min_tokens, message.stopping.min_tokens != 0),
+        ("response.logprobs", response.logprobs, response.HasField("logprobs")),
+        ("response.prompt_logprobs", response.prompt_logprobs, response.HasField("prompt_logprobs")),
+        ("speculation.drafter", speculation.drafter, bool(speculation.drafter)),
+        ("speculation.prediction", "given", bool(speculation.prediction)),
+        ("priority", message.priority, message.priority != 0),
+        ("resume_offset", message.resume_offset, message.HasField("resume_offset")),
+    ]
+    for field, value, given in asked:
+        if given:
+            raise UnsupportedParameter(field, value, "is not supported by this server; leave it out")

@@ -1,0 +1,66 @@
+"""Settings of the gateway: flags, `ROOTWARD_*` variables or a file, see `rootward.settings`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, field_validator
+from pydantic_settings import NoDecode
+
+from gateway.service import Limits
+from rootward.settings import ServiceSettings
+
+
+def _address(value: str) -> str:
+    host, _, port = value.removeprefix("dns:///").rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write host:port; when listening, port 0 takes a free one")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_address)]
+
+
+class GatewaySettings(ServiceSettings):
+    """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
+
+    model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
+    verifiers: Annotated[list[Address], NoDecode] = Field(
+        default=["127.0.0.1:50052"], min_length=1, description="addresses of verifiers, with commas between"
+    )
+    served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
+    listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
+    http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
+    redis_url: str = Field(
+        "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
+    )
+    add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
+    max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
+    max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
+    request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
+    redispatch_wait_s: float = Field(10.0, ge=0, description="how long a running request waits for another verifier")
+    shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_json: bool = Field(False, description="log as JSON lines")
+
+    @field_validator("verifiers", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        if not isinstance(value, list):
+            value = [value]
+        return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).name or self.model
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(
+            max_num_seqs=self.max_num_seqs,
+            max_num_queued_reqs=self.max_num_queued_reqs,
+            request_timeout_s=self.request_timeout_s,
+            redispatch_wait_s=self.redispatch_wait_s,
+        )

@@ -1,0 +1,159 @@
+"""The verifiers this gateway knows: asked for their state once a second, chosen from by the router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from gateway.router import Choice, VerifierView, choose
+from rootward.errors import RootwardError
+from rootward.ports import ModelInfo, Verifier, VerifierInfo
+
+log = structlog.get_logger()
+
+HURRY_S = 0.1  # between questions while a request waits for a verifier
+
+
+@dataclass(slots=True, eq=False)
+class Upstream:
+    """One verifier. `name` is its address."""
+
+    name: str
+    verifier: Verifier
+    info: VerifierInfo | None = None
+    answers: bool = False
+    fits: bool = True  # its model is the one this gateway serves
+    num_in_flight: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.answers and self.fits and self.info is not None and not self.info.draining
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        self.num_in_flight += 1
+        try:
+            yield
+        finally:
+            self.num_in_flight -= 1
+
+    def view(self) -> VerifierView:
+        info = self.info
+        if info is None:
+            return VerifierView(self.name, ready=False)
+        return VerifierView(
+            self.name, self.ready, info.num_running, info.num_waiting, info.max_sessions, self.num_in_flight
+        )
+
+
+class Upstreams:
+    """All verifiers. The first one that answers says which model is served; others must have the same."""
+
+    def __init__(
+        self,
+        verifiers: Mapping[str, Verifier],
+        *,
+        tokenizer_hash: str = "",
+        poll_s: float = 1.0,
+        timeout_s: float = 2.0,
+    ):
+        self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
+        self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
+        self._poll_s, self._timeout_s = poll_s, timeout_s
+        self._num_waiting = 0
+        self._hurry = asyncio.Event()
+        self._polled = asyncio.Event()  # set, and replaced, after every round of questions
+        self.model: ModelInfo | None = None
+        self.mismatch = ""  # why a verifier does not fit, for people
+
+    def __iter__(self) -> Iterator[Upstream]:
+        return iter(self._upstreams.values())
+
+    @property
+    def ready(self) -> bool:
+        return any(u.ready for u in self)
+
+    def get(self, name: str) -> Upstream:
+        return self._upstreams[name]
+
+    def choose(self, key: str, *, affinity: str = "", avoid: Collection[str] = frozenset()) -> Choice | None:
+        return choose([u.view() for u in self], key, affinity=affinity, avoid=avoid)
+
+    async def wait_ready(self, timeout_s: float) -> bool:
+        """Have `run` ask at once and often until one is ready; False when none is in time."""
+        self._num_waiting += 1
+        self._hurry.set()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.ready:
+                    await self._polled.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._num_waiting -= 1
+        return True
+
+    def lost(self, name: str) -> None:
+        """A stream of this verifier broke: not ready until it answers again."""
+        self._upstreams[name].answers = False
+
+    async def run(self) -> None:
+        """Ask until cancelled: once a second, more often while a request waits for an answer."""
+        while True:
+            await self.poll()
+            self._polled.set()
+            self._polled = asyncio.Event()
+            self._hurry.clear()
+            try:
+                async with asyncio.timeout(HURRY_S if self._num_waiting else self._poll_s):
+                    await self._hurry.wait()
+            except TimeoutError:
+                pass
+
+    async def poll(self) -> None:
+        """Ask every verifier once."""
+        async with asyncio.TaskGroup() as group:
+            for upstream in self:
+                group.create_task(self._ask(upstream))
+
+    async def _ask(self, upstream: Upstream) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                info = await upstream.verifier.get_info()
+        except (RootwardError, OSError, TimeoutError) as error:
+            if upstream.answers:
+                log.warning("verifier_lost", verifier=upstream.name, error=type(error).__name__)
+            upstream.answers = False
+            return
+        if not upstream.answers:
+            log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
+        upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
+
+    def _fits(self, name: str, model: ModelInfo) -> bool:
+        reference = self.model or model
+        problem = _difference(reference, model) or self._tokenizer_difference(model)
+        if problem:
+            if problem != self.mismatch:
+                log.error("verifier_does_not_fit", verifier=name, problem=problem)
+            self.mismatch = problem
+            return False
+        self.model = reference
+        return True
+
+    def _tokenizer_difference(self, model: ModelInfo) -> str:
+        if not self._tokenizer_hash or not model.tokenizer_hash or self._tokenizer_hash == model.tokenizer_hash:
+            return ""
+        return f"tokenizer {model.tokenizer_hash} of the verifier is not the gateway's {self._tokenizer_hash}"
+
+
+def _difference(a: ModelInfo, b: ModelInfo) -> str:
+    """The first thing in which the models of two verifiers differ; "" when tokens of one continue those of the other."""
+    for field in ("vocab_size", "tokenizer_hash", "fingerprint", "eos_ids"):
+        ours, theirs = getattr(a, field), getattr(b, field)
+        if ours != theirs:
+            return f"{field} {theirs!r} is not {ours!r} of the first verifier"
+    return ""

@@ -1,0 +1,188 @@
+"""SDK values ↔ the public messages of rootward.v1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from rootward.client_types import (
+    GenerationResult,
+    Load,
+    ModelCard,
+    SamplingParams,
+    ServerInfo,
+    Speculation,
+    SpeculationStats,
+    Timing,
+    TokenDelta,
+    Usage,
+    Worker,
+)
+from rootward.rpc.columns import unpack_u32
+from rootward.v1 import control_pb2, generate_pb2
+
+T = TypeVar("T")
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, str]]
+
+_MODES = {"auto": "AUTO", "disabled": "DISABLED", "required": "REQUIRED"}
+_VERIFICATIONS = {"traversal": "TRAVERSAL", "coupled": "COUPLED", "token": "TOKEN"}
+
+
+def request_to_pb(
+    prompt: Prompt | None,
+    messages: Messages | None,
+    sampling: SamplingParams,
+    speculation: Speculation | str | bool | None,
+    *,
+    model: str,
+    request_id: str,
+    session_id: str,
+) -> generate_pb2.GenerateRequest:
+    """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
+    message = generate_pb2.GenerateRequest(request_id=request_id, model=model, session_id=session_id)
+    if (prompt is None) == (messages is None):
+        raise TypeError("give either prompt or messages")
+    if isinstance(prompt, str):
+        message.text = prompt
+    elif prompt is not None:
+        _checked("prompt", prompt, message.token_ids.ids.extend)
+    else:
+        message.chat.CopyFrom(_chat_to_pb(messages or ()))
+    _sampling_to_pb(sampling, message)
+    message.speculation.CopyFrom(_speculation_to_pb(speculation))
+    message.response.speculation_detail = True  # text of every token, for spans
+    return message
+
+
+def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
+    """What the caller of `stream` sees."""
+    accepted = tuple(bool(flag) for flag in chunk.accepted)
+    ends = unpack_u32(chunk.text_ends, "text_ends")
+    texts = [chunk.text[a:b] for a, b in pairwise((0, *ends))]
+    spans = tuple(zip(texts, accepted, strict=False))
+    ids = unpack_u32(chunk.token_ids, "token_ids")
+    return TokenDelta(chunk.text, ids, accepted, chunk.index, chunk.offset, spans)
+
+
+def result_from_pb(
+    text: str,
+    token_ids: tuple[int, ...],
+    accepted: tuple[bool, ...],
+    finish: generate_pb2.Finish | None,
+    usage: generate_pb2.Usage | None,
+    *,
+    request_id: str,
+    raw: object,
+) -> GenerationResult:
+    """A generation put together. Without a finish it was cancelled, or is partial."""
+    if finish is None:
+        return GenerationResult(text, token_ids, accepted, "cancelled", request_id=request_id, raw=raw)
+    stop = finish.WhichOneof("stop")
+    timing, counts = finish.timing, usage or generate_pb2.Usage()
+    return GenerationResult(
+        text,
+        token_ids,
+        accepted,
+        generate_pb2.Finish.Reason.Name(finish.reason).lower(),
+        getattr(finish, stop) if stop else None,
+        Usage(counts.prompt_tokens, counts.completion_tokens),
+        _stats_from_pb(finish.speculation),
+        Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
+        request_id,
+        tuple(finish.warnings),
+        raw,
+    )
+
+
+def server_info_from_pb(message: control_pb2.ServerInfo) -> ServerInfo:
+    return ServerInfo(
+        message.version,
+        message.role,
+        message.worker,
+        tuple(_model_from_pb(m) for m in message.models),
+        tuple(_worker_from_pb(w) for w in message.verifiers),
+        tuple(_worker_from_pb(w) for w in message.drafters),
+        tuple(message.features),
+        message.uptime_s,
+    )
+
+
+def load_from_pb(message: control_pb2.LoadInfo) -> Load:
+    return Load(message.num_running, message.num_waiting, message.max_sessions, message.draining)
+
+
+def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
+    parts = [
+        generate_pb2.ChatMessage(role=m.get("role", ""), content=m.get("content", ""), name=m.get("name", ""))
+        for m in messages
+    ]
+    return generate_pb2.ChatPrompt(messages=parts)
+
+
+def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
+    stopping = message.stopping
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        _set(message.sampling, name, getattr(params, name))
+    _set(stopping, "max_tokens", params.max_tokens)
+    stopping.stop.extend([params.stop] if isinstance(params.stop, str) else params.stop)
+    _checked("stop_token_ids", params.stop_token_ids, stopping.stop_token_ids.extend)
+    stopping.ignore_eos, stopping.include_stop_str_in_output = params.ignore_eos, params.include_stop
+    message.response.skip_special_tokens = params.skip_special_tokens
+
+
+def _set(message: Message, name: str, value: object) -> None:
+    """Set a field unless the value is None."""
+    if value is not None:
+        _checked(name, value, lambda v: setattr(message, name, v))
+
+
+def _checked(name: str, value: T, put: Callable[[T], None]) -> None:
+    """Protobuf's own complaints do not name the field."""
+    try:
+        put(value)
+    except (ValueError, TypeError):
+        raise ValueError(f"{name}: {value!r} is out of range or of the wrong type") from None
+
+
+def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Speculation:
+    if wish is None or isinstance(wish, bool):
+        wish = Speculation("disabled" if wish is False else "auto")
+    if isinstance(wish, str):
+        wish = Speculation(wish)
+    if wish.mode not in _MODES:
+        raise ValueError(f"speculation.mode: {wish.mode!r} is unknown; use one of {', '.join(_MODES)}")
+    if wish.verification is not None and wish.verification not in _VERIFICATIONS:
+        known = ", ".join(_VERIFICATIONS)
+        raise ValueError(f"speculation.verification: {wish.verification!r} is unknown; use one of {known}")
+    message = generate_pb2.Speculation(mode=generate_pb2.Speculation.Mode.Value(_MODES[wish.mode]))
+    if wish.verification is not None:
+        message.verification = generate_pb2.Speculation.Verification.Value(_VERIFICATIONS[wish.verification])
+    for name in ("max_depth", "topk", "num_draft_tokens"):
+        _set(message, name, getattr(wish, name))
+    return message
+
+
+def _stats_from_pb(stats: generate_pb2.SpeculationStats) -> SpeculationStats:
+    return SpeculationStats(
+        stats.num_spec_steps,
+        stats.num_plain_steps,
+        stats.num_draft_tokens,
+        stats.num_accepted_draft_tokens,
+        stats.num_drafter_misses,
+        tuple(stats.acceptance_histogram),
+        stats.drafter,
+        stats.verification,
+        stats.seed,
+    )
+
+
+def _model_from_pb(m: control_pb2.ModelInfo) -> ModelCard:
+    return ModelCard(m.name, m.vocab_size, m.max_positions, tuple(m.eos_ids), m.num_parameters, m.supports_trees)
+
+
+def _worker_from_pb(w: control_pb2.WorkerInfo) -> Worker:
+    return Worker(w.name, w.address, w.model, w.ready, w.draining)

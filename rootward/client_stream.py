@@ -1,0 +1,170 @@
+"""A generation as the SDK's caller sees it: deltas, then the result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import suppress
+from typing import Any, Self
+
+import grpc
+
+from rootward.client_codec import delta_from_pb, result_from_pb
+from rootward.client_connection import Connection, Retries
+from rootward.client_loop import ClosedError
+from rootward.client_types import GenerationResult, TokenDelta
+from rootward.errors import APIConnectionError, APIError, APITimeoutError, StreamInterruptedError, UnavailableError
+from rootward.rpc.status import api_error
+from rootward.v1 import generate_pb2, generate_pb2_grpc
+
+Chunk = generate_pb2.GenerateChunk
+
+
+class AsyncStream:
+    """Deltas of one generation. Iterate once; leaving the loop or the context cancels the generation."""
+
+    def __init__(self, connection: Connection, request: generate_pb2.GenerateRequest, retries: Retries):
+        self._connection, self._request, self._retries = connection, request, retries
+        self._call: Any = None
+        self._over = False
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._flags: list[bool] = []
+        self._last: Chunk | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def over(self) -> bool:
+        """Nothing more comes."""
+        return self._over
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        try:
+            while (chunk := await self._next()) is not None:
+                yield delta_from_pb(chunk)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the generation on the server; what came so far stays in `get_final_result`."""
+        self._over = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def get_final_result(self) -> GenerationResult:
+        """Read what is left, then the whole generation. `finish_reason` is "cancelled" if it was."""
+        while await self._next() is not None:
+            pass
+        return self._result()
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk, or None at the end."""
+        if self._over:
+            return None
+        try:
+            chunk = await (self._retries.first(self._begin) if self._call is None else _read(self._call))
+        except BaseException as error:
+            self.cancel()
+            if self._last is not None and isinstance(error, APIError):
+                raise self._interrupted(error) from error
+            raise
+        if chunk is None:
+            self._over = True
+        else:
+            self._take(chunk)
+        return chunk
+
+    async def _begin(self, timeout_s: float) -> Chunk | None:
+        """One attempt, up to its first chunk: after that nothing is ever generated anew."""
+        stub = generate_pb2_grpc.InferenceStub(self._connection.channel())
+        call: Any = stub.GenerateStream(self._request, timeout=timeout_s, metadata=self._connection.metadata())
+        try:
+            chunk = await _read(call)
+        except BaseException:
+            call.cancel()
+            raise
+        self._call = call
+        return chunk
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.offset != len(self._ids):
+            raise APIError(f"the server skipped from output position {len(self._ids)} to {chunk.offset}")
+        delta = delta_from_pb(chunk)
+        self._text.append(delta.text)
+        self._ids += delta.token_ids
+        self._flags += delta.accepted
+        self._last = chunk
+
+    def _result(self) -> GenerationResult:
+        last = self._last
+        finish = last.finish if last is not None and last.HasField("finish") else None
+        usage = last.usage if last is not None else None
+        parts = "".join(self._text), tuple(self._ids), tuple(self._flags)
+        return result_from_pb(*parts, finish, usage, request_id=self.request_id, raw=last)
+
+    def _interrupted(self, error: APIError) -> APIError:
+        lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
+        return StreamInterruptedError(str(error), self._result()) if lost else error
+
+
+class Stream:
+    """`AsyncStream` without an event loop."""
+
+    def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]):
+        self._stream, self._run = stream, run
+
+    @property
+    def request_id(self) -> str:
+        return self._stream.request_id
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __iter__(self) -> Iterator[TokenDelta]:
+        deltas = self._stream.__aiter__()
+        try:
+            while (delta := self._run(_next_or_none(deltas))) is not None:
+                yield delta
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the generation on the server."""
+        if not self._stream.over:
+            with suppress(ClosedError):
+                self._run(self._stream.__aexit__())
+
+    def get_final_result(self) -> GenerationResult:
+        """Read what is left, then the whole generation."""
+        result: GenerationResult = self._run(self._stream.get_final_result())
+        return result
+
+
+async def _read(call: Any) -> Chunk | None:
+    """The next message of a call, None at its end and when it was cancelled here. APIError for a failed status."""
+    try:
+        message = await call.read()
+    except grpc.RpcError as error:
+        raise api_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return None
+    return message if isinstance(message, Chunk) else None
+
+
+async def _next_or_none(deltas: AsyncIterator[TokenDelta]) -> TokenDelta | None:
+    return await anext(deltas, None)

@@ -1,0 +1,162 @@
+"""What the SDK takes and gives: frozen values, no protobuf in any signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop. None and empty values leave the choice to the server."""
+
+    temperature: float | None = None  # 0 decodes greedily; default 1
+    top_p: float | None = None  # in (0, 1]; default 1 (off)
+    top_k: int = 0  # 0 keeps every token
+    max_tokens: int | None = None  # default: what is left of the context
+    seed: int | None = None  # given: the text can be repeated
+    stop: str | Sequence[str] = ()  # the text ends before the first one found
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the matched stop string in the text
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Control of speculation for one request. None leaves the choice to the server."""
+
+    mode: str = "auto"  # "auto", "disabled" or "required"
+    verification: str | None = None  # "traversal", "coupled" or "token"
+    max_depth: int | None = None  # longest drafted path
+    topk: int | None = None  # most children per node
+    num_draft_tokens: int | None = None  # nodes per round
+
+
+@dataclass(frozen=True, slots=True)
+class KeepAlive:
+    """Seconds between pings on a connection, and for their answer."""
+
+    time_s: float = 30
+    timeout_s: float = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Milliseconds, measured by the gateway."""
+
+    queue_ms: float = 0.0  # arrival to dispatch
+    ttft_ms: float = 0.0  # arrival to first token
+    decode_ms: float = 0.0  # first token to last token
+    total_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts of one generation; names and meanings follow vLLM's speculative-decoding metrics."""
+
+    num_spec_steps: int = 0  # rounds verified on a tree
+    num_plain_steps: int = 0  # rounds without a tree
+    num_draft_tokens: int = 0  # nodes verified
+    num_accepted_draft_tokens: int = 0  # bonus tokens excluded
+    num_drafter_misses: int = 0  # rounds that waited and got no tree
+    acceptance_histogram: tuple[int, ...] = ()  # [d] = rounds that accepted exactly d draft tokens
+    drafter: str = ""
+    verification: str = ""
+    seed: int = 0
+
+    @property
+    def num_target_passes(self) -> int:
+        """Rounds of any kind: each is one pass of the target model."""
+        return self.num_spec_steps + self.num_plain_steps
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens per target pass, bonus tokens included."""
+        rounds = self.num_target_passes
+        return 1.0 + self.num_accepted_draft_tokens / rounds if rounds else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per *tree* round, bonus token included (vLLM's meaning)."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """A run of tokens that became final."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]  # per token: an accepted draft token (else a bonus token)
+    index: int = 0  # of the choice
+    offset: int = 0  # output position of the first token
+    spans: tuple[tuple[str, bool], ...] = ()  # per token: the text it added, and `accepted`
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A whole generation. `stop` is the stop string or token id that ended it, if one did."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    finish_reason: str  # "stop", "length", "aborted"; "cancelled" when this client ended it
+    stop: str | int | None = None
+    usage: Usage = field(default_factory=Usage)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    timing: Timing = field(default_factory=Timing)
+    request_id: str = ""
+    warnings: tuple[str, ...] = ()
+    raw: object = field(
+        default=None, repr=False, compare=False
+    )  # the last protobuf message, for what is not lifted out
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    name: str
+    vocab_size: int
+    max_positions: int  # longest context, in tokens
+    eos_ids: tuple[int, ...] = ()
+    num_parameters: int = 0
+    supports_trees: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    name: str
+    address: str
+    model: str
+    ready: bool
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    version: str
+    role: str
+    worker: str
+    models: tuple[ModelCard, ...] = ()
+    verifiers: tuple[Worker, ...] = ()
+    drafters: tuple[Worker, ...] = ()
+    features: tuple[str, ...] = ()
+    uptime_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    num_running: int
+    num_waiting: int
+    max_sessions: int
+    draining: bool

@@ -1,0 +1,254 @@
+"""The verifier and its drafter together: laws, lengths, stops, cancellation, bad peers. Nothing may leak."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from support.services import (
+    assert_at_rest,
+    collect,
+    drafter_of,
+    in_process,
+    over_grpc,
+    request,
+    tabular_pair,
+    until,
+    verifier_of,
+)
+
+from rootward.core.frames import FromDrafter, Grow, HelloAck, ToDrafter
+from rootward.core.requests import FinishReason, Law, Rule, SpeculationMode, Stopping
+from rootward.engine.tabular import TabularModel
+from rootward.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    NoDrafter,
+    StaleEpoch,
+    Unavailable,
+)
+
+
+def greedy_text(model: TabularModel, prompt: tuple[int, ...], length: int) -> list[int]:
+    text = list(prompt)
+    while len(text) < len(prompt) + length:
+        text.append(int(np.argmax(model.law(text))))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("connect", [in_process, over_grpc])
+async def test_greedy_text_is_the_target_s_own_and_several_tokens_come_per_pass(connect) -> None:
+    target, draft = tabular_pair(noise=0.3)
+    async with connect(target, draft) as system:
+        tokens, last = await collect(system.verifier, request(temperature=0.0, max_tokens=60))
+        assert tokens == greedy_text(target, (1, 2, 3), 60)
+        stats = last.finish.stats
+        assert stats.block_efficiency > 1.5
+        assert sum(stats.acceptance_histogram) == stats.num_spec_steps + stats.num_plain_steps
+        await assert_at_rest(system)
+
+
+async def test_local_and_remote_drafting_are_the_same_under_coupled_noise() -> None:
+    """The text is a function of (target, seed): the same with any drafter, over any link, and without one."""
+    wanted = {"rule": Rule.MATCH, "law": Law.COUPLED, "seed": 11, "max_tokens": 50}
+    texts = []
+    for connect, noise in ((in_process, 0.2), (over_grpc, 2.0)):
+        target, draft = tabular_pair(noise=noise)
+        async with connect(target, draft) as system:
+            texts.append((await collect(system.verifier, request(**wanted)))[0])
+            texts.append((await collect(system.verifier, request("p", **wanted, mode=SpeculationMode.DISABLED)))[0])
+    assert all(text == texts[0] for text in texts)
+
+
+async def test_many_sessions_share_steps_and_leave_nothing_behind() -> None:
+    target, draft = tabular_pair(slots=4)
+    async with in_process(target, draft) as system:
+        jobs = [
+            collect(system.verifier, request(f"r{i}", temperature=float(i % 2), max_tokens=1 + 3 * i, seed=i))
+            for i in range(12)
+        ]
+        results = await asyncio.gather(*jobs)
+        assert [len(tokens) for tokens, _ in results] == [1 + 3 * i for i in range(12)]
+        await assert_at_rest(system)
+
+
+async def test_a_stop_token_ends_the_run_and_beats_length() -> None:
+    target, draft = tabular_pair(noise=0.1)
+    text = greedy_text(target, (1, 2, 3), 30)
+    stop = text[4]
+    first = text.index(stop)
+    async with in_process(target, draft) as system:
+        stopping = Stopping(first + 1, stop_token_ids=(stop,))
+        tokens, last = await collect(system.verifier, request(temperature=0.0, stopping=stopping))
+        assert tokens == text[: first + 1]
+        assert last.finish.reason is FinishReason.STOP
+        assert last.finish.stop_token_id == stop
+
+
+async def test_end_of_sequence_is_never_drafted_below() -> None:
+    target = TabularModel(4, seed=5, eos=2, max_slots=8)
+    draft = TabularModel.perturbed(target, 0.2, seed=1)
+    async with in_process(target, draft) as system:
+        for i in range(10):
+            tokens, last = await collect(system.verifier, request(f"r{i}", (1, 3), seed=i, max_tokens=200))
+            assert tokens.count(2) == 1
+            assert tokens[-1] == 2
+            assert last.finish.reason is FinishReason.STOP
+        await assert_at_rest(system)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5])
+async def test_cancelling_frees_everything(after: int) -> None:
+    target, draft = tabular_pair(slots=2)
+    async with in_process(target, draft) as system:
+        for i in range(5):
+            async with aclosing(system.verifier.generate(request(f"r{i}", max_tokens=500))) as runs:
+                for _ in range(after):
+                    await anext(runs)
+        assert len((await collect(system.verifier, request("after")))[0]) == 40
+        await assert_at_rest(system)
+
+
+async def test_a_deadline_ends_a_generation_in_the_queue_and_under_way() -> None:
+    target, draft = tabular_pair(slots=1)
+    async with in_process(target, draft) as system:
+        hog = asyncio.create_task(collect(system.verifier, request("hog", max_tokens=3000)))
+        await until(lambda: system.service._running)
+        with pytest.raises(DeadlineExceeded):
+            await collect(system.verifier, request("queued", deadline_s=0.05))
+        hog.cancel()
+        with pytest.raises(DeadlineExceeded):
+            await collect(system.verifier, request("slow", max_tokens=3000, deadline_s=0.1))
+        await assert_at_rest(system)
+
+
+async def test_epochs_fence_older_owners() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        old = system.verifier.generate(request("x", max_tokens=3000, epoch=4))
+        run = await anext(old)
+        with pytest.raises(DuplicateRequest):
+            await collect(system.verifier, request("x", epoch=4))
+        with pytest.raises(StaleEpoch):
+            await collect(system.verifier, request("x", epoch=3))
+        resumed = request("x", epoch=5, committed=run.tokens, max_tokens=len(run.tokens) + 10)
+        tokens, last = await collect(system.verifier, resumed)
+        assert len(tokens) == len(run.tokens) + 10
+        assert last.epoch == 5
+        with pytest.raises(StaleEpoch):
+            async for _ in old:
+                pass
+        await assert_at_rest(system)
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "word"),
+    [
+        (request(prompt=(1, 9)), InvalidRequest, "vocabulary of 5"),
+        (request(max_tokens=5000), ContextLengthExceeded, "context of 4096"),
+        (request(committed=(1, 2), max_tokens=2), InvalidRequest, "max_tokens"),
+    ],
+)
+async def test_bad_requests_name_field_and_fix_and_disturb_nobody(bad, error, word: str) -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        running = asyncio.create_task(collect(system.verifier, request("good", temperature=0.0, max_tokens=80)))
+        with pytest.raises(error, match=word):
+            await collect(system.verifier, bad)
+        assert (await running)[0] == greedy_text(target, (1, 2, 3), 80)
+
+
+async def test_required_speculation_without_a_drafter_is_refused_and_auto_decodes_plainly() -> None:
+    target, _ = tabular_pair()
+    async with verifier_of(target, {}) as verifier:
+        with pytest.raises(NoDrafter):
+            await collect(verifier, request())
+        tokens, last = await collect(verifier, request(temperature=0.0, mode=SpeculationMode.AUTO))
+        assert tokens == greedy_text(target, (1, 2, 3), 40)
+        assert last.finish.stats.num_plain_steps == 40
+
+
+async def test_draining_refuses_new_work_and_finishes_the_rest() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        running = asyncio.create_task(collect(system.verifier, request(max_tokens=200)))
+        await until(lambda: system.service._running)
+        drained = asyncio.create_task(system.service.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable):
+            await collect(system.verifier, request("late"))
+        assert len((await running)[0]) == 200
+        await drained
+
+
+async def test_a_draining_drafter_hands_its_sessions_to_another() -> None:
+    target, draft = tabular_pair()
+    first, second = drafter_of(draft, incarnation=1), drafter_of(TabularModel.perturbed(target, 0.8, 2), incarnation=2)
+    verifier = verifier_of(target, {"one": first, "two": second})
+    async with first, second, verifier:
+        await until(lambda: len(verifier.pool.up) == 2)
+        running = asyncio.create_task(collect(verifier, request(temperature=0.0, max_tokens=400)))
+        await until(lambda: first.grower.trees or second.grower.trees)
+        busy, spare = (first, second) if first.grower.trees else (second, first)
+        await busy.drain()
+        await until(lambda: spare.grower.trees or running.done())
+        tokens, last = await running
+        assert tokens == greedy_text(target, (1, 2, 3), 400)
+        assert last.finish.stats.num_spec_steps > 0
+
+
+class Liar:
+    """A drafter that answers the handshake and then sends one kind of nonsense for ever."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
+        yield FromDrafter(ack=HelloAck("liar", 1, "", 5, 4096, tuple(Law), 8, 64))
+        async for frame in inbound:
+            if self.kind == "dies":
+                return
+            for o in frame.opens:
+                yield FromDrafter(grows=(self._grow(o.slot, len(o.prefix)),))
+
+    def _grow(self, slot: int, length: int) -> Grow:
+        column = lambda *values: np.array(values, dtype=np.int64)  # noqa: E731
+        hash_ = 1 if self.kind == "foreign hash" else 0
+        first = 5 if self.kind == "gap" else 1
+        token = 99 if self.kind == "token" else 1
+        return Grow(slot, length, hash_, first, column(0), column(token), np.array([False]))
+
+
+@pytest.mark.parametrize("kind", ["gap", "foreign hash", "token", "dies"])
+async def test_a_lying_drafter_costs_nothing_but_its_trees(kind: str) -> None:
+    target, _ = tabular_pair()
+    async with verifier_of(target, {"liar": Liar(kind)}, draft_wait_s=0.02) as verifier:
+        await until(lambda: verifier.pool.up or kind == "dies")
+        tokens, _ = await collect(verifier, request(temperature=0.0, mode=SpeculationMode.AUTO))
+        assert tokens == greedy_text(target, (1, 2, 3), 40)
+
+
+async def test_a_drafter_with_a_shorter_context_stops_growing_and_the_text_goes_on() -> None:
+    target, _ = tabular_pair()
+    draft = TabularModel(5, seed=1, noise=0.3, noise_seed=2, max_positions=24)
+    async with in_process(target, draft) as system:
+        tokens, last = await collect(system.verifier, request(temperature=0.0, max_tokens=60))
+        assert tokens == greedy_text(target, (1, 2, 3), 60)
+        assert last.finish.stats.num_spec_steps > 0
+        await assert_at_rest(system)
+
+
+async def test_vocabularies_that_differ_are_refused_and_the_verifier_serves_alone() -> None:
+    target, _ = tabular_pair()
+    drafter = drafter_of(TabularModel(6, seed=1))
+    async with drafter, verifier_of(target, {"d": drafter}) as verifier:
+        await until(lambda: verifier.pool.links[0].refusal)
+        assert "target has 5, draft 6" in verifier.pool.links[0].refusal
+        tokens, _ = await collect(verifier, request(temperature=0.0, mode=SpeculationMode.AUTO))
+        assert tokens == greedy_text(target, (1, 2, 3), 40)
+

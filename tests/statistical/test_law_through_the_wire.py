@@ -1,0 +1,80 @@
+"""The law of what the running system emits: verifier and drafter over gRPC, a tabular target, χ² against its exact law.
+
+Given the text so far, the next token has the target's law whatever came before. So for every context of three tokens (one more than
+the target looks at, which would show a dependence between rounds) the counts of the next token are compared with the exact row, and the
+whole is one χ² statistic. Family-wise error of this file: ALPHA in all, ALPHA / (number of tests) each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from support.services import collect, over_grpc, request, tabular_pair
+
+from rootward.core.requests import Law, Rule
+from rootward.core.verification.sparse import SparseLaw, sparse_law
+from rootward.engine.tabular import TabularModel
+
+ALPHA = 1e-4
+VOCAB = 4
+RULES = {
+    "traversal-sampled": {"rule": Rule.TRAVERSAL, "law": Law.SAMPLED},
+    "traversal-greedy": {"rule": Rule.TRAVERSAL, "law": Law.GREEDY},
+    "token-sampled": {"rule": Rule.TOKEN, "law": Law.SAMPLED},
+    "match-coupled": {"rule": Rule.MATCH, "law": Law.COUPLED},
+}
+
+
+def p_value(target: TabularModel, texts: list[list[int]]) -> float:
+    counts: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(VOCAB))
+    for text in texts:
+        for i in range(3, len(text)):
+            counts[tuple(text[i - 3 : i])][text[i]] += 1
+    statistic, freedom = 0.0, 0
+    for context, seen in counts.items():
+        wanted = target.law(context) * seen.sum()
+        if wanted.min() >= 5:
+            statistic += float(((seen - wanted) ** 2 / wanted).sum())
+            freedom += VOCAB - 1
+    assert freedom >= 100
+    return float(chi2.sf(statistic, freedom))
+
+
+async def texts_of(target: TabularModel, draft: TabularModel, *, num_requests: int, length: int, decide=None, **wish):
+    prompt = (1, 2, 3)
+    async with over_grpc(target, draft, decide=decide, num_draft_tokens=6, topk=3) as system:
+        jobs = [
+            collect(system.verifier, request(f"r{i}", prompt, max_tokens=length, seed=i, **wish))
+            for i in range(num_requests)
+        ]
+        results = await asyncio.gather(*jobs)
+    rounds = sum(last.finish.stats.num_spec_steps for _, last in results)
+    assert rounds > 0.9 * sum(last.finish.stats.num_plain_steps + last.finish.stats.num_spec_steps for _, last in results)
+    return [[*prompt, *tokens] for tokens, _ in results]
+
+
+@pytest.mark.parametrize("rule", RULES)
+async def test_the_system_emits_exactly_the_target_s_law(rule: str) -> None:
+    target, draft = tabular_pair(vocab=VOCAB, noise=1.0, slots=32)
+    texts = await texts_of(target, draft, num_requests=64, length=640, **RULES[rule])
+    assert sum(map(len, texts)) - 3 * len(texts) >= 40_000  # four rules: more than 160 000 tokens
+    assert p_value(target, texts) > ALPHA / len(RULES)
+
+
+def against_a_stale_row(algorithm, tree, ids, weight, target_at, tail) -> SparseLaw:
+    """Wrong: the ratio tests use another law than the one the children were drawn from (here: a flatter one)."""
+    return sparse_law(algorithm, tree, ids, np.ceil(np.sqrt(weight)).astype(np.int64), target_at, tail)
+
+
+async def test_the_same_test_fails_when_the_verifier_uses_a_wrong_rule() -> None:
+    target, draft = tabular_pair(vocab=VOCAB, noise=1.0, slots=32)
+    texts = await texts_of(
+        target, draft, num_requests=32, length=640, decide=against_a_stale_row, **RULES["traversal-sampled"]
+    )
+    assert p_value(target, texts) < 1e-12
+
+

@@ -1,0 +1,145 @@
+"""Real services for tests: in one process, over ports or over gRPC on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+from drafter_service.growing import Grower
+from drafter_service.service import DrafterService
+from drafter_service.servicer import DrafterServicer
+from rootward.core.growth import Policy as GrowthPolicy
+from rootward.core.requests import (
+    Committed,
+    Law,
+    Rule,
+    Sampling,
+    Speculation,
+    SpeculationMode,
+    Stopping,
+    VerifierRequest,
+)
+from rootward.engine.tabular import TabularModel
+from rootward.ports import Drafter, LanguageModel, Verifier
+from rootward.rpc.channel import DRAFTING
+from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
+from rootward.rpc.server import RpcServer
+from verifier_service.runner import Decide, Runner
+from verifier_service.service import Policy, VerifierService
+from verifier_service.servicer import VerifierServicer
+
+WAIT_S = 20.0
+
+
+def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -> tuple[TabularModel, TabularModel]:
+    target = TabularModel(vocab, seed=1, max_slots=slots, **law)
+    return target, TabularModel.perturbed(target, noise, seed=2)
+
+
+def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, **policy) -> DrafterService:
+    grower = Grower(model, incarnation=incarnation, policy=GrowthPolicy(Law.SAMPLED, **policy))
+    return DrafterService(model, grower, worker=f"drafter-{incarnation}", capacity=capacity)
+
+
+def verifier_of(
+    model: LanguageModel, drafters: dict[str, Drafter], *, decide: Decide | None = None, **policy
+) -> VerifierService:
+    runner = Runner(model) if decide is None else Runner(model, decide=decide)
+    rules = Policy(**({"num_draft_tokens": 8, "draft_wait_s": 1.0} | policy))
+    return VerifierService(model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner)
+
+
+@dataclass
+class System:
+    """A verifier and its drafter; `verifier` is what a caller holds, `service` the object behind it."""
+
+    verifier: Verifier
+    service: VerifierService
+    drafter: DrafterService
+
+
+@asynccontextmanager
+async def in_process(target: LanguageModel, draft: LanguageModel, **policy) -> AsyncIterator[System]:
+    drafter = drafter_of(draft)
+    verifier = verifier_of(target, {"d": drafter}, **policy)
+    async with drafter, verifier:
+        await until(lambda: verifier.pool.up)
+        yield System(verifier, verifier, drafter)
+
+
+@asynccontextmanager
+async def over_grpc(target: LanguageModel, draft: LanguageModel, **policy) -> AsyncIterator[System]:
+    """The same, with both hops on loopback."""
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        drafter = await enter(drafter_of(draft))
+        server = await enter(RpcServer("127.0.0.1:0", transport=DRAFTING, grace_s=0.1))
+        DrafterServicer(drafter, drafter.describe).register(server)
+        await server.start()
+        remote_drafter = await enter(RemoteDrafter(server.address))
+        verifier = await enter(verifier_of(target, {"d": remote_drafter}, **policy))
+        front = await enter(RpcServer("127.0.0.1:0", grace_s=0.1))
+
+        async def drain(timeout_s: float) -> int:
+            return verifier.start_draining(timeout_s)
+
+        VerifierServicer(verifier, drain).register(front)
+        await front.start()
+        remote = await enter(RemoteVerifier(front.address))
+        await until(lambda: verifier.pool.up)
+        yield System(remote, verifier, drafter)
+
+
+def request(
+    name: str = "r",
+    prompt: tuple[int, ...] = (1, 2, 3),
+    *,
+    temperature: float = 1.0,
+    max_tokens: int = 40,
+    seed: int = 0,
+    mode: SpeculationMode = SpeculationMode.REQUIRED,
+    rule: Rule | None = None,
+    law: Law | None = None,
+    **more,
+) -> VerifierRequest:
+    return VerifierRequest(
+        name,
+        prompt,
+        Sampling(temperature),
+        more.pop("stopping", Stopping(max_tokens)),
+        Speculation(mode, rule, law),
+        seed=seed,
+        **more,
+    )
+
+
+async def collect(verifier: Verifier, wanted: VerifierRequest) -> tuple[list[int], Committed]:
+    """All tokens and the last message; offsets must be gapless."""
+    tokens: list[int] = list(wanted.committed)
+    last = None
+    async for run in verifier.generate(wanted):
+        assert run.offset == len(tokens)
+        assert len(run.accepted) == len(run.tokens)
+        tokens += run.tokens
+        last = run
+    assert last is not None
+    assert last.finish is not None
+    return tokens, last
+
+
+async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def assert_at_rest(system: System) -> None:
+    """Nothing is held once nothing runs: slots, trees, KV cells."""
+    await until(lambda: not system.service._running and not system.service._live)
+    await until(lambda: not system.drafter.grower.trees)
+    for model in (system.service.model, system.drafter.model):
+        model.check_idle()
+        assert model.num_free_slots == model._slots.num_free
+    assert system.service.model.num_free_slots == system.service.max_sessions

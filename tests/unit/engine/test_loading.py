@@ -1,0 +1,95 @@
+"""From a name to a model, and tokenizers compared by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from rootward.engine.loading import describe_tokenizers, load_model
+from rootward.engine.tabular import TabularModel
+from rootward.engine.tokenizers import content_hash, num_ids
+from rootward.errors import ConfigurationError
+
+
+def words(*texts: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    raw = Tokenizer(WordLevel({t: i for i, t in enumerate(texts)}, unk_token=texts[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    return tokenizer
+
+
+def test_a_table_from_its_name() -> None:
+    model = load_model("tabular:vocab=5,seed=1,order=2,noise=0.5,eos=3,max_positions=50", max_slots=3, max_len=64)
+    assert isinstance(model, TabularModel)
+    assert (model.info.vocab_size, model.info.eos_ids, model.info.max_positions) == (5, (3,), 50)
+    assert model.num_free_slots == 3
+    again = TabularModel(5, 1, 2, noise=0.5, eos=3)
+    assert model.law([1, 2]).tolist() == again.law([1, 2]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("tabular:", "vocab=5"),
+        ("tabular:vocab=five", "vocab='five'"),
+        ("tabular:vocab=5,color=1", "'color'"),
+        ("tabular:vocab=5,eos=9", "eos"),
+        ("/nowhere/at/all", "/nowhere/at/all"),
+        ("./nothing", "./nothing"),
+        ("", "hub name"),
+    ],
+)
+def test_a_wrong_name_is_one_line(spec: str, named: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_model(spec)
+    assert caught.value.exit_code == 2
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="holds no config") as caught:
+        load_model(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="cannot be read") as caught:
+        load_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_tokenizers_are_compared_by_content(tmp_path: Path) -> None:
+    files = {
+        "a": words("un", "a", "b", "c"),
+        "same": words("un", "a", "b", "c"),
+        "other": words("un", "a", "x", "c"),
+        "longer": words("un", "a", "b", "c", special=("<end>",)),
+    }
+    for name, tokenizer in files.items():
+        tokenizer.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
+
+    def compare(a: str, b: str) -> object:
+        return describe_tokenizers(str(tmp_path / a), str(tmp_path / b))
+
+    assert compare("a", "same") is None
+    assert compare("a", "other") == (2, "b", "x")
+    assert compare("a", "longer") == (4, None, "<end>")
+    assert content_hash(files["a"]) == content_hash(files["same"])
+    assert len({content_hash(files[name]) for name in ("a", "other", "longer")}) == 3
+    assert (num_ids(files["a"]), num_ids(files["longer"])) == (4, 5)
+    with pytest.raises(ConfigurationError, match="nowhere"):
+        compare("a", "../nowhere/x")
+
+
+def test_the_hash_sees_merges() -> None:
+    vocab = {"a": 0, "b": 1, "ab": 2, "c": 3, "bc": 4}
+    one, two = (
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE(vocab, merges)))
+        for merges in ([("a", "b"), ("b", "c")], [("b", "c"), ("a", "b")])
+    )
+    assert one.get_vocab() == two.get_vocab()
+    assert content_hash(one) != content_hash(two)

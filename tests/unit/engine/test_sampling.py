@@ -1,0 +1,159 @@
+"""Processors against those of transformers; atoms, tails and draws against their definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from rootward.core.requests import Sampling
+from rootward.engine import sampling
+from rootward.engine.sampling import draw, draw_rows, gather, greedy_choice, processed, top_atoms
+
+
+def reference(row_V: torch.Tensor, s: Sampling) -> torch.Tensor:
+    """What `generate` would sample from."""
+    scores = TemperatureLogitsWarper(s.temperature)(None, row_V[None])
+    if s.top_k:
+        scores = TopKLogitsWarper(s.top_k)(None, scores)
+    if s.top_p < 1:
+        scores = TopPLogitsWarper(s.top_p)(None, scores)
+    return scores.softmax(-1)[0]
+
+
+def random_sampling(rng: np.random.Generator, vocab: int) -> Sampling:
+    top_k = int(rng.choice([0, 1, 3, vocab // 2 + 1, vocab + 3]))
+    return Sampling(float(rng.uniform(0.2, 2.0)), top_k, float(rng.choice([1.0, 0.05, 0.5, 0.9, 0.999])))
+
+
+@pytest.mark.parametrize("vocab", [2, 7, 50, 700, 9000])
+def test_processors_equal_those_of_transformers(vocab: int) -> None:
+    """A batch of rows with different parameters, each as `generate` would treat it alone."""
+    rng = np.random.default_rng(vocab)
+    for spread in (0.3, 3.0):
+        logits = torch.from_numpy(rng.normal(size=(12, vocab)).astype(np.float32) * spread)
+        parameters = [random_sampling(rng, vocab) for _ in range(12)]
+        probs = processed(logits, parameters)
+        assert probs.dtype == torch.float32
+        for got, row, s in zip(probs, logits, parameters, strict=True):
+            torch.testing.assert_close(got, reference(row, s), atol=2e-6, rtol=1e-4)
+
+
+def test_ties_keep_as_many_tokens_as_transformers() -> None:
+    """transformers leaves open which of equally likely tokens top-p keeps; here it is the smaller ids. Top-k keeps all."""
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        logits = torch.from_numpy(rng.integers(-3, 4, size=(3, 40)).astype(np.float32))
+        parameters = [random_sampling(rng, 40) for _ in range(3)]
+        for got, row, s in zip(processed(logits, parameters), logits, parameters, strict=True):
+            torch.testing.assert_close(got.sort().values, reference(row, s).sort().values, atol=2e-6, rtol=1e-4)
+            for value in row.unique():
+                kept = (got[row == value] > 0).int()
+                assert bool((kept.diff() <= 0).all())
+
+
+def test_one_row_does_not_change_another() -> None:
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(0))
+    mixed = [Sampling(0.7, 5, 0.9), Sampling(0.0), Sampling(1.3), Sampling(1.0, 0, 0.5)]
+    together = processed(logits, mixed)
+    for row, s, got in zip(logits, mixed, together, strict=True):
+        torch.testing.assert_close(processed(row[None], [s])[0], got, atol=0, rtol=0)
+
+
+def test_temperature_zero_is_one_hot_at_the_smaller_id() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, -torch.inf], [2.0, 0.0, 1.0, 2.0]])
+    probs = processed(logits, [Sampling(0.0), Sampling(0.0, 2, 0.5)])
+    assert probs.tolist() == [[0, 1, 0, 0], [1, 0, 0, 0]]
+    assert greedy_choice(logits).tolist() == [1, 0]
+    assert greedy_choice(logits.bfloat16()).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="NaN"):
+        greedy_choice(torch.tensor([[0.0, torch.nan]]))
+
+
+def test_float64_stays_float64_and_zeros_stay_zeros() -> None:
+    law = np.array([[0.5, 0.0, 0.3, 0.2]])
+    with np.errstate(divide="ignore"):
+        logits = torch.from_numpy(np.log(law))
+    probs = processed(logits, [Sampling()])
+    assert probs.dtype == torch.float64
+    np.testing.assert_allclose(probs, law, atol=1e-15)
+    np.testing.assert_allclose(processed(logits, [Sampling(1.0, 0, 0.6)]), [[0.625, 0, 0.375, 0]], atol=1e-15)
+    with pytest.raises(ValueError, match="sampling"):
+        processed(logits, [])
+
+
+def test_the_search_for_the_nucleus_widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too few candidates at first: the same law, by way of the next numbers of candidates."""
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 6, 6)[:, None]
+    parameters = [Sampling(1.0, 0, 0.8)] * 6
+    expected = processed(logits, parameters)
+    for steps in ((), (1,), (2, 5, 40), (499,), (500,), (900,)):
+        monkeypatch.setattr(sampling, "NUM_CANDIDATES", steps)
+        torch.testing.assert_close(processed(logits, parameters), expected, atol=0, rtol=0)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    rows=st.lists(st.lists(st.integers(0, 4), min_size=6, max_size=6), min_size=1, max_size=4),
+    num=st.integers(1, 9),
+)
+def test_top_atoms_break_ties_by_id(rows: list[list[int]], num: int) -> None:
+    probs = torch.tensor(rows, dtype=torch.float32) / 8
+    ids, values = top_atoms(probs, num)
+    expected = [sorted(range(6), key=lambda i: (-row[i], i))[:num] for row in rows]
+    assert ids.tolist() == expected
+    assert values.tolist() == [[row[i] / 8 for i in e] for row, e in zip(rows, expected, strict=True)]
+
+
+def test_gather_and_the_tail() -> None:
+    rng = np.random.default_rng(0)
+    probs = torch.from_numpy(rng.dirichlet(np.full(50, 0.1), size=3)).float()
+    ids = np.array([[4, 7, 4], [-1, 0, -1], [-1, -1, -1]])
+    mass, tail = gather(probs, ids)
+    exact = probs.double().numpy()
+    assert (mass.dtype, tail.dtype) == (np.float64, np.float64)
+    np.testing.assert_array_equal(mass, [exact[0, [4, 7, 4]], [0, exact[1, 0], 0], [0, 0, 0]])
+    outside = [np.delete(exact[0], [4, 7]).sum(), exact[1, 1:].sum(), exact[2].sum()]
+    np.testing.assert_allclose(tail, outside, rtol=1e-14)
+    with pytest.raises(ValueError, match="outside"):
+        gather(probs, np.array([[50], [0], [0]]))
+
+
+def test_a_small_tail_is_not_rounding_noise() -> None:
+    probs = torch.tensor([[1.0, 1e-12, 3e-12]])
+    mass, tail = gather(probs, np.array([[0]]))
+    assert mass[0, 0] == 1.0
+    assert tail[0] == pytest.approx(4e-12, rel=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(weights=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any), num=st.integers(0, 999))
+def test_draw_is_the_inverse_distribution_function(weights: list[int], num: int) -> None:
+    """Weights over 1000 equal steps of u: token i for exactly its share, up to the step on each border."""
+    u, total = num / 1000, sum(weights)
+    token = draw(np.array(weights, dtype=np.float64), u)
+    below = sum(weights[:token])
+    assert weights[token] > 0
+    assert below <= u * total + 1e-9
+    assert u * total < below + weights[token] + 1e-9
+
+
+def test_draw_at_the_ends() -> None:
+    row = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
+    assert draw(row, 0.0) == 1
+    assert draw(row, np.nextafter(1.0, 0.0)) == 3
+    assert draw(np.array([0.1] * 10 + [0.0]), np.nextafter(1.0, 0.0)) == 9
+    rows = torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
+    assert draw_rows(rows, np.array([0.5, 0.999])).tolist() == [1, 0]
+    with pytest.raises(ValueError, match="mass"):
+        draw(np.zeros(3), 0.5)
+
+
+def test_draws_follow_the_law() -> None:
+    row = np.random.default_rng(0).dirichlet(np.ones(6))
+    grid = (np.arange(20000) + 0.5) / 20000
+    share = np.bincount([draw(row, u) for u in grid], minlength=6) / 20000
+    np.testing.assert_allclose(share, row, atol=1 / 20000)

@@ -1,0 +1,297 @@
+"""The SDK against a real gRPC server: results, streams, cancellation, retries, errors by class."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import grpc
+import pytest
+from unit.gateway.service_for_tests import grpc_serving
+from unit.gateway.test_service import IDS, TEXT, at_rest
+from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
+
+from rootward import errors
+from rootward.client import AsyncClient, Client, SamplingParams, Speculation
+from rootward.client_connection import Retries, parse_target
+from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.v1 import generate_pb2, generate_pb2_grpc
+
+
+async def test_generate_gives_everything():
+    async with grpc_serving() as (_, address), AsyncClient(address) as client:
+        result = await client.generate("a", sampling=SamplingParams(temperature=0, seed=9), request_id="one")
+        assert (result.text, result.token_ids) == (TEXT, IDS)
+        assert len(result.accepted) == len(IDS)
+        assert (result.finish_reason, result.stop, result.request_id) == ("stop", END_ID, "one")
+        assert (result.usage.prompt_tokens, result.usage.total_tokens) == (1, 1 + len(IDS))
+        assert (result.speculation.num_target_passes, result.speculation.seed) == (3, 9)
+        assert result.speculation.acceptance_histogram == (1, 0, 1)
+        assert result.timing.total_ms > 0
+        assert result.raw is not None
+
+
+async def test_stream_gives_spans_per_token():
+    async with grpc_serving() as (_, address), AsyncClient(address) as client:
+        stream = client.stream("a")
+        deltas = [d async for d in stream]
+        assert "".join(text for d in deltas for text, _ in d.spans) == TEXT
+        assert [flag for d in deltas for _, flag in d.spans] == [f for d in deltas for f in d.accepted]
+        assert [d.offset for d in deltas] == [sum(len(d.token_ids) for d in deltas[:i]) for i in range(len(deltas))]
+        assert all(len(d.spans) == len(d.token_ids) for d in deltas)
+        result = await stream.get_final_result()
+        assert (result.text, result.token_ids, result.finish_reason) == (TEXT, IDS, "stop")
+
+
+async def test_get_final_result_reads_what_is_left():
+    async with grpc_serving() as (_, address), AsyncClient(address) as client, client.stream("a") as stream:
+        deltas = aiter(stream)
+        await anext(deltas)
+        assert (await stream.get_final_result()).text == TEXT
+        assert (await client.stream("a").get_final_result()).text == TEXT
+
+
+async def test_breaking_out_cancels_on_the_server():
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        async for _ in client.stream("a"):
+            break
+        await at_rest(service, verifier)
+        async with client.stream("a") as stream:
+            async for _ in stream:
+                break
+        result = await stream.get_final_result()
+        assert result.finish_reason == "cancelled"
+        assert TEXT.startswith(result.text)
+        assert result.text
+        await at_rest(service, verifier)
+        task = asyncio.create_task(client.generate("a"))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await at_rest(service, verifier)
+
+
+async def test_the_request_says_what_was_asked():
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
+        params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, max_tokens=4, stop_token_ids=[3], ignore_eos=True)
+        wish = Speculation("required", "token", max_depth=3, topk=2, num_draft_tokens=8)
+        await client.generate([5, 6], sampling=params, speculation=wish)
+        got = verifier.requests[-1]
+        assert got.prompt == (5, 6)
+        assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (0.5, 0.9, 7)
+        assert (got.stopping.max_tokens, got.stopping.stop_token_ids, got.stopping.ignore_eos) == (4, (3,), True)
+        assert (got.speculation.mode, got.speculation.rule) == (SpeculationMode.REQUIRED, Rule.TOKEN)
+        assert (got.speculation.max_depth, got.speculation.topk, got.speculation.num_draft_tokens) == (3, 2, 8)
+        await client.generate("a", speculation=False)
+        assert verifier.requests[-1].speculation.mode is SpeculationMode.DISABLED
+        await client.generate("a", speculation=Speculation(verification="coupled"))
+        assert verifier.requests[-1].speculation.law is Law.COUPLED
+
+
+async def test_small_calls():
+    async with grpc_serving() as (service, address), AsyncClient(address, metadata={"X-Team": "a"}) as client:
+        ids = await client.tokenize("def f")
+        assert ids == byte_level().encode("def f")
+        assert await client.detokenize(ids) == "def f"
+        info = await client.server_info()
+        assert (info.role, info.models[0].name, info.models[0].max_positions) == ("gateway", "demo", 256)
+        assert [(w.address, w.ready) for w in info.verifiers] == [("v0", True)]
+        assert [w.name for w in info.drafters] == ["draft-1"]
+        load = await client.load()
+        assert (load.num_running, load.max_sessions, load.draining) == (0, 256, False)
+        assert await client.abort("unknown") == ()
+        assert info.worker == service.worker
+
+
+async def test_abort_ends_a_running_stream():
+    verifier = SpellingVerifier(delay_s=0.05)
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
+        stream = client.stream("a", request_id="mine")
+        async for _ in stream:
+            if not stream.over and (aborted := await client.abort(["mine"])):
+                assert aborted == ("mine",)
+        assert (await stream.get_final_result()).finish_reason == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "reason", "words"),
+    [
+        ({"sampling": SamplingParams(temperature=-1)}, errors.BadRequestError, "INVALID_VALUE", "temperature: -1"),
+        ({"sampling": SamplingParams(top_p=0)}, errors.BadRequestError, "INVALID_VALUE", "top_p: 0.0"),
+        ({"sampling": SamplingParams(max_tokens=0)}, errors.BadRequestError, "INVALID_VALUE", "max_tokens: 0"),
+        ({"sampling": SamplingParams(max_tokens=999)}, errors.BadRequestError, "CONTEXT_LENGTH_EXCEEDED", "at most"),
+        ({"model": "other"}, errors.NotFoundError, "NOT_FOUND", "use 'demo'"),
+        ({"speculation": Speculation(max_depth=9, num_draft_tokens=3)}, errors.BadRequestError, "INVALID_VALUE", "max_d"),
+        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, errors.BadRequestError, "UNSUPPORTED_PARAMETER", "template"),
+    ],
+)
+async def test_refusals_have_their_class_and_one_line(options, kind, reason, words):
+    async with grpc_serving() as (_, address), AsyncClient(address) as client:
+        with pytest.raises(kind, match=words) as caught:
+            await client.generate(**{"prompt": "a", **options})
+        assert caught.value.reason == reason
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"sampling": SamplingParams(top_k=-1)},
+        {"sampling": SamplingParams(max_tokens=-5)},
+        {"sampling": SamplingParams(seed=2**64)},
+        {"speculation": "sometimes"},
+        {"speculation": Speculation(verification="maybe")},
+    ],
+)
+async def test_what_the_wire_cannot_say_is_a_value_error_with_its_name(bad):
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=r"(top_k|max_tokens|seed|speculation\.\w+): "):
+            await client.generate("a", **bad)
+        with pytest.raises(TypeError):
+            await client.generate()
+
+
+async def test_a_mid_stream_loss_keeps_what_came():
+    dying = SpellingVerifier(die_after=lambda r: 5)
+    async with grpc_serving(dying, redispatch_wait_s=0.1) as (_, address), AsyncClient(address) as client:
+        with pytest.raises(errors.StreamInterruptedError) as caught:
+            await client.generate("a")
+        assert caught.value.partial.token_ids == IDS[:3]
+
+
+class Flaky(generate_pb2_grpc.InferenceServicer):
+    """Refuses the first calls."""
+
+    def __init__(self, refusals):
+        self.refusals, self.ids = list(refusals), []
+
+    async def GenerateStream(self, request, context):
+        self.ids.append(request.request_id)
+        if self.refusals:
+            await context.abort(self.refusals.pop(0), "not now", (("retry-after-ms", "10"),))
+        yield generate_pb2.GenerateChunk(request_id=request.request_id, text="ok", finish=generate_pb2.Finish(reason=1))
+
+
+async def flaky_server(servicer):
+    server = grpc.aio.server()
+    generate_pb2_grpc.add_InferenceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+async def test_retries_before_the_first_delta_with_the_same_id():
+    codes = grpc.StatusCode
+    for refusals, attempts in [([codes.UNAVAILABLE, codes.RESOURCE_EXHAUSTED], 3), ([codes.INVALID_ARGUMENT], 1)]:
+        servicer = Flaky(refusals)
+        server, address = await flaky_server(servicer)
+        async with AsyncClient(address) as client:
+            try:
+                assert (await client.generate("a")).text == "ok"
+            except errors.BadRequestError:
+                assert attempts == 1
+            assert len(servicer.ids) == attempts
+            assert len(set(servicer.ids)) == 1
+        async with AsyncClient(address, max_retries=0) as client:
+            servicer.refusals = [codes.UNAVAILABLE]
+            with pytest.raises(errors.APIError):
+                await client.generate("a")
+        await server.stop(0)
+
+
+async def test_nobody_there_is_a_connection_error_and_a_deadline_a_timeout():
+    async with AsyncClient("127.0.0.1:1", max_retries=1) as client:
+        with pytest.raises(errors.APIConnectionError):
+            await client.generate("a")
+        with pytest.raises(errors.APIConnectionError):
+            await client.load()
+    verifier = SpellingVerifier(delay_s=0.3)
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        started = time.monotonic()
+        with pytest.raises((errors.APITimeoutError, errors.DeadlineExceededError)):
+            await client.with_options(timeout=0.1).generate("a")
+        assert time.monotonic() - started < 1.5
+        await at_rest(service, verifier)
+
+
+async def test_a_ghost_of_the_attempt_before_is_waited_for():
+    error = errors.ConflictError("live", code="ALREADY_EXISTS", reason="DUPLICATE_REQUEST_ID")
+    outcomes = [errors.APIConnectionError("gone"), error, "ok"]
+
+    async def attempt(timeout_s):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert await Retries(10, 2).first(attempt) == "ok"
+    outcomes[:] = [error]
+    with pytest.raises(errors.ConflictError):
+        await Retries(10, 2).first(attempt)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("h:1", ("h:1", False)),
+        ("grpc://h:1", ("h:1", False)),
+        ("grpcs://h:1/", ("h:1", True)),
+        ("dns:///h:1", ("dns:///h:1", False)),
+        ("unix:/tmp/x", ("unix:/tmp/x", False)),
+    ],
+)
+def test_targets(target, expected):
+    assert parse_target(target) == expected
+
+
+@pytest.mark.parametrize("target", ["http://h:1", "h", "grpc://h", ""])
+def test_bad_targets(target):
+    with pytest.raises(ValueError, match="target: "):
+        parse_target(target)
+
+
+async def test_the_sync_client_is_the_same():
+    verifier = SpellingVerifier(delay_s=0.01)
+    async with grpc_serving(verifier) as (service, address):
+
+        def use():
+            with Client(address) as client:
+                assert client.generate("a").token_ids == IDS
+                with client.stream("a") as stream:
+                    text = "".join(d.text for d in stream)
+                    assert text == stream.get_final_result().text == TEXT
+                for _ in client.stream("a"):
+                    break
+                with client.stream("a") as stream:
+                    for _ in stream:
+                        break
+                assert stream.get_final_result().finish_reason == "cancelled"
+                assert client.detokenize(client.tokenize("def f")) == "def f"
+                assert client.server_info().role == "gateway"
+                assert client.load().max_sessions == 256
+                assert client.abort("x") == ()
+                with pytest.raises(errors.BadRequestError):
+                    client.with_options(timeout=5).generate("a", sampling=SamplingParams(temperature=-1))
+            with pytest.raises(errors.APIError, match="closed"):
+                client.generate("a")
+            client.close()
+
+        await asyncio.to_thread(use)
+        await at_rest(service, verifier)
+
+
+def test_the_sdk_loads_neither_models_nor_services():
+    code = "import sys, rootward.client; print([m for m in ('torch','transformers','rootward.core','pydantic','gateway') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_results_are_values():
+    params = SamplingParams(temperature=0)
+    assert replace(params, seed=1) != params
+    assert hash(Speculation()) == hash(Speculation())
