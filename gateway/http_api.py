@@ -103,10 +103,8 @@ class _Completions:
             _log_bug(error)
             return
         headers = {"x-request-id": wanted.request.request_id}
-        work = self._stream(wanted, headers, scope, receive, send)
-        if not wanted.stream:
-            work = self._whole(wanted, headers, scope, receive, send)
-        await _unless_disconnected(receive, work)
+        answer = self._stream if wanted.stream else self._whole
+        await _unless_disconnected(receive, answer(wanted, headers, scope, receive, send))
 
     async def _whole(
         self, wanted: Completion, headers: dict[str, str], scope: Scope, receive: Receive, send: Send

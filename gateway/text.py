@@ -13,12 +13,21 @@ from typing import Any, Protocol
 from gateway.detokenizer import Detokenizer
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 
-
 # Parameters of `apply_chat_template` itself. A client may set variables of the template, never the template.
-_TEMPLATE_OPTIONS = frozenset(
-    "chat_template add_generation_prompt continue_final_message tokenize padding truncation max_length return_tensors "
-    "return_dict return_assistant_tokens_mask tokenizer_kwargs conversation".split()
-)
+_TEMPLATE_OPTIONS = {
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "conversation",
+}
 
 
 class Tokenizer(Protocol):

@@ -20,6 +20,19 @@ from rootward.ports import Rows
 CELL_MULTIPLE = 64  # cells are looked at in multiples of this: fewer shapes, aligned rows
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the cache: slots, cells of each, and the last position the network knows."""
+
+    num_slots: int
+    num_cells: int
+    last_position: int
+
+    @property
+    def trash_cell(self) -> int:
+        return self.num_slots * self.num_cells
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """What one forward needs besides the weights.
@@ -63,9 +76,7 @@ def assemble(
     batch: Sequence[Rows],
     plans: Sequence[Placement],
     kept: Sequence[range],
-    *,
-    num_slots: int,
-    num_cells: int,
+    size: Size,
     device: torch.device,
 ) -> Step:
     """The step of a batch whose rows have been placed."""
@@ -85,17 +96,18 @@ def assemble(
         plan, q, bottom = plans[i], plans[i].num_rows, top + num_scratch[b]
         by_row[0, b, :q] = batch[i].token
         by_row[1, b, :q] = plan.positions
-        by_row[2, b, :q] = plan.cells + batch[i].slot * num_cells
+        by_row[2, b, :q] = plan.cells + batch[i].slot * size.num_cells
         by_node[0, top:bottom] = b
         by_node[1, top:bottom] = plan.scratch
         by_node[2, top:bottom] = plan.position
         sees[top:bottom, :q] = plan.sees.T
         if q < width:
             by_row[:2, b, q:] = by_row[:2, b, :1]
-            by_row[2, b, q:] = num_slots * num_cells
+            by_row[2, b, q:] = size.trash_cell
             sees[top:bottom, q:] = plan.sees[0, :, None]
         top = bottom
-    end = min(-(-max(plan.end for plan in plans) // CELL_MULTIPLE) * CELL_MULTIPLE, num_cells)
+    np.minimum(by_row[1], size.last_position, out=by_row[1])
+    end = min(-(-max(plan.end for plan in plans) // CELL_MULTIPLE) * CELL_MULTIPLE, size.num_cells)
     on_device = torch.from_numpy(packed).to(device)
     ids, positions, write = on_device[: 3 * num * width].view(3, num, width).unbind(0)
     owner, scratch, scratch_position = on_device[3 * num * width : -num].view(3, total).unbind(0)

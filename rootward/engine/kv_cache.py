@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rootward.engine.batch import Step
+from rootward.engine.batch import Size, Step
 
 
 class Pool:
     """What the layers share: the size of the storage, and the step that is running."""
 
-    def __init__(self, num_slots: int, num_cells: int):
-        self.num_slots, self.num_cells = num_slots, num_cells
+    def __init__(self, size: Size):
+        self.size = size
         self.step: Step | None = None
 
 
@@ -43,9 +43,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
 
     def _storage(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The flat storage, and the same seen as [num_slots, num_cells, H, D] without the trash cell."""
-        total = self.pool.num_slots * self.pool.num_cells
-        flat = like.new_zeros(total + 1, like.shape[1], like.shape[3])
-        return flat, flat[:total].view(self.pool.num_slots, self.pool.num_cells, like.shape[1], like.shape[3])
+        size = self.pool.size
+        flat = like.new_zeros(size.trash_cell + 1, like.shape[1], like.shape[3])
+        return flat, flat[:-1].view(size.num_slots, size.num_cells, like.shape[1], like.shape[3])
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -78,7 +78,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return 0
 
     def get_max_length(self) -> int:
-        return self.pool.num_cells
+        return self.pool.size.num_cells
 
     get_max_cache_shape = get_max_length  # its name in early releases of transformers 5
 

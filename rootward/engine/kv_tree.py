@@ -64,8 +64,8 @@ class Placement:
 class KvTree:
     """A committed chain and, below its end, uncommitted nodes.
 
-    `num_cells` bounds what is held at once, `max_positions` the logical length; cells beyond it leave room for a tree
-    at the end of the context.
+    `max_positions` is the length of the context. Cells beyond it leave room for the trees on top of it; a tree may hang
+    over the end of the context, but nothing grows from a committed end that has reached it.
     """
 
     def __init__(self, num_cells: int, max_positions: int | None = None):
@@ -186,6 +186,8 @@ class KvTree:
     def _lineage(self, node: Ints, parent: Ints) -> tuple[list[int], Ints]:
         """Per new row the row of its parent (-1: the committed end) and its logical position."""
         nodes, parents = np.asarray(node).tolist(), np.asarray(parent).tolist()
+        if self._length >= self.max_positions:
+            raise ValueError(f"position: {self._length} is outside a context of {self.max_positions} tokens; end here")
         if len(nodes) != len(parents):
             raise ValueError(f"parent: {len(parents)} entries for {len(nodes)} nodes; give one each")
         old = self._position.tolist()
@@ -200,10 +202,7 @@ class KvTree:
             up.append(above)
             old.append(old[above] + 1 if above >= 0 else self._length)
             fresh[n] = len(self._node) + i
-        position = np.array(old[len(self._node) :], dtype=np.int64)
-        if len(position) and int(position.max()) >= self.max_positions:
-            raise ValueError(f"position: {int(position.max())} is outside a context of {self.max_positions} tokens")
-        return up, position
+        return up, np.array(old[len(self._node) :], dtype=np.int64)
 
     def _lowest_free(self, num: int) -> tuple[Ints, int]:
         """The lowest free cells (the high-water mark stays near the number of tokens); how many of them are holes."""

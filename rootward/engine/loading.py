@@ -38,7 +38,7 @@ def load_model(
 ) -> LanguageModel:
     """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
 
-    `max_len` is the KV cells of a slot (default: the model's context). Room beyond the context holds trees at its end.
+    `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model).
     """
     if spec.startswith(TABULAR):
         return _tabular(spec, max_slots, max_len)
@@ -87,7 +87,9 @@ def _tabular(spec: str, max_slots: int, max_len: int | None) -> TabularModel:
             raise ConfigurationError(f"model: {key}={text!r} in {spec!r} is not a number") from None
     if "vocab" not in values:
         raise ConfigurationError(f"model: {spec!r} gives no vocabulary; write for example tabular:vocab=5,seed=1")
+    if max_len is not None:
+        values["max_positions"] = min(values.get("max_positions", max_len), max_len)
     try:
-        return TabularModel(max_slots=max_slots, max_len=max_len, **values)
+        return TabularModel(max_slots=max_slots, **values)
     except ValueError as wrong:
         raise ConfigurationError(f"model: {spec!r}: {wrong}") from wrong

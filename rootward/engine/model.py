@@ -31,7 +31,8 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 class HuggingFaceModel:
     """Batched forwards over KV trees; or, for a network that the load probe refuses, path by path without a cache.
 
-    `max_len` is the number of KV cells a slot has; those beyond the context of the network hold trees at its end.
+    `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
+    on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
     """
 
     def __init__(
@@ -42,21 +43,22 @@ class HuggingFaceModel:
         tokenizer: Any = None,
         max_slots: int = 8,
         max_len: int | None = None,
+        tree_room: int = 256,
         attn: str = "sdpa",
     ):
         self.network, self.tokenizer = network.eval().requires_grad_(False), tokenizer
         config = network.config.get_text_config()
-        context = _context(config)
-        num_cells = max_len or min(context or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN)
+        wanted = max_len or DEFAULT_MAX_LEN
+        max_positions = min(_context(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
-        self._slots = Slots(max_slots, num_cells, min(context or num_cells, num_cells), vocab)
+        self._slots = Slots(max_slots, max_positions + tree_room, max_positions, vocab)
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
-        self.probe_report = choose_attention(network, attn, self._slots.max_positions)
+        self.probe_report = choose_attention(network, attn, max_positions)
         self._pass = self._make_pass(config)
         self._info = ModelInfo(
             name=name,
             vocab_size=vocab,
-            max_positions=self._slots.max_positions,
+            max_positions=max_positions,
             eos_ids=eos_ids(network),
             tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
             num_parameters=sum(p.numel() for p in network.parameters()),
@@ -73,6 +75,7 @@ class HuggingFaceModel:
         dtype: str = "float32",
         max_slots: int = 8,
         max_len: int | None = None,
+        tree_room: int = 256,
         attn: str = "sdpa",
         require_trees: bool = False,
     ) -> HuggingFaceModel:
@@ -80,8 +83,8 @@ class HuggingFaceModel:
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
         network = _read(path_or_name, dtype).to(device)
-        tokenizer = find_tokenizer(path_or_name)
-        model = cls(network, name=path_or_name, tokenizer=tokenizer, max_slots=max_slots, max_len=max_len, attn=attn)
+        size = {"max_slots": max_slots, "max_len": max_len, "tree_room": tree_room}
+        model = cls(network, name=path_or_name, tokenizer=find_tokenizer(path_or_name), attn=attn, **size)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
@@ -90,11 +93,11 @@ class HuggingFaceModel:
         return model
 
     def _make_pass(self, config: Any) -> ForwardPass:
-        num_slots, num_cells = len(self._slots), self._slots.num_cells
+        num_slots, num_cells, last = len(self._slots), self._slots.num_cells, self._slots.max_positions - 1
         windows = layer_windows(config)
         if not self.probe_report.ok or windows is None:
             return PathPass(self.network, num_slots, num_cells)
-        return TreePass(self.network, config.num_hidden_layers, num_slots, num_cells, windows)
+        return TreePass(self.network, config.num_hidden_layers, num_slots, num_cells, windows, last)
 
     @property
     def info(self) -> ModelInfo:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from rootward.engine.attention import Visibility, Windows
-from rootward.engine.batch import Step, assemble
+from rootward.engine.batch import Size, Step, assemble
 from rootward.engine.kv_cache import Pool, slot_cache
 from rootward.engine.kv_tree import Ints, Placement
 from rootward.ports import Rows
@@ -36,19 +36,20 @@ class ForwardPass(Protocol):
 
 
 class TreePass:
-    """One forward for all entries, on the KV trees."""
+    """One forward for all entries, on the KV trees. Positions end at `last_position`, the last one the network knows."""
 
-    def __init__(self, network: Any, num_layers: int, num_slots: int, num_cells: int, windows: Windows):
+    def __init__(
+        self, network: Any, num_layers: int, num_slots: int, num_cells: int, windows: Windows, last_position: int
+    ):
         self.network, self.device = network, network.device
-        self.pool = Pool(num_slots, num_cells)
+        self.pool = Pool(Size(num_slots, num_cells, last_position))
         self.cache = slot_cache(self.pool, num_layers)
         self.visibility = Visibility(num_slots, num_cells, windows, network.dtype, network.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.can_slice_ragged = self.can_slice  # until the network proves otherwise
 
     def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
-        num_slots, num_cells = self.pool.num_slots, self.pool.num_cells
-        step = assemble(batch, plans, kept, num_slots=num_slots, num_cells=num_cells, device=self.device)
+        step = assemble(batch, plans, kept, self.pool.size, self.device)
         self.pool.step = step
         try:
             logits = self._logits(step)

@@ -81,7 +81,7 @@ def probe(network: Any) -> tuple[float, float]:
     with narrow_window(config):
         windows = layer_windows(config)
         assert windows is not None
-        tree = TreePass(network, config.num_hidden_layers, len(PREFIXES), NUM_CELLS, windows)
+        tree = TreePass(network, config.num_hidden_layers, len(PREFIXES), NUM_CELLS, windows, NUM_CELLS - 1)
         path = PathPass(network, len(PREFIXES), NUM_CELLS)
         slots = Slots(len(PREFIXES), NUM_CELLS, NUM_CELLS, int(config.vocab_size))
         return _compare(tree, path, slots)

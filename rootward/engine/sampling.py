@@ -19,7 +19,7 @@ from rootward.core.requests import Sampling
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-NUM_CANDIDATES = (256, 4096)  # the likeliest tokens of a row that top-p looks at before it sorts the whole row
+NUM_CANDIDATES = (256, 1024, 4096)  # the likeliest tokens of a row that top-p looks at before it sorts the whole row
 
 
 @torch.inference_mode()

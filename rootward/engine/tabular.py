@@ -29,7 +29,7 @@ class TabularModel:
     zeros      share of the vocabulary without probability (at least one token keeps some)
     eos        id of the end-of-text token, if the model has one
     noise      standard deviation of a perturbation on top, from `noise_seed` (`perturbed`)
-    max_len    cells of a slot; those beyond `max_positions` leave room for trees at the end of the context
+    tree_room  cells of a slot beyond `max_positions`, for the trees on top of the context
     """
 
     def __init__(
@@ -45,16 +45,14 @@ class TabularModel:
         noise: float = 0.0,
         noise_seed: int = 0,
         max_slots: int = 8,
-        max_len: int | None = None,
+        tree_room: int = 1024,
         name: str = "",
     ):
         _check(vocab, order, max_positions, sharpness, zeros, eos, noise)
         self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
         self.eos, self.noise, self.noise_seed = eos, noise, noise_seed
-        num_cells = max_positions + 1024 if max_len is None else max_len
-        self._max_positions = min(max_positions, num_cells)
-        self._slots = Slots(max_slots, num_cells, self._max_positions, vocab)
-        self._token = np.zeros((max_slots, num_cells), dtype=np.int64)  # what each cell holds
+        self._slots = Slots(max_slots, max_positions + tree_room, max_positions, vocab)
+        self._token = np.zeros((max_slots, max_positions + tree_room), dtype=np.int64)  # what each cell holds
         self._tail: list[list[int]] = [[] for _ in range(max_slots)]  # the last `order` committed tokens
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
         self._info = self._describe(name)
@@ -66,14 +64,14 @@ class TabularModel:
             target.vocab,
             target.seed,
             target.order,
-            max_positions=target._max_positions,
+            max_positions=target._slots.max_positions,
             sharpness=target.sharpness,
             zeros=target.zeros,
             eos=target.eos,
             noise=noise,
             noise_seed=seed,
             max_slots=len(target._slots) if max_slots is None else max_slots,
-            max_len=target._slots.num_cells,
+            tree_room=target._slots.num_cells - target._slots.max_positions,
         )
 
     def _describe(self, name: str) -> ModelInfo:
@@ -81,7 +79,7 @@ class TabularModel:
         for key, value in (("zeros", self.zeros), ("noise", self.noise), ("noise_seed", self.noise_seed)):
             law += f",{key}={value:g}" if value else ""
         eos_ids = () if self.eos is None else (self.eos,)
-        return ModelInfo(name or law, self.vocab, self._max_positions, eos_ids, fingerprint=law)
+        return ModelInfo(name or law, self.vocab, self._slots.max_positions, eos_ids, fingerprint=law)
 
     @property
     def info(self) -> ModelInfo:

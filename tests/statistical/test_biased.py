@@ -117,8 +117,8 @@ def test_wrong_rule_is_seen(rule):
 
 
 def test_wrong_rules_are_right_where_nothing_is_wrong():
-    """The lenient verifier is lossless on honest trees, so the errors above are the rules' own. It stays so when
-    children that have no draft mass are skipped: copies are then merged, and the children left are drawn from the truncated law."""
+    """The lenient verifier is lossless on honest trees, so the errors above are the rules' own. So it stays when
+    children without draft mass are skipped: copies are then merged, and the rest is drawn from the truncated law."""
     for verifier in (*SKIPPING.values(), *ACCEPTING.values(), *REJECTING.values()):
         assert worst(rsd_c, verifier) < 1e-12
     for construct in (copies, declared(wrong.truncated)):

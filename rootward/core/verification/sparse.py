@@ -179,7 +179,7 @@ def _checked(
     n = np.pad(n, ((0, 0), (0, G.shape[1] - n.shape[1])))
     pad = G < 0
     p[pad] = 0.0
-    if not (n >= 0.0).all() or n[pad].any():
+    if not ((n >= 0.0) & (n < np.inf)).all() or n[pad].any():
         raise ValueError("weight: negative, not finite, or given where ids is -1; give the weights of the atoms")
     ordered = np.sort(G, axis=1)
     if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():

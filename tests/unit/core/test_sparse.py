@@ -65,6 +65,7 @@ def test_pads_may_hold_anything():
         ({"weight": np.tile(WEIGHT, 2)}, "weight: shape"),
         ({"weight": -WEIGHT}, "weight: negative"),
         ({"weight": WEIGHT + 1}, "weight: negative, not finite, or given where ids is -1"),
+        ({"weight": np.where(WEIGHT == 3, np.inf, WEIGHT)}, "weight: negative, not finite"),
         ({"weight": WEIGHT * 0}, "weight: none for token 4 of node 1"),
         ({"tail": TAIL + 0.01}, "target_at, tail: row 0"),
         ({"tail": TAIL - TAIL[0] - 1e-9}, "target_at, tail: row 0"),

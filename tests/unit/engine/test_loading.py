@@ -24,6 +24,7 @@ def words(*texts: str, special: tuple[str, ...] = ()) -> PreTrainedTokenizerFast
 
 def test_a_table_from_its_name() -> None:
     model = load_model("tabular:vocab=5,seed=1,order=2,noise=0.5,eos=3,max_positions=50", max_slots=3, max_len=64)
+    assert load_model("tabular:vocab=5", max_len=64).info.max_positions == 64
     assert isinstance(model, TabularModel)
     assert (model.info.vocab_size, model.info.eos_ids, model.info.max_positions) == (5, (3,), 50)
     assert model.num_free_slots == 3

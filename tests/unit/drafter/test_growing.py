@@ -1,0 +1,185 @@
+"""The grower: one forward for all trees, cumulative commits, frames a verifier can replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from drafter_service.growing import Grower
+from rootward.core.frames import Commit, Grow, NeedSync, Open, extend_hash
+from rootward.core.growth import Policy
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import Law, Sampling
+from rootward.engine.tabular import TabularModel
+
+
+class Counting(TabularModel):
+    """Counts its forwards."""
+
+    forwards = 0
+    widest = 0
+
+    def forward(self, batch, *, last_only=None):
+        self.forwards += 1
+        self.widest = max(self.widest, len(batch))
+        return super().forward(batch, last_only=last_only)
+
+
+def hash_of(tokens) -> int:
+    value = 0
+    for token in tokens:
+        value = extend_hash(value, token)
+    return value
+
+
+def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
+    base = {
+        "session": "s",
+        "epoch": 1,
+        "prefix": tuple(prefix),
+        "sampling": Sampling(),
+        "law": Law.SAMPLED,
+        "seed": 5,
+        "choice": 0,
+        "num_atoms": 4,
+        "node_cap": 8,
+        "max_depth": 4,
+        "topk": 3,
+    }
+    return Open(slot, **(base | changes))
+
+
+def grower(**model) -> Grower[int]:
+    network = Counting(5, seed=3, **({"max_slots": 4} | model))
+    return Grower(network, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2))
+
+
+def grown(garden: Grower[int]) -> list[tuple[int, Grow]]:
+    frames = []
+    for _ in range(50):
+        if garden.idle:
+            return frames
+        frames += garden.level()
+    raise AssertionError("growth does not come to rest")
+
+
+def replica(prefix=(1, 2, 3)) -> LivingTree:
+    return LivingTree(len(prefix), hash_of(prefix), vocab_size=5, node_cap=8)
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_a_verifier_can_replay_what_is_streamed(law: Law) -> None:
+    garden = grower()
+    assert garden.open(1, opening(1, law=law)) is None
+    verifier = replica()
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    mine, theirs = garden.trees[1].tree.snapshot(8), verifier.snapshot(8)
+    assert mine.tree == theirs.tree
+    assert len(verifier) == 8
+    for a, b in zip(mine.rows, theirs.rows, strict=True):
+        declared = law in (Law.SAMPLED, Law.GREEDY)
+        assert b is None or declared
+        if b is not None:
+            np.testing.assert_array_equal(a[1], b[1])
+
+
+def test_several_trees_share_every_forward() -> None:
+    garden = grower()
+    for slot in (1, 2, 3):
+        garden.open(slot, opening(slot, (1, slot)))
+    garden.model.forwards = 0
+    frames = grown(garden)
+    assert garden.model.widest == 3
+    assert garden.model.forwards <= 5  # catch-up and four levels, not three times as many
+    assert {key for key, _ in frames} == {1, 2, 3}
+
+
+def test_the_last_frame_says_that_growth_rests() -> None:
+    garden = grower()
+    garden.open(1, opening(1))
+    frames = grown(garden)
+    assert [f.at_rest for _, f in frames] == [False] * (len(frames) - 1) + [True]
+
+
+def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
+    garden = grower()
+    garden.open(1, opening(1))
+    verifier = replica()
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    token = verifier.snapshot(8).tree.token[1]
+    kept = verifier.commit([int(token)])
+    assert kept != [None]
+    before = len(verifier)
+    assert garden.commit(1, Commit(1, 3, (int(token),), verifier.hash)) == (None, None)
+    for _, frame in grown(garden):
+        assert verifier.receive(frame).stale == 0
+    assert len(verifier) == 8 > before
+    assert verifier.snapshot(8).tree == garden.trees[1].tree.snapshot(8).tree
+
+
+def test_unsent_growth_leaves_under_the_old_base_before_a_commit() -> None:
+    garden = grower()
+    garden.open(1, opening(1))
+    garden.level()
+    growing = garden.trees[1]
+    growing.growth.draw(lambda n: garden._new_words(growing, n))
+    unsent, plea = garden.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
+    assert plea is None
+    assert unsent is not None
+    assert unsent.base_len == 3
+
+
+def test_commits_out_of_step_ask_for_the_prefix_and_repeats_are_ignored() -> None:
+    garden = grower()
+    garden.open(1, opening(1))
+    good = Commit(1, 3, (4,), hash_of((1, 2, 3, 4)))
+    garden.commit(1, good)
+    assert garden.commit(1, good) == (None, None)
+    assert garden.commit(1, Commit(1, 9, (1,), 0)) == (None, NeedSync(1, 4, hash_of((1, 2, 3, 4))))
+    assert garden.commit(1, Commit(1, 4, (1,), 0))[1] is not None
+    assert garden.commit(7, good) == (None, None)  # closed slots are nobody's business
+
+
+def test_what_cannot_be_taken_is_refused_with_the_reason() -> None:
+    garden = grower(max_slots=1, max_positions=16)
+    assert "context of 16" in garden.open(1, opening(1, [1] * 16)).reason
+    assert "vocabulary of 5" in garden.open(1, opening(1, (1, 7))).reason
+    assert garden.open(1, opening(1)) is None
+    assert garden.open(1, opening(1)).reason.startswith("slot is open")
+    assert garden.open(2, opening(2)).retry_after_ms > 0
+    garden.close(1)
+    assert garden.open(2, opening(2)) is None
+
+
+def test_draws_never_repeat_also_after_reopening_a_request() -> None:
+    """The same request opened twice in one process grows two different trees: a draw number is used once."""
+    shapes = set()
+    garden = grower()
+    for slot in range(1, 6):
+        garden.open(slot, opening(slot))
+        grown(garden)
+        shapes.add(tuple(garden.trees[slot].tree.snapshot(8).tree.token.tolist()))
+        garden.close(slot)
+    assert len(shapes) > 1
+
+
+def test_growth_ends_at_the_draft_context() -> None:
+    garden = grower(max_positions=8)
+    garden.open(1, opening(1, [1] * 6))
+    frames = grown(garden)
+    assert frames[-1][1].at_rest
+    deepest = max(n.depth for n in garden.trees[1].tree.nodes.values())
+    assert deepest < 8
+    garden.commit(1, Commit(1, 6, (0, 1, 2), hash_of([1] * 6 + [0, 1, 2])))
+    assert grown(garden)[-1][1].at_rest
+
+
+def test_kv_cells_are_given_back() -> None:
+    garden = grower()
+    garden.open(1, opening(1))
+    grown(garden)
+    garden.close(1)
+    garden.model.check_idle()
+    assert garden.model.num_free_slots == 4

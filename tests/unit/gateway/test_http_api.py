@@ -1,0 +1,260 @@
+"""The OpenAI-compatible face, over ASGI and over a real server."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from unit.gateway.service_for_tests import serving
+from unit.gateway.test_service import IDS, TEXT, at_rest
+from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
+
+from gateway.http_api import build_app
+from gateway.http_server import HttpServer
+from rootward.core.requests import Law, Rule, SpeculationMode
+
+
+@asynccontextmanager
+async def api(*verifiers, **options):
+    async with serving(*verifiers, **options) as service:
+        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            yield service, client
+
+
+@asynccontextmanager
+async def real_server(*verifiers, **options):
+    """The same behind uvicorn on loopback."""
+    async with serving(*verifiers, **options) as service, asyncio.TaskGroup() as group:
+        server = HttpServer("127.0.0.1:0")
+        group.create_task(server.run_until_stopped(build_app(service)))
+        async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=10) as client:
+            yield service, client
+        server.stop()
+
+
+def events(text):
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+async def test_a_completion():
+    async with api() as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 50, "model": "demo"})
+        body = response.json()
+        assert response.status_code == 200
+        assert body["object"] == "text_completion"
+        assert body["id"] == "cmpl-" + response.headers["x-request-id"]
+        assert body["model"] == "demo"
+        assert body["system_fingerprint"].startswith("rw-")
+        choice = body["choices"][0]
+        assert (choice["text"], choice["index"], choice["finish_reason"], choice["stop_reason"]) == (TEXT, 0, "stop", None)
+        assert choice["logprobs"] is None
+        assert "token_ids" not in choice
+        tokens = len(IDS)
+        assert body["usage"] == {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
+        assert "metrics" not in body
+
+
+async def test_extras_answer_when_asked():
+    verifier = SpellingVerifier()
+    async with api(verifier) as (_, client):
+        wanted = {"mode": "required", "verification": "token", "max_depth": 4, "topk": 2, "num_draft_tokens": 8}
+        body = {"prompt": [5, 6], "max_tokens": 50, "return_token_ids": True, "speculation": wanted, "stop": "return"}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        choice = answer["choices"][0]
+        assert choice["token_ids"] == list(IDS[: len(choice["token_ids"])])
+        assert len(choice["accepted"]) == len(choice["token_ids"])
+        assert choice["stop_reason"] == "return"
+        assert answer["metrics"]["speculative_decoding"]["block_efficiency"] > 1
+        got = verifier.requests[-1].speculation
+        assert (got.mode, got.rule, got.max_depth, got.topk) == (SpeculationMode.REQUIRED, Rule.TOKEN, 4, 2)
+        for value, mode in [(False, "disabled"), (True, "auto"), ("disabled", "disabled"), ({}, "auto")]:
+            await client.post("/v1/completions", json={"prompt": "a", "speculation": value})
+            assert verifier.requests[-1].speculation.mode.value == mode
+
+
+async def test_defaults_and_spellings():
+    verifier = SpellingVerifier()
+    async with api(verifier) as (_, client):
+        await client.post("/v1/completions", json={"prompt": ["a"], "unheard_of": {"x": 1}, "top_k": -1, "n": 1})
+        got = verifier.requests[-1]
+        assert (got.stopping.max_tokens, got.sampling.temperature, got.sampling.top_k) == (16, 1.0, 0)
+        await client.post("/v1/completions", json={"prompt": [[5]], "seed": -1, "temperature": 0, "user": "me"})
+        got = verifier.requests[-1]
+        assert (got.prompt, got.seed, got.speculation.law) == ((5,), 2**64 - 1, Law.COUPLED)
+        headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000", "x-session-id": "talk"}
+        response = await client.post("/v1/completions", json={"prompt": "a", "max_completion_tokens": 3.0}, headers=headers)
+        got = verifier.requests[-1]
+        assert response.headers["x-request-id"] == got.request_id == "mine"
+        assert got.deadline_s <= 5
+        assert got.stopping.max_tokens == 3
+
+
+@pytest.mark.parametrize("real", [False, True])
+async def test_streaming(real):
+    async with (real_server if real else api)() as (_, client):
+        body = {"prompt": "a", "max_tokens": 50, "stream": True, "stream_options": {"include_usage": True}, "speculation": True}
+        response = await client.post("/v1/completions", json=body)
+        assert response.headers["content-type"] == "text/event-stream"
+        assert response.headers["cache-control"] == "no-cache"
+        *chunks, usage, done = events(response.text)
+        assert done == "[DONE]"
+        chunks = [json.loads(c) for c in chunks]
+        assert "".join(c["choices"][0]["text"] for c in chunks) == TEXT
+        assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        assert all(c["usage"] is None for c in chunks)
+        assert len({c["id"] for c in chunks}) == 1
+        usage = json.loads(usage)
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == len(IDS)
+        assert usage["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] == 5
+
+
+async def test_an_error_after_the_headers_is_an_event():
+    dying = SpellingVerifier(die_after=lambda r: 4)
+    async with api(dying, redispatch_wait_s=0.1) as (_, client):
+        response = await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert response.status_code == 200
+        *_, last = events(response.text)
+        assert json.loads(last)["error"]["code"] == "stream_interrupted"
+
+
+async def test_a_disconnect_cancels_streams_and_whole_answers():
+    verifier = SpellingVerifier(delay_s=0.05)
+    async with real_server(verifier) as (service, client):
+        async with client.stream("POST", "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            async for _ in response.aiter_lines():
+                assert verifier.running == 1
+                break
+        await at_rest(service, verifier)
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json={"prompt": "a"}, timeout=0.1)
+        await at_rest(service, verifier)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code", "param"),
+    [
+        ({"prompt": "a", "temperature": -1}, 400, "invalid_value", "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "invalid_value", "temperature"),
+        ({"prompt": "a", "temperature": True}, 400, "invalid_value", "temperature"),
+        ({"prompt": "a", "top_p": 0}, 400, "invalid_value", "top_p"),
+        ({"prompt": "a", "top_p": 1.5}, 400, "invalid_value", "top_p"),
+        ({"prompt": "a", "top_k": -2}, 400, "invalid_value", "top_k"),
+        ({"prompt": "a", "max_tokens": 0}, 400, "invalid_value", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1.5}, 400, "invalid_value", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, 400, "invalid_value", "max_tokens"),
+        ({"prompt": "a", "max_tokens": 256}, 400, "context_length_exceeded", "max_tokens"),
+        ({"prompt": "a" * 300}, 400, "context_length_exceeded", "prompt"),
+        ({"prompt": []}, 400, "invalid_value", "prompt"),
+        ({}, 400, "invalid_value", "prompt"),
+        ({"prompt": {"text": "a"}}, 400, "invalid_value", "prompt"),
+        ({"prompt": [1, "a"]}, 400, "invalid_value", "prompt"),
+        ({"prompt": [1, 330]}, 400, "invalid_value", "token_ids"),
+        ({"prompt": ["a", "b"]}, 400, "unsupported_parameter", "prompt"),
+        ({"prompt": "a", "model": "gpt"}, 404, "model_not_found", "model"),
+        ({"prompt": "a", "n": 2}, 400, "unsupported_parameter", "n"),
+        ({"prompt": "a", "best_of": 3}, 400, "unsupported_parameter", "best_of"),
+        ({"prompt": "a", "echo": True}, 400, "unsupported_parameter", "echo"),
+        ({"prompt": "a", "logprobs": 0}, 400, "unsupported_parameter", "logprobs"),
+        ({"prompt": "a", "suffix": "x"}, 400, "unsupported_parameter", "suffix"),
+        ({"prompt": "a", "presence_penalty": 0.5}, 400, "unsupported_parameter", "presence_penalty"),
+        ({"prompt": "a", "logit_bias": {"5": 1}}, 400, "unsupported_parameter", "logit_bias"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format"),
+        ({"prompt": "a", "stop": [1]}, 400, "invalid_value", "stop"),
+        ({"prompt": "a", "stop": ""}, 400, "invalid_value", "stop"),
+        ({"prompt": "a", "seed": 2**70}, 400, "invalid_value", "seed"),
+        ({"prompt": "a", "stream": "yes"}, 400, "invalid_value", "stream"),
+        ({"prompt": "a", "stream_options": {}}, 400, "invalid_value", "stream_options"),
+        ({"prompt": "a", "speculation": 3}, 400, "invalid_value", "speculation"),
+        ({"prompt": "a", "speculation": "often"}, 400, "invalid_value", "speculation.mode"),
+        ({"prompt": "a", "speculation": {"mode": ["x"]}}, 400, "invalid_value", "speculation.mode"),
+        ({"prompt": "a", "speculation": {"verification": "no"}}, 400, "invalid_value", "speculation.verification"),
+        ({"prompt": "a", "speculation": {"drafter": "x"}}, 400, "unsupported_parameter", "speculation.drafter"),
+        ({"prompt": "a", "speculation": {"topk": 0}}, 400, "invalid_value", "topk"),
+        ({"prompt": "a\ud800"}, 400, "invalid_value", "prompt"),
+        ({"prompt": "a", "request_id": "a b"}, 400, "invalid_value", "request_id"),
+        ([1], 400, "invalid_value", "body"),
+        ("{", 400, "invalid_value", "body"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals(body, status, code, param, stream):
+    verifier = SpellingVerifier()
+    async with api(verifier) as (_, client):
+        if isinstance(body, dict) and "stream" not in body and stream and "stream_options" not in body:
+            body = {**body, "stream": True}
+        text = body if isinstance(body, str) else json.dumps(body)
+        response = await client.post("/v1/completions", content=text)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (status, code, param)
+        assert error["type"] == "invalid_request_error"
+        assert "\n" not in error["message"]
+        assert not verifier.requests
+
+
+async def test_busy_gone_late_and_doubled():
+    verifier = SpellingVerifier(delay_s=0.1)
+    async with api(verifier, max_num_seqs=1, max_num_queued_reqs=0, redispatch_wait_s=0.2) as (service, client):
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(client.post("/v1/completions", json={"prompt": "a", "request_id": "one"}))
+            await asyncio.sleep(0.03)
+            busy = await client.post("/v1/completions", json={"prompt": "a"})
+            doubled = await client.post("/v1/completions", json={"prompt": "a", "request_id": "one"})
+        assert first.result().status_code == 200
+        assert (busy.status_code, busy.json()["error"]["code"]) == (429, "server_overloaded")
+        assert busy.headers["retry-after"] == "1"
+        assert busy.headers["retry-after-ms"] == "1000"
+        assert (doubled.status_code, doubled.json()["error"]["code"]) == (400, "duplicate_request_id")
+        late = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "150"})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+        bad = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
+        verifier.up = False
+        gone = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (gone.status_code, gone.json()["error"]["code"]) == (503, "service_unavailable")
+        await at_rest(service, verifier)
+
+
+async def test_a_bug_is_an_internal_error_without_details():
+    verifier = SpellingVerifier(spoil=lambda run: 1 / 0)
+    async with api(verifier) as (service, client):
+        response = await client.post("/v1/completions", json={"prompt": "secret"})
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "internal error (ZeroDivisionError)"
+        assert response.headers["x-should-retry"] == "false"
+        await at_rest(service, verifier)
+
+
+async def test_models_health_version_and_metrics():
+    verifier = SpellingVerifier()
+    async with api(verifier) as (service, client):
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["id"], card["max_model_len"], card["object"]) == ("demo", 256, "model")
+        assert (await client.get("/v1/models/demo")).json() == card
+        missing = await client.get("/v1/models/other")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        for path, ready in [("/health", 200), ("/health/live", 200), ("/health/ready", 200)]:
+            assert (await client.get(path)).status_code == ready
+        assert (await client.get("/version")).json()["version"]
+        await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 50})
+        await client.post("/v1/completions", json={"prompt": "a", "model": "x"})
+        metrics = (await client.get("/metrics")).text
+        assert f"rootward_generation_tokens_total {len(IDS)}.0" in metrics
+        assert 'rootward_requests_refused_total{reason="not_found"} 1.0' in metrics
+        assert "rootward_upstream_ready 1.0" in metrics
+        assert "rootward_num_requests_running 0.0" in metrics
+        service.admission.draining = True
+        for path, ready in [("/health", 503), ("/health/live", 200), ("/health/ready", 503)]:
+            assert (await client.get(path)).status_code == ready
+        assert (await client.get("/nowhere")).status_code == 404
+        assert (await client.get("/v1/completions")).status_code == 405
+        assert "error" in (await client.get("/v1/completions")).json()
+
+
+async def test_stop_token_ids():
+    async with api() as (_, client):
+        body = {"prompt": "a", "max_tokens": 50, "stop_token_ids": [END_ID], "ignore_eos": True}
+        choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (choice["text"], choice["stop_reason"], choice["finish_reason"]) == (TEXT, END_ID, "stop")
