@@ -32,18 +32,22 @@ class Admission:
         if self._slots.locked() and self.num_waiting >= self._max_queued:
             raise Overloaded(f"the queue holds {self.num_waiting} requests, its limit", retry_after_s=RETRY_AFTER_S)
         self._rest.clear()
-        self.num_waiting += 1
-        try:
-            await self._slots.acquire()
-        finally:
-            self.num_waiting -= 1
-            self._note_rest()
-        self.num_running += 1
+        await self._place()
         try:
             yield
         finally:
             self.num_running -= 1
             self._slots.release()
+            self._note_rest()
+
+    async def _place(self) -> None:
+        """Wait for a place and take it; between waiting and running a request must not look like none."""
+        self.num_waiting += 1
+        try:
+            await self._slots.acquire()
+            self.num_running += 1
+        finally:
+            self.num_waiting -= 1
             self._note_rest()
 
     async def at_rest(self) -> None:

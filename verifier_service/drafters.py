@@ -15,6 +15,8 @@ import structlog
 
 from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Open, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
+from rootward.core.requests import Law
+from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from verifier_service.sessions import Draft, Session
@@ -80,7 +82,8 @@ class Link:
                 tuple(session.tokens),
                 request.sampling,
                 session.law,
-                request.seed,
+                # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
+                request.seed if session.law is Law.COUPLED else session.key.derive(Role.DRAW),
                 request.choice,
                 min(atoms, self.ack.max_atoms),
                 node_cap,

@@ -101,7 +101,7 @@ async def test_cancelling_frees_everything():
 
 
 async def test_control():
-    verifier = SpellingVerifier(delay_s=0.05)
+    verifier = SpellingVerifier(text=TEXT * 5, delay_s=0.05)
     async with grpc_serving(verifier) as (service, address), grpc.aio.insecure_channel(address) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         models = await stub.ListModels(control_pb2.ListModelsRequest(), timeout=5)
