@@ -24,7 +24,9 @@ from verifier_service.sessions import Draft, Session
 log = structlog.get_logger("verifier.drafters")
 
 RETRY_S = (0.1, 0.2, 0.5, 1.0, 2.0)  # between attempts to reach a drafter
-STEADY_S = 5.0  # a stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second
+STEADY_S = (
+    5.0  # a stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second
+)
 REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
 QUARANTINE_S = 30.0  # how long a drafter that sends malformed frames again and again gets no sessions
 MAX_OFFENCES = 3
@@ -136,8 +138,10 @@ class Link:
                 async with aclosing(self._drafter.session(self._outbound())) as frames:
                     async for frame in frames:
                         self._receive(frame)
-            except (ServiceError, OSError, ValueError) as error:
+            except ServiceError as error:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
+            except Exception:  # whatever a drafter makes us stumble over, the verifier goes on without it
+                log.exception("drafter_link_failed", drafter=self.name)
             finally:
                 self._lost()
             if time.monotonic() - start_s > STEADY_S:

@@ -194,8 +194,8 @@ class VerifierService:
         return Session(self._num_sessions, request, rule, law if wanted else None, eos)
 
     def _check(self, request: VerifierRequest) -> None:
-        if self.draining:
-            raise Unavailable("verifier is draining", retry_after_s=1.0)
+        if self.draining or self._task is None or self._task.done():
+            raise Unavailable("verifier is draining" if self.draining else "verifier is not running", retry_after_s=1.0)
         if len(self._queue) >= self.policy.max_queued:
             raise Overloaded(f"queue holds {len(self._queue)} requests, its limit", retry_after_s=1.0)
         info = self.model.info
@@ -246,23 +246,33 @@ class VerifierService:
     # -- the engine loop: schedule, run, commit -------------------------------------------------------------------------
 
     async def _step_forever(self) -> None:
-        while True:
-            self._wake.clear()
-            self._sweep()
-            self._admit()
-            step = self._plan()
-            self.pool.flush()
-            if step.empty:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(step.wait_s):
-                        await self._wake.wait()
-                continue
-            try:
-                await self._run(step)
-            except Exception as error:
-                log.exception("step_failed")
-                self._fail(step, error)
-            await asyncio.sleep(0)  # let streams and links breathe between steps
+        try:
+            while True:
+                await self._step()
+                await asyncio.sleep(0)  # let streams and links breathe between steps
+        except Exception as error:
+            log.exception("engine_ended")
+            for session in list(self._live.values()):
+                self._abort(session, error)
+            raise
+
+    async def _step(self) -> None:
+        self._wake.clear()
+        self._sweep()
+        self._admit()
+        step = self._plan()
+        self.pool.flush()
+        if step.empty:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(step.wait_s):
+                    await self._wake.wait()
+            return
+        try:
+            await self._run(step)
+        except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
+            log.exception("step_failed")
+            for number in {n for n, _ in (*step.prefill, *step.verify)} | set(step.decode):
+                self._abort(self._running[number], error)
 
     async def _run(self, step: Plan) -> None:
         loop = asyncio.get_running_loop()
@@ -359,9 +369,7 @@ class VerifierService:
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
 
-    def _fail(self, step: Plan, error: Exception) -> None:
-        """A bug or a broken model costs the sessions of this step, not the service."""
-        for number in {n for n, _ in (*step.prefill, *step.verify)} | set(step.decode):
-            session = self._running[number]
-            session.finish(FinishReason.ABORTED)
-            session.out.put_nowait(ServiceError(f"internal error in the engine step: {type(error).__name__}"))
+    @staticmethod
+    def _abort(session: Session, error: Exception) -> None:
+        session.finish(FinishReason.ABORTED)
+        session.out.put_nowait(ServiceError(f"internal error in the engine: {type(error).__name__}"))

@@ -83,8 +83,15 @@ class HuggingFaceModel:
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
         network = _read(path_or_name, dtype).to(device)
-        size = {"max_slots": max_slots, "max_len": max_len, "tree_room": tree_room}
-        model = cls(network, name=path_or_name, tokenizer=find_tokenizer(path_or_name), attn=attn, **size)
+        model = cls(
+            network,
+            name=path_or_name,
+            tokenizer=find_tokenizer(path_or_name),
+            max_slots=max_slots,
+            max_len=max_len,
+            tree_room=tree_room,
+            attn=attn,
+        )
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:

@@ -29,6 +29,7 @@ from rootward.errors import (
     DuplicateRequest,
     InvalidRequest,
     NoDrafter,
+    ServiceError,
     StaleEpoch,
     Unavailable,
 )
@@ -252,3 +253,28 @@ async def test_vocabularies_that_differ_are_refused_and_the_verifier_serves_alon
         tokens, _ = await collect(verifier, request(temperature=0.0, mode=SpeculationMode.AUTO))
         assert tokens == greedy_text(target, (1, 2, 3), 40)
 
+
+async def test_a_step_that_fails_costs_its_sessions_and_not_the_service() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        honest = system.service.runner.verify
+        system.service.runner.verify = lambda rounds: 1 / 0
+        with pytest.raises(ServiceError, match="ZeroDivisionError"):
+            await collect(system.verifier, request("bad"))
+        system.service.runner.verify = honest
+        assert len((await collect(system.verifier, request("good")))[0]) == 40
+        await assert_at_rest(system)
+
+
+async def test_a_drafter_that_cannot_compute_gives_its_trees_up_and_recovers() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft, draft_wait_s=0.05) as system:
+        honest = draft.forward
+        draft.forward = lambda *a, **k: 1 / 0
+        tokens, _ = await collect(system.verifier, request("a", temperature=0.0))
+        assert tokens == greedy_text(target, (1, 2, 3), 40)
+        draft.forward = honest
+        await until(lambda: not system.drafter.grower.trees)
+        await asyncio.sleep(1.1)  # the drafter asked not to be tried for a second
+        _, last = await collect(system.verifier, request("b"))
+        assert last.finish.stats.num_spec_steps > 0

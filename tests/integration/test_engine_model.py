@@ -1,0 +1,232 @@
+"""HuggingFaceModel as a port: loading, refusing, generating."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from rootward.engine import model as model_module
+from rootward.engine import probe as probe_module
+from rootward.engine.loading import load_model
+from rootward.engine.model import HuggingFaceModel
+from rootward.engine.passes import PathPass, TreePass
+from rootward.engine.sampling import greedy_choice
+from rootward.errors import ConfigurationError
+from rootward.ports import COMMITTED, Rows
+from unit.engine.networks import SHAPE, VOCAB, tiny, truth
+
+LLAMA = "LlamaConfig"
+
+
+def decode_greedily(model: HuggingFaceModel, prompt: list[int], num: int) -> list[int]:
+    slot = model.open()
+    logits = model.forward([Rows.chain(slot, 0, prompt)], last_only=[True])
+    model.commit(slot, len(prompt) - 1, keep_below=False)
+    out = [int(greedy_choice(logits)[0])]
+    while len(out) < num:
+        logits = model.forward([Rows(slot, np.array([0]), np.array([COMMITTED]), np.array(out[-1:]))])
+        model.commit(slot, 0, keep_below=False)
+        out.append(int(greedy_choice(logits)[0]))
+    model.close(slot)
+    return out
+
+
+def test_plain_decoding_equals_generate() -> None:
+    network = tiny(LLAMA)
+    model = HuggingFaceModel(network, name="tiny", max_slots=1)
+    prompt = [5, 9, 2, 44, 17]
+    with torch.inference_mode():
+        ids = torch.tensor([prompt])
+        reference = network.generate(ids, do_sample=False, max_new_tokens=50, min_new_tokens=50, eos_token_id=None)
+    assert decode_greedily(model, prompt, 50) == reference[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        ("MambaConfig", {"state_size": 4}, "recurrent"),
+        ("BloomConfig", {"n_layer": 2, "n_head": 4}, "ALiBi"),
+        ("FalconConfig", {"alibi": True}, "ALiBi"),
+        (LLAMA, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, ""),
+    ],
+)
+def test_what_cannot_run_trees_decodes_plainly(config: str, changes: dict[str, object], why: str) -> None:
+    """Refused with a reason, and still right: chains, commits and even trees go path by path."""
+    model = HuggingFaceModel(tiny(config, **changes), name="tiny", max_slots=2)
+    assert model.info.supports_trees is (not why)
+    assert why in model.probe_report.reason
+    assert isinstance(model._pass, PathPass if why else TreePass)
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, [3, 4, 5])], last_only=[True])
+    model.commit(slot, 2, keep_below=False)
+    logits = model.forward([Rows(slot, np.arange(3), np.array([COMMITTED, 0, 0]), np.array([6, 7, 8]))])
+    paths = ([6], [6, 7], [6, 8])
+    expected = torch.stack([truth(model.network, [3, 4, 5, *path]) for path in paths])
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+    model.commit(slot, 2, keep_below=False)
+    logits = model.forward([Rows.chain(slot, 0, [9])])
+    torch.testing.assert_close(logits[0], truth(model.network, [3, 4, 5, 6, 8, 9]), atol=1e-5, rtol=1e-5)
+    model.close(slot)
+    assert model.length(model.open()) == 0
+
+
+def test_positions_that_depend_on_the_batch_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    network = tiny(LLAMA, rope_parameters=rope)
+    long = HuggingFaceModel(network, name="tiny", max_slots=1)
+    assert "set max_len to at most 64" in long.probe_report.reason
+    assert HuggingFaceModel(network, name="tiny", max_slots=1, max_len=64).info.supports_trees
+
+
+def test_a_network_that_reads_trees_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe measures: break the mask and it refuses, naming model, error and fix."""
+    save(tmp_path)
+    build = TreePass.__init__
+
+    def broken(self: TreePass, *args: object) -> None:
+        build(self, *args)
+        self.visibility.mask = lambda step: torch.zeros(len(step.slots), 1, step.ids.shape[1], step.end)
+
+    monkeypatch.setattr(TreePass, "__init__", broken)
+    with pytest.raises(ConfigurationError, match=r"off by \d") as caught:
+        HuggingFaceModel.load(str(tmp_path), require_trees=True)
+    assert caught.value.exit_code == 3
+    assert str(tmp_path) in str(caught.value)
+    assert "without speculation" in str(caught.value)
+    assert not HuggingFaceModel.load(str(tmp_path)).info.supports_trees
+
+
+def test_the_probe_leaves_the_network_as_it_was() -> None:
+    network = tiny("MistralConfig", sliding_window=9)
+    assert HuggingFaceModel(network, name="tiny", max_slots=1).info.supports_trees
+    assert network.config.sliding_window == 9
+    with pytest.raises(RuntimeError), probe_module.narrow_window(network.config):
+        assert network.config.sliding_window == 4
+        raise RuntimeError
+    assert network.config.sliding_window == 9
+
+
+def test_half_precision_passes_the_probe() -> None:
+    model = HuggingFaceModel(tiny(LLAMA).bfloat16(), name="tiny", max_slots=2)
+    assert model.info.supports_trees, model.probe_report
+    slot = model.open()
+    assert model.forward([Rows.chain(slot, 0, [1, 2])]).dtype == torch.float32
+
+
+def save(folder: Path, num_words: int = 80, **changes: object) -> None:
+    """A model folder whose tokenizer has fewer ids than the network."""
+    network = tiny(LLAMA, **changes)
+    network.generation_config.eos_token_id = [7, 1]
+    network.save_pretrained(folder)
+    raw = Tokenizer(WordLevel({f"w{i}": i for i in range(num_words)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=raw).save_pretrained(folder)
+
+
+def test_a_folder_is_read_and_described(tmp_path: Path) -> None:
+    save(tmp_path)
+    model = load_model(str(tmp_path), max_slots=2, max_len=64, require_trees=True)
+    assert isinstance(model, HuggingFaceModel)
+    info = model.info
+    assert (info.name, info.vocab_size, info.max_positions) == (str(tmp_path), VOCAB, 64)
+    assert info.eos_ids == (1, 7)
+    assert info.num_parameters == sum(p.numel() for p in model.network.parameters())
+    assert len(info.tokenizer_hash) == len(info.fingerprint) == 64
+    again = HuggingFaceModel.load(str(tmp_path)).info
+    assert (again.fingerprint, again.tokenizer_hash) == (info.fingerprint, info.tokenizer_hash)
+    assert again.max_positions == SHAPE["max_position_embeddings"]
+    slot = model.open()
+    logits = model.forward([Rows.chain(slot, 0, [1, 2])])
+    assert torch.isneginf(logits[:, 80:]).all()
+    assert torch.isfinite(logits[:, :80]).all()
+
+
+def test_fingerprints_tell_weights_apart() -> None:
+    one, same, other = (model_module.fingerprint(tiny(LLAMA, seed=s)) for s in (0, 0, 1))
+    assert one == same != other
+
+
+def test_a_model_without_a_tokenizer_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tiny("MambaConfig", state_size=4).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, logger="rootward"):
+        model = HuggingFaceModel.load(str(tmp_path), max_len=32)
+    assert model.info.tokenizer_hash == ""
+    assert "decodes plainly" in caplog.text
+    with pytest.raises(ConfigurationError, match="recurrent") as caught:
+        HuggingFaceModel.load(str(tmp_path), require_trees=True)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "int3"}, {"attn": "flash_attention_2"}])
+def test_settings_are_refused(tmp_path: Path, wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        HuggingFaceModel.load(str(tmp_path), **wrong)
+
+
+def test_bad_input_changes_nothing() -> None:
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=2, max_len=32, tree_room=8)
+    a, b = model.open(), model.open()
+    model.forward([Rows.chain(a, 0, [1, 2, 3])])
+    good = Rows(a, np.array([5]), np.array([2]), np.array([4]))
+    for bad in (
+        Rows.chain(b, 0, [VOCAB]),
+        Rows.chain(b, 0, [1] * 41),
+        Rows(b, np.array([1]), np.array([9]), np.array([1])),
+        Rows.chain(7, 0, [1]),
+    ):
+        with pytest.raises(ValueError):
+            model.forward([good, bad])
+    assert (model.tree(a).num_uncommitted, model.tree(b).num_uncommitted) == (3, 0)
+    logits = model.forward([good])
+    torch.testing.assert_close(logits[0], truth(model.network, [1, 2, 3, 4]), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError):
+        model.commit(b, 0, keep_below=True)
+
+
+def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1)
+    slot = model.open()
+    monkeypatch.setattr(TreePass, "_forward", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.forward([Rows.chain(slot, 0, [1, 2])])
+    assert model.tree(slot).num_uncommitted == 0
+    monkeypatch.undo()
+    logits = model.forward([Rows.chain(slot, 0, [1, 2])])
+    torch.testing.assert_close(logits[1], truth(model.network, [1, 2]), atol=1e-5, rtol=1e-5)
+
+
+def test_a_tree_may_hang_over_the_end_of_the_context() -> None:
+    """Learned positions end; the rows inside are right, and nothing grows once the context is full."""
+    shape = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    model = HuggingFaceModel(tiny("GPT2Config", **shape), name="tiny", max_slots=1, tree_room=8)
+    slot = model.open()
+    prompt = list(range(14))
+    model.forward([Rows.chain(slot, 0, prompt)], last_only=[True])
+    model.commit(slot, 13, keep_below=False)
+    logits = model.forward([Rows.chain(slot, 0, [50, 51, 52, 53])])
+    expected = torch.stack([truth(model.network, [*prompt, 50]), truth(model.network, [*prompt, 50, 51])])
+    torch.testing.assert_close(logits[:2], expected, atol=1e-5, rtol=1e-5)
+    model.commit(slot, 2, keep_below=False)
+    with pytest.raises(ValueError, match="outside a context of 16"):
+        model.forward([Rows.chain(slot, 0, [1])])
+
+
+def test_nan_of_one_session_stays_in_its_slot() -> None:
+    """K and V of a broken session are hidden from its batch and wiped when the slot is closed."""
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=2)
+    bad, good = model.open(), model.open()
+    model.network.get_input_embeddings().weight[90] = torch.nan
+    logits = model.forward([Rows.chain(bad, 0, [90, 1]), Rows.chain(good, 0, [1, 2, 3])], last_only=[True, True])
+    assert torch.isnan(logits[0]).any()
+    model.network.get_input_embeddings().weight[90] = 0.0
+    torch.testing.assert_close(logits[1], truth(model.network, [1, 2, 3]), atol=1e-5, rtol=1e-5)
+    model.close(bad)
+    slot = model.open()
+    logits = model.forward([Rows.chain(slot, 0, [4])])
+    torch.testing.assert_close(logits[0], truth(model.network, [4]), atol=1e-5, rtol=1e-5)
