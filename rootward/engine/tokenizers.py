@@ -22,10 +22,14 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as wrong:
         line = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
         raise ConfigurationError(f"tokenizer: none at {path!r} ({line}); check the path or name") from wrong
+    # For a folder without tokenizer files transformers makes up one of special tokens only.
+    if len(tokenizer.get_vocab()) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
+        raise ConfigurationError(f"tokenizer: none at {path!r}; save one beside the model with save_pretrained")
+    return tokenizer
 
 
 def find_tokenizer(path: str) -> Any | None:

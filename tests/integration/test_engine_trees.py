@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from unit.engine.networks import FAMILIES, VOCAB, WINDOW, tiny, truth
 
 from rootward.engine.attention import Visibility
 from rootward.engine.batch import Step
-from rootward.engine.kv_tree import KvTree
+from rootward.engine.kv_tree import KvTree, Placement
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
-from unit.engine.networks import FAMILIES, VOCAB, WINDOW, tiny, truth
 
 TOLERANCE = 1e-5
 PREFIXES = ([7, 3, 9, 11, 2, 8, 5, 6], [4, 4, 13], [21, 9, 1, 30, 2, 17, 5, 5, 9, 40, 3])
@@ -118,40 +118,47 @@ def test_eager_equals_sdpa(family: str) -> None:
     assert float((outs[0] - outs[1]).abs().max()) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "mistral", "gemma3"])
-@pytest.mark.parametrize("wrong", ["chain instead of tree", "positions by index", "windows by index"])
+def as_chain(tree: KvTree, node: Any, parent: Any) -> Placement:
+    placement = right_plan(tree, node, parent)
+    placement.ancestors[:] = np.tri(len(placement.ancestors), dtype=bool)
+    return placement
+
+
+def by_index(tree: KvTree, node: Any, parent: Any) -> Placement:
+    placement = right_plan(tree, node, parent)
+    placement.position[:] = tree.length + np.arange(len(placement.position))
+    return placement
+
+
+def window_by_cell(self: Visibility, mask: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
+    self.position[:] = torch.arange(self.position.shape[1])
+    return right_window(self, mask, step, window)
+
+
+right_plan, right_window = KvTree.plan, Visibility._windowed
+WRONG = {
+    "chain instead of tree": (KvTree, "plan", as_chain),
+    "positions by index": (KvTree, "plan", by_index),
+    "window by cell": (Visibility, "_windowed", window_by_cell),
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [(f, w) for f in ("llama", "qwen3", "gpt2", "mistral", "gemma3") for w in list(WRONG)[:2]]
+    + [(f, "window by cell") for f in ("mistral", "gemma3")],
+)
 def test_wrong_masks_and_positions_show(family: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the comparison above has the power to see what it is there to see."""
-    if wrong == "windows by index" and family not in ("mistral", "gemma3"):
-        pytest.skip("no sliding window")
     model = load(family)
     text = Text(model, PREFIXES[0])
+    for seed in range(3):  # leaves the committed tokens in scattered cells
+        model.forward([text.rows(PARENTS[0], tokens(7, seed))])
+        text.commit(6)
     rows = text.rows(PARENTS[0], tokens(7, 3))
-    plan = KvTree.plan
-
-    def as_chain(tree: KvTree, node: Any, parent: Any) -> Any:
-        placement = plan(tree, node, parent)
-        placement.ancestors[:] = np.tri(len(placement.ancestors), dtype=bool)
-        return placement
-
-    def by_index(tree: KvTree, node: Any, parent: Any) -> Any:
-        placement = plan(tree, node, parent)
-        placement.position[:] = tree.length + np.arange(len(placement.position))
-        return placement
-
-    full = Visibility._windowed
-
-    def by_cell(self: Visibility, mask: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
-        self.position[:] = torch.arange(self.position.shape[1])
-        return full(self, mask, step, window)
-
-    match wrong:
-        case "chain instead of tree":
-            monkeypatch.setattr(KvTree, "plan", as_chain)
-        case "positions by index":
-            monkeypatch.setattr(KvTree, "plan", by_index)
-        case _:
-            monkeypatch.setattr(Visibility, "_windowed", by_cell)
+    assert error(model.forward([rows]), text.expected(rows)) < TOLERANCE
+    model.release(text.slot)
+    monkeypatch.setattr(*WRONG[wrong])
     assert error(model.forward([rows]), text.expected(rows)) > 1e-4
 
 

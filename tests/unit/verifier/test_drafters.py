@@ -1,0 +1,111 @@
+"""Links: queues that hold one entry per slot, keys that give nothing away, placement by room."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rootward.core.frames import Hello, HelloAck
+from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.rng import Key, Role
+from verifier_service.drafters import DrafterPool, Link
+from verifier_service.sessions import Session
+
+SHAPE = {"atoms": 8, "node_cap": 8, "max_depth": 4, "topk": 2}
+
+
+def session(number: int = 1, law: Law = Law.SAMPLED, **wish) -> Session:
+    wanted = VerifierRequest(f"r{number}", (1, 2), stopping=Stopping(50), speculation=Speculation(**wish), seed=77)
+    return Session(number, wanted, Rule.TRAVERSAL, law, frozenset())
+
+
+def hello() -> Hello:
+    return Hello("v", 1, "", 5, 64)
+
+
+def up(link: Link, capacity: int = 4) -> Link:
+    link.ack = HelloAck("d", 2, "", 5, 64, tuple(Law), capacity, 16)
+    return link
+
+
+def link(name: str = "d") -> Link:
+    return Link(name, None, hello, lambda: None)  # type: ignore[arg-type]  # never dialled
+
+
+def test_commits_of_a_slot_merge_into_one() -> None:
+    """I5: however slow the link, it holds at most one commit per slot, and that one covers all of them."""
+    one, busy = session(), up(link())
+    busy.open(one, **SHAPE)
+    busy.flush()
+    busy._outbox.get_nowait()
+    for token in (3, 4, 0):
+        busy.commit(one, (token,))
+    busy.flush()
+    frame = busy._outbox.get_nowait()
+    assert len(frame.commits) == 1
+    assert (frame.commits[0].base_len, frame.commits[0].tokens) == (2, (3, 4, 0))
+    assert frame.commits[0].hash_after == one.draft.tree.hash
+
+
+def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
+    one, busy = session(), up(link())
+    busy.open(one, **SHAPE)
+    busy.close(one, "ended")
+    busy.flush()
+    assert busy._outbox.empty()
+    assert one.draft is None
+
+
+def test_slots_are_never_reused() -> None:
+    busy = up(link())
+    slots = []
+    for number in range(3):
+        one = session(number)
+        busy.open(one, **SHAPE)
+        slots.append(one.draft.slot)
+        busy.close(one, "ended")
+    assert slots == [1, 2, 3]
+
+
+def test_only_coupled_drafting_learns_the_seed() -> None:
+    """Under ratio tests a drafter that could compute the coins could bias the text."""
+    for law, wanted in (
+        (Law.COUPLED, 77),
+        (Law.SAMPLED, Key(77).derive(Role.DRAW)),
+        (Law.GREEDY, Key(77).derive(Role.DRAW)),
+    ):
+        busy = up(link())
+        busy.open(session(law=law), **SHAPE)
+        assert busy._opens[0].seed == wanted
+
+
+def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
+    pool = DrafterPool({}, hello, lambda: None, **SHAPE)
+    pool.links = [up(link("small"), 1), up(link("large"), 3), link("down")]
+    names = []
+    for number in range(6):
+        one = session(number, num_draft_tokens=2, max_depth=1, topk=1)
+        pool.place(one)
+        names.append(one.drafter_name)
+    assert sorted(names) == ["", "", "large", "large", "large", "small"]
+    opened = pool.links[1]._opens[0]
+    assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
+
+
+def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
+    busy = up(link())
+    for number in range(3):
+        one = session(number)
+        busy.open(one, **SHAPE)
+        busy._offend(one.draft.slot, "nonsense")
+    assert busy.room == 0
+
+
+def test_a_lost_link_leaves_its_sessions_to_others() -> None:
+    async def run() -> None:
+        one, busy = session(), up(link())
+        busy.open(one, **SHAPE)
+        busy._lost()
+        assert one.draft is None
+        assert busy.room == 0
+
+    asyncio.run(run())

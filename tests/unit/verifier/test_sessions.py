@@ -1,0 +1,108 @@
+"""Committing runs: stops, lengths, accounts. A stop beats length inside a run, wherever the run is cut."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rootward.core.frames import extend_hash
+from rootward.core.requests import (
+    FinishReason,
+    Law,
+    Rule,
+    Sampling,
+    Speculation,
+    Stopping,
+    VerifierRequest,
+)
+from verifier_service.sessions import Session, choose_rule
+
+EOS = 9
+
+
+def session(*, committed: tuple[int, ...] = (), **stopping) -> Session:
+    wanted = VerifierRequest("r", (1, 2), committed=committed, stopping=Stopping(**stopping))
+    return Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+
+
+def reference(text: list[int], max_tokens: int, stops: tuple[int, ...], ignore_eos: bool) -> tuple[list[int], str]:
+    """One token at a time, as plain decoding would end."""
+    for i, token in enumerate(text[:max_tokens]):
+        if token in stops or (token == EOS and not ignore_eos):
+            return text[: i + 1], "stop"
+    return text[:max_tokens], "length"
+
+
+@given(
+    text=st.lists(st.integers(0, 10), min_size=30, max_size=30),
+    cuts=st.lists(st.integers(1, 5), min_size=30, max_size=30),
+    max_tokens=st.integers(1, 25),
+    stops=st.sets(st.integers(0, 8), max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+)
+def test_runs_of_any_size_end_where_single_tokens_would(text, cuts, max_tokens, stops, ignore_eos) -> None:
+    one = session(max_tokens=max_tokens, stop_token_ids=stops, ignore_eos=ignore_eos)
+    emitted, at = [], 0
+    for size in cuts:
+        run = one.advance(tuple(text[at : at + size]), num_nodes=4, missed=False)
+        assert run.offset == len(emitted)
+        emitted += run.tokens
+        at += size
+        if run.finish is not None:
+            break
+    wanted, why = reference(text, max_tokens, stops, ignore_eos)
+    assert emitted == wanted
+    assert run.finish is not None
+    assert run.finish.reason.value == why
+    stats = run.finish.stats
+    rounds = stats.num_spec_steps + stats.num_plain_steps
+    assert stats.num_accepted_draft_tokens + rounds >= len(emitted)  # the last round may have lost its bonus token
+    assert stats.num_accepted_draft_tokens + rounds - len(emitted) <= 1
+    assert one.tokens == [1, 2, *emitted]
+
+
+def test_the_hash_follows_the_text() -> None:
+    one = session(max_tokens=10)
+    one.advance((3, 4), 2, missed=False)
+    value = 0
+    for token in (1, 2, 3, 4):
+        value = extend_hash(value, token)
+    assert one.hash == value
+
+
+def test_a_resumed_session_counts_from_where_the_lost_one_was() -> None:
+    one = session(committed=(5, 6), max_tokens=5)
+    assert one.prefill_left == 3
+    run = one.advance((7, 8, 3, 3), 3, missed=False)
+    assert (run.offset, run.tokens) == (2, (7, 8, 3))
+    assert run.finish is not None
+    assert run.finish.reason is FinishReason.LENGTH
+
+
+def rule_of(temperature: float = 1.0, default: Law = Law.SAMPLED, **wish) -> tuple[Rule, Law]:
+    wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=Speculation(**wish))
+    return choose_rule(wanted, default)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (rule_of(), (Rule.TRAVERSAL, Law.SAMPLED)),
+        (rule_of(default=Law.GREEDY), (Rule.TRAVERSAL, Law.GREEDY)),
+        (rule_of(0.0), (Rule.MATCH, Law.TOP_K)),
+        (rule_of(0.0, law=Law.SAMPLED), (Rule.MATCH, Law.TOP_K)),
+        (rule_of(rule=Rule.TOKEN), (Rule.TOKEN, Law.SAMPLED)),
+        (rule_of(rule=Rule.MATCH), (Rule.MATCH, Law.COUPLED)),
+        (rule_of(law=Law.TOP_K), (Rule.MATCH, Law.TOP_K)),
+        (rule_of(default=Law.COUPLED), (Rule.MATCH, Law.COUPLED)),
+        (rule_of(default=Law.COUPLED, rule=Rule.TRAVERSAL), (Rule.TRAVERSAL, Law.SAMPLED)),
+    ],
+)
+def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
+    assert got == wanted
+
+
+def test_ratio_tests_on_chosen_trees_cannot_even_be_asked_for() -> None:
+    with pytest.raises(ValueError, match="biased"):
+        Speculation(rule=Rule.TRAVERSAL, law=Law.TOP_K)
