@@ -64,3 +64,24 @@ class GatewaySettings(ServiceSettings):
             request_timeout_s=self.request_timeout_s,
             redispatch_wait_s=self.redispatch_wait_s,
         )
+
+
+class LocalSettings(ServiceSettings):
+    """Rootward on one machine: Redis, drafter, verifier and gateway as processes on loopback. Default: the demo pair."""
+
+    model: str = Field("", description="target model: folder, hub name or tabular:… (default: the demo target)")
+    draft_model: str = Field("", description="draft model (default: the demo draft; none: plain decoding)")
+    num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
+    listen: Address = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
+    http_listen: Address = Field("127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one")
+    served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
+    redis_url: str = Field(
+        "", description="a Redis that runs already; none: keep sessions in memory (default: start one)"
+    )
+    gateway_flags: str = Field("", description="more flags of the gateway, in one argument")
+    verifier_flags: str = Field("", description="more flags of the verifier")
+    drafter_flags: str = Field("", description="more flags of the drafters")
+    start_timeout_s: float = Field(120.0, gt=0, description="how long the processes may take to be ready")
+    shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_json: bool = Field(False, description="log as JSON lines")

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling
-from rootward.core.rng import Key, bonus_coin, coins, target_gumbel
+from rootward.core.rng import Key, bonus_coin, coins_batch, target_gumbel
 from rootward.core.tree import TokenTree, root_only
 from rootward.core.verification import match
-from rootward.core.verification.sparse import SparseLaw, gather_ids, sparse_law
-from rootward.core.verification.verdict import stop_node
+from rootward.core.verification.batched import Forest, ForestLaw, forest_law, gather_ids, stop_nodes
 from rootward.engine.residual import draw_residual, gumbel_choice
 from rootward.engine.sampling import gather, greedy_choice, processed
 from rootward.ports import COMMITTED, LanguageModel, Rows
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Decide = Callable[[str, TokenTree, Ints, Ints, Floats, Floats], SparseLaw]  # the signature of `sparse_law`
+Decide = Callable[[str, Forest, Ints, Ints, Floats, Floats], ForestLaw]  # the signature of `forest_law`
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Outcome:
 class Runner:
     """Drives a target model. `decide` is the verification law; tests swap in wrong ones to see that they are caught."""
 
-    def __init__(self, model: LanguageModel, *, decide: Decide = sparse_law) -> None:
+    def __init__(self, model: LanguageModel, *, decide: Decide = forest_law) -> None:
         self.model, self.decide = model, decide
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
@@ -80,13 +79,15 @@ class Runner:
         logits_TV = self.model.forward([_rows(r) for r in rounds])
         ends = np.cumsum([len(r.tree) for r in rounds])
         starts = ends - [len(r.tree) for r in rounds]
-        verdicts = self._by_match(rounds, starts, logits_TV) | self._by_ratio(rounds, starts, logits_TV)
+        verdicts = self._by_match(rounds, starts, logits_TV)
+        for rule in (Rule.TRAVERSAL, Rule.TOKEN):
+            verdicts |= self._by_ratio(rule, rounds, starts, logits_TV)
         outcomes = []
         for i, r in enumerate(rounds):
             stop, bonus, expected = verdicts[i]
             tree = r.tree
             # The invariant that keeps a verified node from being verified twice (algorithms.md, L4).
-            assert r.rule is Rule.MATCH or all(tree.token[c] != bonus for c in tree.children[stop])
+            assert r.rule is Rule.MATCH or bonus not in tree.token[tree.parent == stop]
             self.model.commit(r.kv_slot, stop, keep_below=False)
             outcomes.append(Outcome((*tree.path(stop), bonus), len(tree) - 1, expected))
         return outcomes
@@ -125,46 +126,29 @@ class Runner:
     # -- ratio tests: laws, coins, one bonus draw ---------------------------------------------------------------------
 
     def _by_ratio(
-        self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
+        self, rule: Rule, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
     ) -> dict[int, tuple[int, int, float]]:
-        mine = [i for i, r in enumerate(rounds) if r.rule is not Rule.MATCH]
+        mine = [i for i, r in enumerate(rounds) if r.rule is rule]
         if not mine:
             return {}
-        take = np.concatenate([np.arange(starts[i], starts[i] + len(rounds[i].tree)) for i in mine])
-        probs_TV = processed(logits_TV[take], [rounds[i].sampling for i in mine for _ in range(len(rounds[i].tree))])
-        decided = self._laws([rounds[i] for i in mine], probs_TV)
-        stops, at = [], 0
-        stop_rows, scale, ids, mass, u = [], [], [], [], []
-        for i, law in zip(mine, decided, strict=True):
-            r = rounds[i]
-            stop = stop_node(law, coins(r.key, r.epoch, r.length, np.arange(len(r.tree))))
-            stops.append(stop)
-            stop_rows.append(at + stop)
-            scale.append(law.tail_scale[stop])
-            ids.append(law.ids[stop])
-            mass.append(law.residual[stop])
-            u.append(bonus_coin(r.key, r.epoch, r.length + int(r.tree.depth[stop])))
-            at += len(r.tree)
-        bonus = draw_residual(probs_TV[stop_rows], np.array(scale), ids, mass, np.array(u))
-        return {
-            i: (stop, int(token), law.block_efficiency)
-            for i, stop, token, law in zip(mine, stops, bonus, decided, strict=True)
-        }
+        some = [rounds[i] for i in mine]
+        forest = Forest.of([r.tree for r in some])
+        take = np.arange(forest.num_nodes) + (starts[mine] - forest.start[:-1])[forest.tree]
+        probs_TV = processed(logits_TV[take], [some[b].sampling for b in forest.tree])
+        law = self._law(rule, forest, some, probs_TV)
+        stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some]))
+        lengths = [r.length + int(d) for r, d in zip(some, forest.depth[stop], strict=True)]
+        u = np.array([bonus_coin(r.key, r.epoch, length) for r, length in zip(some, lengths, strict=True)])
+        bonus = draw_residual(probs_TV[stop], law.tail_scale[stop], list(law.ids[stop]), list(law.residual[stop]), u)
+        nodes, expected = stop - forest.start[:-1], law.block_efficiency
+        return dict(zip(mine, zip(nodes.tolist(), bonus.tolist(), expected.tolist(), strict=True), strict=True))
 
-    def _laws(self, rounds: Sequence[Round], probs_TV: torch.Tensor) -> list[SparseLaw]:
-        columns = [_atoms(r) for r in rounds]
-        gathered = [gather_ids(r.tree, ids) for r, (ids, _) in zip(rounds, columns, strict=True)]
-        width = max(g.shape[1] for g in gathered)
-        flat = np.concatenate([np.pad(g, ((0, 0), (0, width - g.shape[1])), constant_values=-1) for g in gathered])
-        p_TG, tail_T = gather(probs_TV, flat)
+    def _law(self, rule: Rule, forest: Forest, rounds: Sequence[Round], probs_TV: torch.Tensor) -> ForestLaw:
+        atoms, weight = _atoms(rounds)
+        ids = gather_ids(forest, atoms)
+        p_TG, tail_T = gather(probs_TV, ids)
         whole_T = p_TG.sum(-1) + tail_T  # float32 softmax: 1 up to rounding
-        p_TG, tail_T = p_TG / whole_T[:, None], tail_T / whole_T
-        out, at = [], 0
-        for r, (_, weight), ids in zip(rounds, columns, gathered, strict=True):
-            rows = slice(at, at + len(r.tree))
-            out.append(self.decide(r.rule.value, r.tree, ids, weight, p_TG[rows, : ids.shape[1]], tail_T[rows]))
-            at += len(r.tree)
-        return out
+        return self.decide(rule.value, forest, ids, weight, p_TG / whole_T[:, None], tail_T / whole_T)
 
 
 def _rows(r: Round) -> Rows:
@@ -182,13 +166,12 @@ def _noise_by_depth(r: Round, vocab: int) -> Floats:
     return by_depth[r.tree.depth]
 
 
-def _atoms(r: Round) -> tuple[Ints, Ints]:
-    """(ids int64[N, K], weight int64[N, K]) of the declared rows, padded with -1 and 0."""
-    rows: Sequence[Row | None] = r.snapshot.rows if r.snapshot is not None else (None,)
-    width = max((len(row[0]) for row in rows if row is not None), default=0)
-    ids = np.full((len(rows), width), -1, dtype=np.int64)
-    weight = np.zeros((len(rows), width), dtype=np.int64)
-    for i, row in enumerate(rows):
-        if row is not None:
-            ids[i, : len(row[0])], weight[i, : len(row[1])] = row
+def _atoms(rounds: Sequence[Round]) -> tuple[Ints, Ints]:
+    """(ids int64[T, K], weight int64[T, K]) of the declared rows of all nodes, padded with -1 and 0."""
+    none: Row = np.empty(0, np.int64), np.empty(0, np.int64)
+    rows = [row or none for r in rounds for row in (r.snapshot.rows if r.snapshot is not None else (None,))]
+    size = np.array([len(row_ids) for row_ids, _ in rows])
+    given = np.arange(size.max()) < size[:, None]
+    ids, weight = np.full(given.shape, -1, dtype=np.int64), np.zeros(given.shape, dtype=np.int64)
+    ids[given], weight[given] = (np.concatenate(column) for column in zip(*rows, strict=True))
     return ids, weight

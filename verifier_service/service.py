@@ -329,7 +329,8 @@ class VerifierService:
         cap = min(cap, session.tokens_left - 1)  # known beforehand: a deeper node could never be emitted
         wait_s = self.policy.draft_wait_s
         if session.request.speculation.mode is not SpeculationMode.REQUIRED:  # which waits whether or not it pays
-            wait_s = patience_s(expected_tokens=session.expected_tokens, plain_s=self._plain_s, limit_s=wait_s)
+            pays_s = patience_s(expected_tokens=session.expected_tokens, plain_s=self._plain_s, limit_s=wait_s)
+            wait_s = pays_s if patient else 0.0
         return View(
             session.number,
             session.prefill_left,
@@ -337,7 +338,7 @@ class VerifierService:
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
-            wait_s if patient else 0.0,
+            wait_s,
             want=cap,
             cap=cap,
         )

@@ -3,21 +3,24 @@
 Every policy is "the place with the best score gets the next draw". A *place* is (expanded node, next rank); a *level* is one draft
 forward over the frontier followed by a fixed number of draws.
 
-Non-anticipation (rule L1). Under ratio tests (SAMPLED, GREEDY) a score is a function of ranks and depths alone: with a constant
-acceptance a, the child of rank r is reached with a·(1 − a)^r times the probability of its parent. Chosen and coupled trees are verified
-by target matching, so their scores may look at the draft law: the probability of the path.
+Non-anticipation (rule L1). Under ratio tests (SAMPLED, GREEDY) a score is a function of ranks, depths and past rounds alone: with a
+constant acceptance a, the child of rank r is reached with a·(1 − a)^r times the probability of its parent; with a `Calibration`,
+learned from past rounds, with a(r, d)·Π_{j<r} (1 − a(j, d)). Chosen and coupled trees are verified by target matching, so their scores
+may look at anything: the probability of the path, or of a match under the shared noise.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rootward.core.arrays import Floats, Words
+from rootward.core.calibration import Calibration, match_probabilities
 from rootward.core.living_tree import ROOT, LivingTree, Node
 from rootward.core.requests import Law
 from rootward.core.rows import Row, draw_children, greedy_family
@@ -36,6 +39,7 @@ class Policy:
     draws_per_level   nodes drawn after each draft forward
     acceptance        the constant a of the scores, in (0, 1)
     family            children of a GREEDY family near the root
+    match_scale       COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
     """
 
     law: Law
@@ -45,6 +49,7 @@ class Policy:
     draws_per_level: int = 3
     acceptance: float = 0.7
     family: int = 2
+    match_scale: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 < self.acceptance < 1:
@@ -52,6 +57,8 @@ class Policy:
         for name in ("node_cap", "max_depth", "topk", "draws_per_level", "family"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+        if not 0 <= self.match_scale < math.inf:
+            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, 0 for none")
 
 
 @dataclass(slots=True)
@@ -61,15 +68,29 @@ class _Place:
     row: Row  # what is left to draw from (SAMPLED), or everything (chosen laws)
     rank: int = 0
     order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
+    chance: list[float] = field(default_factory=list)  # chosen laws: of each of them, that the target takes it
 
 
 class Growth:
-    """Decides, for one living tree, what to expand and what to draw. The tree is changed by `draw` only."""
+    """Decides, for one living tree, what to expand and what to draw. The tree is changed by `draw` only.
 
-    def __init__(self, tree: LivingTree, policy: Policy, *, max_positions: int = 1 << 31) -> None:
+    calibration: acceptance by rank and depth instead of the policy's constant. Whoever owns it lets it learn between rounds,
+    before `rerooted`; several trees may share one.
+    """
+
+    def __init__(
+        self,
+        tree: LivingTree,
+        policy: Policy,
+        *,
+        max_positions: int = 1 << 31,
+        calibration: Calibration | None = None,
+    ) -> None:
         self.tree, self.policy, self.max_positions = tree, policy, max_positions
+        self.calibration = calibration
         self._ratio = policy.law in (Law.SAMPLED, Law.GREEDY)
         self._score: dict[int, float] = {ROOT: 0.0}  # log-probability of being reached, by node id
+        self._rank: dict[int, int] = {}  # place among the siblings in order of trial, by node id
         self._places: dict[int, _Place] = {}
         self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
         self._expanded: set[int] = set()
@@ -103,11 +124,11 @@ class Growth:
         if len(row) == 0 or not self._can_have_children(record):
             return
         place = _Place(row)
-        if self.policy.law is Law.TOP_K:
-            place.order = row.ids.tolist()
+        if self.policy.law is Law.TOP_K:  # atoms are sorted
+            place.order, place.chance = row.ids.tolist(), row.law.tolist()
         elif self.policy.law is Law.COUPLED:
             assert noise is not None
-            place.order = row.ids[np.argsort(-(np.log(row.law) + noise), kind="stable")].tolist()
+            self._order_coupled(place, np.log(row.law) + noise)
         self._places[node] = place
         self._push(node, place)
 
@@ -130,15 +151,19 @@ class Growth:
         return self.room <= 0 or (not self._live_places() and not self.frontier(1))
 
     def rerooted(self) -> None:
-        """Forget what left the tree. Scores are relative, so what stays keeps its order."""
+        """Forget what left the tree. Scores by a constant are relative, so what stays keeps its order; a calibration has learned and
+        knows depths below the root, so its scores are made anew."""
         alive = {*self.tree.nodes, self.tree.root_id}
         if self.tree.root_id == ROOT:  # no node spelled the truth: an empty tree
-            self._score = {ROOT: 0.0}
+            self._score, self._rank = {ROOT: 0.0}, {}
             self._places, self._heap, self._expanded = {}, [], set()
             return
         self._score = {n: s for n, s in self._score.items() if n in alive}
+        self._rank = {n: r for n, r in self._rank.items() if n in alive}
         self._places = {n: p for n, p in self._places.items() if n in alive}
         self._expanded &= alive
+        if self._calibrated:
+            self._score_again()
         self._heap = []
         for node, place in self._places.items():
             self._push(node, place)
@@ -167,9 +192,11 @@ class Growth:
         del self._places[node]
         self.tree.at(node).row = (family.row.ids, family.row.weight) if len(family.row) else None
         # The sampled child is drawn first but reached last: the chosen ones are the likelier ones.
+        # A calibration has learned by order of trial, and knows.
         last, first = len(family.token) - 1, int(family.sampled[:1].sum())
+        trial = self._calibrated
         return [
-            self._attach(node, int(t), last if s else i - first, sampled=bool(s))
+            self._attach(node, int(t), i if trial else last if s else i - first, sampled=bool(s))
             for i, (t, s) in enumerate(zip(family.token, family.sampled, strict=True))
         ]
 
@@ -181,7 +208,14 @@ class Growth:
     def _attach(self, node: int, token: int, rank: int, *, sampled: bool) -> int:
         child = self.tree.draw(node, token, sampled=sampled)
         self._score[child] = self._score[node] + self._gain(node, rank)
+        self._rank[child] = rank
         return child
+
+    def _order_coupled(self, place: _Place, perturbed: Floats) -> None:
+        order = np.argsort(-perturbed, kind="stable")
+        place.order = place.row.ids[order].tolist()
+        if self.policy.match_scale:
+            place.chance = match_probabilities(perturbed, self.policy.match_scale)[order].tolist()
 
     # -- scores -------------------------------------------------------------------------------------------------------
 
@@ -190,12 +224,34 @@ class Growth:
         if not exhausted and place.rank < self.policy.topk:
             heapq.heappush(self._heap, (-(self._score[node] + self._gain(node, place.rank)), node, place.rank))
 
+    @property
+    def _by_chance(self) -> bool:
+        """Scores look at the draft's own probabilities: for match only."""
+        return self.policy.law is Law.TOP_K or (self.policy.law is Law.COUPLED and self.policy.match_scale > 0)
+
+    @property
+    def _calibrated(self) -> bool:
+        return self.calibration is not None and not self._by_chance
+
     def _gain(self, node: int, rank: int) -> float:
         """log of the probability that the child of this rank is reached, given that its parent is."""
-        if self.policy.law is not Law.TOP_K:
-            return math.log(self.policy.acceptance) + rank * math.log1p(-self.policy.acceptance)
-        row = self._places[node].row  # atoms are sorted, so rank r takes the r-th
-        return math.log(row.weight[rank] / row.total)
+        if self._by_chance:
+            return math.log(max(self._places[node].chance[rank], sys.float_info.min))
+        if self._calibrated:
+            return self._calibrated_gain(node, rank)
+        return math.log(self.policy.acceptance) + rank * math.log1p(-self.policy.acceptance)
+
+    def _calibrated_gain(self, node: int, rank: int) -> float:
+        """log of a(r, d)·Π_{j<r} (1 − a(j, d)), depths below the root."""
+        assert self.calibration is not None
+        a, depth = self.calibration.acceptance, self.tree.at(node).depth - self.tree.length + 1
+        return math.log(a(rank, depth)) + sum(math.log1p(-a(j, depth)) for j in range(rank))
+
+    def _score_again(self) -> None:
+        self._score = {self.tree.root_id: 0.0}
+        for node, record in self.tree.nodes.items():  # parents first
+            above = self.tree.root_id if record.parent == ROOT else record.parent
+            self._score[node] = self._score[above] + self._calibrated_gain(above, self._rank[node])
 
     def _can_have_children(self, record: Node) -> bool:
         depth = record.depth - self.tree.length

@@ -17,6 +17,7 @@ Node ids, positions and epochs are below 2³²; seeds, incarnations and draw num
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
@@ -79,6 +80,23 @@ def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
     return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def coins_batch(rounds: Sequence[tuple[Key, int, int, ArrayLike]]) -> Floats:
+    """float64[sum of N]: the `coins` of several rounds (key, epoch, position, node ids), one after another, in one pass."""
+    nodes = [np.asarray(node_ids, dtype=np.uint64) for *_, node_ids in rounds]
+    index = np.concatenate([np.empty(0, np.uint64), *nodes])
+    for _, epoch, position, _ in rounds:
+        _within("counter", epoch, 32)
+        _within("counter", position, 32)
+    if index.size and int(index.max()) >> 32:
+        raise ValueError(f"counter: {index.max()}; use numbers below 2**32")
+    of_round = [(position, epoch, Role.COIN.value, key.derive(Role.COIN)) for key, epoch, position, _ in rounds]
+    table = np.array(of_round, dtype=np.uint64).reshape(-1, 4)
+    position, epoch, salt, keys = np.repeat(table, [len(ids) for ids in nodes], axis=0).T
+    out = _rounds([index, position, epoch, salt], keys)
+    first = out[0] | out[1] << np.uint64(32)
+    return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
 def bonus_gumbel(key: Key | BonusKey, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
     """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for."""
     derived = key.value if isinstance(key, BonusKey) else key.derive(Role.BONUS)
@@ -134,8 +152,8 @@ def philox_one(c0: int, c1: int, c2: int, c3: int, key: int) -> tuple[int, int, 
     return c0, c1, c2, c3
 
 
-def _rounds(c: list[NDArray[np.uint64]], key: int) -> list[NDArray[np.uint64]]:
-    """Ten rounds on four words held in the low halves of uint64."""
+def _rounds(c: list[NDArray[np.uint64]], key: int | Words) -> list[NDArray[np.uint64]]:
+    """Ten rounds on four words held in the low halves of uint64; one key, or one for each block."""
     half, low = np.uint64(32), np.uint64(_LOW)
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from rootward.engine.attention import layer_windows
+from rootward.engine.batch import Size
 from rootward.engine.kv_tree import KvTree
+from rootward.engine.packed import pack_linears
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention
 from rootward.engine.slots import Slots, kept_rows
@@ -33,6 +35,7 @@ class HuggingFaceModel:
 
     `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
     on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
+    `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class HuggingFaceModel:
         max_len: int | None = None,
         tree_room: int = 256,
         attn: str = "sdpa",
+        pack: bool = True,
     ):
         self.network, self.tokenizer = network.eval().requires_grad_(False), tokenizer
         config = network.config.get_text_config()
         wanted = max_len or DEFAULT_MAX_LEN
         max_positions = min(_context(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
+        num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network)
+        self.num_packed = pack_linears(network, lambda: _sample(network)) if pack else 0
         self._slots = Slots(max_slots, max_positions + tree_room, max_positions, vocab)
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
         self.probe_report = choose_attention(network, attn, max_positions)
@@ -61,9 +67,9 @@ class HuggingFaceModel:
             max_positions=max_positions,
             eos_ids=eos_ids(network),
             tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
-            num_parameters=sum(p.numel() for p in network.parameters()),
+            num_parameters=num_parameters,
             supports_trees=self.probe_report.ok,
-            fingerprint=fingerprint(network),
+            fingerprint=identity,
         )
 
     @classmethod
@@ -77,6 +83,7 @@ class HuggingFaceModel:
         max_len: int | None = None,
         tree_room: int = 256,
         attn: str = "sdpa",
+        pack: bool = True,
         require_trees: bool = False,
     ) -> HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
@@ -91,6 +98,7 @@ class HuggingFaceModel:
             max_len=max_len,
             tree_room=tree_room,
             attn=attn,
+            pack=pack,
         )
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
@@ -100,11 +108,11 @@ class HuggingFaceModel:
         return model
 
     def _make_pass(self, config: Any) -> ForwardPass:
-        num_slots, num_cells, last = len(self._slots), self._slots.num_cells, self._slots.max_positions - 1
+        size = Size(len(self._slots), self._slots.num_cells, self._slots.max_positions - 1)
         windows = layer_windows(config)
         if not self.probe_report.ok or windows is None:
-            return PathPass(self.network, num_slots, num_cells)
-        return TreePass(self.network, config.num_hidden_layers, num_slots, num_cells, windows, last)
+            return PathPass(self.network, size.num_slots, size.num_cells)
+        return TreePass(self.network, size, windows, ragged=self.probe_report.ragged)
 
     @property
     def info(self) -> ModelInfo:
@@ -173,6 +181,12 @@ def fingerprint(network: Any) -> str:
         flat = weight.detach().reshape(-1)
         digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _sample(network: Any) -> torch.Tensor:
+    """Logits of a few tokens, without a cache."""
+    logits: torch.Tensor = network(input_ids=torch.tensor([[1, 2, 3]], device=network.device), use_cache=False).logits
+    return logits
 
 
 def _context(config: Any) -> int | None:

@@ -36,17 +36,17 @@ class ForwardPass(Protocol):
 
 
 class TreePass:
-    """One forward for all entries, on the KV trees. Positions end at `last_position`, the last one the network knows."""
+    """One forward for all entries, on the KV trees.
 
-    def __init__(
-        self, network: Any, num_layers: int, num_slots: int, num_cells: int, windows: Windows, last_position: int
-    ):
-        self.network, self.device = network, network.device
-        self.pool = Pool(Size(num_slots, num_cells, last_position))
-        self.cache = slot_cache(self.pool, num_layers)
-        self.visibility = Visibility(num_slots, num_cells, windows, network.dtype, network.device)
+    `ragged`: the network takes a mask of the rows whose logits are wanted (the load probe finds out).
+    """
+
+    def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool):
+        self.network, self.device, self.ragged = network, network.device, ragged
+        self.pool = Pool(size)
+        self.cache = slot_cache(self.pool, network.config.get_text_config().num_hidden_layers)
+        self.visibility = Visibility(size.num_slots, size.num_cells, windows, network.dtype, network.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
-        self.can_slice_ragged = self.can_slice  # until the network proves otherwise
 
     def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
         step = assemble(batch, plans, kept, self.pool.size, self.device)
@@ -63,14 +63,8 @@ class TreePass:
             return self._forward(step, mask).flatten(0, 1)
         if self.can_slice and len(step.slots) == 1:
             return self._forward(step, mask, logits_to_keep=step.keep[0].nonzero()[:, 0])[0]
-        if self.can_slice_ragged:
-            try:
-                logits = self._forward(step, mask, logits_to_keep=step.keep)
-                if logits.ndim == 2 and len(logits) == step.num_kept:
-                    return logits
-            except (IndexError, RuntimeError, TypeError, ValueError):
-                pass  # a network that slices its own way; the same step is run again below, in full
-            self.can_slice_ragged = False
+        if self.can_slice and self.ragged:
+            return self._forward(step, mask, logits_to_keep=step.keep)
         return self._forward(step, mask)[step.keep]
 
     def _forward(self, step: Step, mask: Any, **kwargs: Any) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from rootward.engine import cpu_attention
 from rootward.engine.attention import layer_windows
+from rootward.engine.batch import Size
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.slots import Slots, kept_rows
 from rootward.ports import COMMITTED, Rows
@@ -38,6 +39,7 @@ class ProbeReport:
 
     ok: bool
     attention: str = ""
+    ragged: bool = False  # a mask may say which rows need logits
     max_error: float = 0.0
     tolerance: float = 0.0
     reason: str = ""
@@ -52,36 +54,37 @@ def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport
     report = ProbeReport(False)
     wanted = (cpu_attention.NAME, "sdpa") if attn == "sdpa" and network.device.type == "cpu" else (attn,)
     for attention in dict.fromkeys((*wanted, "eager")):
-        report = _attempt(network, attention)
-        if report.ok:
-            return report
+        for ragged in (True, False):
+            report = _attempt(network, attention, ragged)
+            if report.ok:
+                return report
     network.set_attn_implementation(before)
     return report
 
 
-def _attempt(network: Any, attention: str) -> ProbeReport:
+def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
     """One probe; whatever a network does wrong is a reason, never a crash of the service."""
     try:
         network.set_attn_implementation(attention)
-        error, scale = probe(network)
+        error, scale = probe(network, ragged)
     except Exception as wrong:
         line = (str(wrong).strip() or "no message").splitlines()[0]
         return ProbeReport(False, attention, reason=f"{attention} attention: {type(wrong).__name__}: {line}")
     tolerance = TOLERANCE.get(network.dtype, HALF_TOLERANCE) * scale
     if error <= tolerance:  # false for NaN
-        return ProbeReport(True, attention, error, tolerance)
+        return ProbeReport(True, attention, ragged, error, tolerance)
     why = f"{attention} attention: tree rows are off by {error:.1e}, tolerance {tolerance:.1e}"
-    return ProbeReport(False, attention, error, tolerance, why)
+    return ProbeReport(False, attention, ragged, error, tolerance, why)
 
 
 @torch.inference_mode()
-def probe(network: Any) -> tuple[float, float]:
+def probe(network: Any, ragged: bool) -> tuple[float, float]:
     """Largest difference between tree rows and cache-free forwards, and the largest logit."""
     config = network.config.get_text_config()
     with narrow_window(config):
         windows = layer_windows(config)
         assert windows is not None
-        tree = TreePass(network, config.num_hidden_layers, len(PREFIXES), NUM_CELLS, windows, NUM_CELLS - 1)
+        tree = TreePass(network, Size(len(PREFIXES), NUM_CELLS, NUM_CELLS - 1), windows, ragged=ragged)
         path = PathPass(network, len(PREFIXES), NUM_CELLS)
         slots = Slots(len(PREFIXES), NUM_CELLS, NUM_CELLS, int(config.vocab_size))
         return _compare(tree, path, slots)

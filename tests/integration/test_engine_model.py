@@ -17,6 +17,7 @@ from rootward.engine import model as model_module
 from rootward.engine import probe as probe_module
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
+from rootward.engine.packed import can_pack
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.sampling import greedy_choice
 from rootward.errors import ConfigurationError
@@ -85,18 +86,23 @@ def test_positions_that_depend_on_the_batch_are_refused() -> None:
     assert HuggingFaceModel(network, name="tiny", max_slots=1, max_len=64).info.supports_trees
 
 
-def test_a_network_that_reads_trees_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_network_that_reads_trees_wrongly_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
     """The probe measures: break the mask and it refuses, naming model, error and fix."""
     save(tmp_path)
     build = TreePass.__init__
 
-    def broken(self: TreePass, *args: object) -> None:
-        build(self, *args)
-        self.visibility.mask = lambda step: torch.zeros(len(step.slots), 1, step.ids.shape[1], step.end)
+    def broken(self: TreePass, *args: object, **kwargs: object) -> None:
+        build(self, *args, **kwargs)
+        self.visibility.mask = lambda step: torch.zeros(
+            len(step.slots), 1, step.ids.shape[1], step.end, dtype=self.network.dtype
+        )
 
     monkeypatch.setattr(TreePass, "__init__", broken)
     with pytest.raises(ConfigurationError, match=r"off by \d") as caught:
-        HuggingFaceModel.load(str(tmp_path), require_trees=True)
+        HuggingFaceModel.load(str(tmp_path), dtype=dtype, require_trees=True)
     assert caught.value.exit_code == 3
     assert str(tmp_path) in str(caught.value)
     assert "without speculation" in str(caught.value)
@@ -112,8 +118,43 @@ def test_the_probe_leaves_the_network_as_it_was() -> None:
     assert network.config.sliding_window == 9
 
 
+def test_networks_that_slice_logits_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early transformers 5 knows no mask of wanted rows; some networks know no `logits_to_keep` at all."""
+    network = tiny(LLAMA)
+    forward = type(network).forward
+
+    def no_masks(self: object, *args: object, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
+        if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.ndim > 1:
+            raise IndexError("too many indices")
+        return forward(self, *args, logits_to_keep=logits_to_keep, **kwargs)
+
+    def nothing(self: object, input_ids: object, **kwargs: object) -> object:
+        assert "logits_to_keep" not in kwargs
+        return forward(self, input_ids, **kwargs)
+
+    for own, ragged in ((forward, True), (no_masks, False), (nothing, True)):
+        monkeypatch.setattr(type(network), "forward", own)
+        model = HuggingFaceModel(network, name="tiny", max_slots=2)
+        assert model.info.supports_trees, model.probe_report
+        assert model.probe_report.ragged is ragged
+        a, b = model.open(), model.open()
+        logits = model.forward([Rows.chain(b, 0, [1, 2, 3]), Rows.chain(a, 0, [4, 5])], last_only=[True, False])
+        expected = torch.stack([truth(network, context) for context in ([1, 2, 3], [4], [4, 5])])
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_packing_changes_nothing_but_speed() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 8192, "num_hidden_layers": 1, "tie_word_embeddings": True}
+    plain, packed = (HuggingFaceModel(tiny(LLAMA, **shape), name="x", max_slots=1, pack=p) for p in (False, True))
+    assert (plain.num_packed, packed.num_packed) == (0, 3 if can_pack() else 0)
+    assert plain.info == packed.info
+    outs = [m.forward([Rows.chain(m.open(), 0, [1, 2, 3])]) for m in (plain, packed)]
+    torch.testing.assert_close(outs[0], outs[1], atol=2e-4, rtol=1e-4)
+
+
 def test_half_precision_passes_the_probe() -> None:
-    model = HuggingFaceModel(tiny(LLAMA).bfloat16(), name="tiny", max_slots=2)
+    network = tiny(LLAMA).bfloat16()
+    model = HuggingFaceModel(network, name="tiny", max_slots=2)
     assert model.info.supports_trees, model.probe_report
     slot = model.open()
     assert model.forward([Rows.chain(slot, 0, [1, 2])]).dtype == torch.float32

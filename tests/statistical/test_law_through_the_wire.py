@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from support.services import collect, over_grpc, request, tabular_pair
 
 from rootward.core.requests import Law, Rule
-from rootward.core.verification.sparse import SparseLaw, sparse_law
+from rootward.core.verification.batched import ForestLaw, forest_law
 from rootward.engine.tabular import TabularModel
 
 ALPHA = 1e-4
@@ -53,7 +53,9 @@ async def texts_of(target: TabularModel, draft: TabularModel, *, num_requests: i
         ]
         results = await asyncio.gather(*jobs)
     rounds = sum(last.finish.stats.num_spec_steps for _, last in results)
-    assert rounds > 0.9 * sum(last.finish.stats.num_plain_steps + last.finish.stats.num_spec_steps for _, last in results)
+    assert rounds > 0.9 * sum(
+        last.finish.stats.num_plain_steps + last.finish.stats.num_spec_steps for _, last in results
+    )
     return [[*prompt, *tokens] for tokens, _ in results]
 
 
@@ -65,9 +67,9 @@ async def test_the_system_emits_exactly_the_target_s_law(rule: str) -> None:
     assert p_value(target, texts) > ALPHA / len(RULES)
 
 
-def against_a_stale_row(algorithm, tree, ids, weight, target_at, tail) -> SparseLaw:
+def against_a_stale_row(algorithm, forest, ids, weight, target_at, tail) -> ForestLaw:
     """Wrong: the ratio tests use another law than the one the children were drawn from (here: a flatter one)."""
-    return sparse_law(algorithm, tree, ids, np.ceil(np.sqrt(weight)).astype(np.int64), target_at, tail)
+    return forest_law(algorithm, forest, ids, np.ceil(np.sqrt(weight)).astype(np.int64), target_at, tail)
 
 
 async def test_the_same_test_fails_when_the_verifier_uses_a_wrong_rule() -> None:
@@ -76,5 +78,3 @@ async def test_the_same_test_fails_when_the_verifier_uses_a_wrong_rule() -> None
         target, draft, num_requests=32, length=640, decide=against_a_stale_row, **RULES["traversal-sampled"]
     )
     assert p_value(target, texts) < 1e-12
-
-

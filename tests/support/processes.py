@@ -1,0 +1,98 @@
+"""Service processes for tests: started, waited for by the line they print, killed or stopped."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Self
+
+START_S = 120.0
+STOP_S = 20.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Service:
+    """`python -m module flags…`; use as a context manager. `address` is the gRPC one, `http` the gateway's other."""
+
+    def __init__(self, module: str, *flags: str) -> None:
+        self.command = [sys.executable, "-m", module, *flags]
+        self.log: IO[str] = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed in stop()
+        self.process: subprocess.Popen[str] | None = None
+        self.address = self.http = ""
+
+    def start(self) -> Self:
+        self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        assert self.process.stdout is not None
+        alarm = threading.Timer(START_S, self.process.kill)
+        alarm.start()
+        line = self.process.stdout.readline()
+        alarm.cancel()
+        found = re.search(r"listening on (\S+:\d+)(?: and (http://\S+))?", line)
+        assert found, f"{self.command} did not start:\n{self.output()}"
+        self.address, self.http = found[1], found[2] or ""
+        return self
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(STOP_S)
+
+    def stop(self) -> int:
+        """SIGTERM; returns the exit code."""
+        if self.process is None:
+            return 0
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+    def output(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        self.log.close()
+
+
+def wait_until(condition, timeout_s: float = 30.0, what: str = "") -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, f"timed out waiting for {what or condition}"
+        time.sleep(0.05)
+
+
+def drafter(model: str, *flags: str, port: int = 0) -> Service:
+    return Service("drafter_service", "--model", model, "--listen", f"127.0.0.1:{port}", *flags)
+
+
+def verifier(model: str, drafters: Sequence[str], *flags: str) -> Service:
+    more = ["--drafters", ",".join(drafters)] if drafters else []
+    return Service("verifier_service", "--model", model, "--listen", "127.0.0.1:0", *more, *flags)
+
+
+def gateway(model: str, verifiers: Sequence[str], *flags: str) -> Service:
+    listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+    return Service("gateway", "--model", model, "--verifiers", ",".join(verifiers), *listen, *flags)

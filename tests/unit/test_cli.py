@@ -1,0 +1,222 @@
+"""The command: what it prints, and how it ends when the user or the server errs."""
+
+import asyncio
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from unit.gateway.service_for_tests import grpc_serving
+from unit.gateway.test_service import IDS, TEXT
+from unit.gateway.verifier_for_tests import SpellingVerifier
+
+import rootward
+from rootward import errors
+from rootward.cli import exit_code, main
+from rootward.cli_check_pair import Side, compare
+from rootward.cli_output import print_delta, visible
+from rootward.cli_serve import command_of
+from rootward.client_types import TokenDelta
+from rootward.core.requests import SpeculationMode
+from rootward.demo import paths
+
+
+async def run(*arguments):
+    return await asyncio.to_thread(main, [str(a) for a in arguments])
+
+
+async def test_generate_streams_the_text(capsys):
+    async with grpc_serving() as (_, address):
+        assert await run("generate", "a", "--url", address, "--stats") == 0
+    out, err = capsys.readouterr()
+    assert TEXT + "\n" in out
+    assert "block efficiency" in err
+    assert f"{len(IDS)} after a prompt of 1" in err
+
+
+async def test_generate_passes_what_was_asked(capsys):
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (_, address):
+        flags = "--temperature 0 --top-p 0.9 --top-k 5 --max-tokens 7 --seed 3 --stop zz --no-speculation".split()
+        assert await run("generate", "a", "--url", f"grpc://{address}", *flags) == 0
+    got = verifier.requests[-1]
+    assert (got.sampling.temperature, got.sampling.top_p, got.sampling.top_k) == (0, 0.9, 5)
+    assert (got.stopping.max_tokens, got.seed, got.speculation.mode) == (7, 3, SpeculationMode.DISABLED)
+
+
+async def test_json_output_is_one_object(capsys):
+    async with grpc_serving() as (_, address):
+        assert await run("generate", "a", "--url", address, "--output", "json") == 0
+        out = capsys.readouterr().out
+        answer = json.loads(out[out.index("{") :])
+        assert (answer["text"], tuple(answer["token_ids"])) == (TEXT, IDS)
+        assert answer["speculation"]["num_plain_steps"] == 1
+        assert "raw" not in answer
+        assert await run("status", "--url", address, "--output", "json") == 0
+        out = capsys.readouterr().out
+        assert json.loads(out[out.index("{") :])["server"]["models"][0]["name"] == "demo"
+
+
+async def test_status(capsys):
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (service, address):
+        assert await run("status", "--url", address) == 0
+        out = capsys.readouterr().out
+        assert all(word in out for word in ("gateway", "verifier", "drafter", "draft-1", "ready", "demo (context 256)"))
+        verifier.up = False
+        await asyncio.sleep(0.1)
+        assert await run("status", "--url", address) == 4
+        assert "no verifier is ready" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temperature", "-1"], "temperature: -1.0 is outside [0, 100]"),
+        (["--top-p", "0"], "top_p: 0.0 is outside (0, 1]"),
+        (["--max-tokens", "0"], "max_tokens: 0 is below 1"),
+        (["--max-tokens", "999"], "max_tokens: 999 is more than a context of 256 leaves"),
+        (["--top-k", "-1"], "top_k: -1 is out of range"),
+        (["--model", "other"], "model: 'other' is not served here; use 'demo'"),
+        (["--verification", "hope"], "speculation.verification: 'hope' is unknown"),
+        (["--stop", ""], "stop: '' is not 1 to 1024 characters long"),
+    ],
+)
+async def test_a_mistake_is_one_line_and_exit_code_2(flags, words, capsys):
+    async with grpc_serving() as (_, address):
+        assert await run("generate", "a", "--url", address, *flags) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rootward: ")]
+    assert len(err) == 1
+    assert words in err[0]
+
+
+async def test_a_prompt_longer_than_the_context(capsys):
+    async with grpc_serving() as (_, address):
+        assert await run("generate", "ab " * 300, "--url", address) == 2
+    assert "leave no room in a context of 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["nope"], 2, "No such command 'nope'"),
+        (["generate"], 2, "Missing argument"),
+        (["generate", "x", "--heat", "3"], 2, "--heat"),
+        (["generate", "x", "--temperature", "hot"], 2, "--temperature"),
+        (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
+        (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "2"], 4, "url: no answer from the server"),
+        (["status", "--url", "127.0.0.1:1"], 4, "rootward serve all"),
+        (["check-pair", "/nowhere", "/nowhere"], 2, "no folder at '/nowhere'"),
+    ],
+)
+def test_mistakes_without_a_server(arguments, code, words, capsys):
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_help_and_version(capsys):
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.strip() == rootward.__version__
+    for page in (["--help"], ["generate", "-h"], ["serve", "--help"], ["check-pair", "--help"], ["status", "--help"]):
+        assert main(page) == 0
+        assert "Usage" in capsys.readouterr().out
+
+
+def test_a_bug_is_exit_code_1_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("rootward.client.Client.__init__", lambda *a, **k: 1 / 0)
+    assert main(["status"]) == 1
+    assert capsys.readouterr().err.startswith("rootward: internal error (ZeroDivisionError")
+    with pytest.raises(ZeroDivisionError):
+        main(["--debug", "status"])
+
+
+def test_exit_codes():
+    assert exit_code(errors.ConfigurationError("x", exit_code=3)) == 3
+    assert exit_code(errors.UnavailableError("x")) == 4
+    assert exit_code(errors.APITimeoutError("x")) == 4
+    assert exit_code(errors.BadRequestError("x")) == 2
+    assert exit_code(errors.InternalServerError("x")) == 1
+
+
+def test_services_are_started_by_module_name(monkeypatch):
+    assert command_of("verifier", ["--model", "x"])[1:] == ["-m", "verifier_service", "--model", "x"]
+    monkeypatch.setattr("rootward.cli_serve.find_spec", lambda name: None)
+    with pytest.raises(errors.ConfigurationError, match=r"pip install 'rootward\[gateway,worker\]'"):
+        command_of("all", [])
+
+
+@pytest.mark.parametrize("role", ["all", "gateway", "verifier", "drafter"])
+def test_a_service_refuses_unknown_flags_itself(role):
+    command = [sys.executable, "-m", "rootward.cli", "serve", role, "--max-num-seq", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"rootward {role}: --max-num-seq: unknown flag")
+
+
+def test_tokens_are_coloured_by_origin_on_a_terminal_only():
+    delta = TokenDelta("ab\x1b[2J", (1, 2), (True, False), spans=(("a", True), ("b\x1b[2J", False)))
+    terminal, plain = io.StringIO(), io.StringIO()
+    print_delta(Console(file=terminal, force_terminal=True, color_system="standard"), delta)
+    print_delta(Console(file=plain), delta)
+    assert terminal.getvalue() == "\x1b[32ma\x1b[0m\x1b[33mb\ufffd[2J\x1b[0m"
+    assert plain.getvalue() == delta.text
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert visible("a\tb\nc\x1b\x07\x9b\x7f") == "a\tb\nc" + 4 * "\ufffd"
+
+
+def test_a_closed_pipe_is_no_error():
+    command = f"{sys.executable} -m rootward.cli --help | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert "Traceback" not in done.stderr
+
+
+SIDE = Side("hash", 100, 4, 1024, (0,), True)
+
+
+def verdicts(target, draft, difference=""):
+    return {f.name: f.verdict for f in compare(target, draft, difference)}
+
+
+def test_pairs():
+    from dataclasses import replace
+
+    assert set(verdicts(SIDE, SIDE).values()) == {"ok"}
+    assert verdicts(SIDE, replace(SIDE, tokenizer="other"))["tokenizer"] == "error"
+    assert verdicts(SIDE, SIDE, "first differing token: 3")["tokenizer"] == "error"
+    assert verdicts(SIDE, replace(SIDE, vocab_size=96, num_padding=0))["vocabulary"] == "ok"
+    assert verdicts(SIDE, replace(SIDE, vocab_size=95))["vocabulary"] == "error"
+    assert verdicts(SIDE, replace(SIDE, context=512))["context"] == "note"
+    assert verdicts(replace(SIDE, context=512), SIDE)["context"] == "ok"
+    assert verdicts(SIDE, replace(SIDE, eos_ids=()))["end tokens"] == "note"
+    assert verdicts(SIDE, replace(SIDE, trees=False))["token trees"] == "error"
+    bare = replace(SIDE, tokenizer="", num_padding=0)
+    assert verdicts(bare, replace(bare, vocab_size=101))["vocabulary"] == "error"
+
+
+@pytest.mark.skipif(not (paths().draft / "tokenizer.json").is_file(), reason="the demo pair is not trained yet")
+def test_check_pair_on_real_folders(tmp_path, capsys):
+    target, draft = map(str, paths())
+    assert main(["check-pair", target, draft]) == 0
+    assert "tokenizer" in capsys.readouterr().out
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in paths().draft.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    first, second = (t for t, i in vocab.items() if i in (300, 301))
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    assert main(["check-pair", target, str(other), "--output", "json"]) == 3
+    out, err = capsys.readouterr()
+    assert json.loads(out)["fits"] is False
+    assert "first differing token: 300 is" in err
