@@ -55,8 +55,10 @@ def deal_by_score(scores: Sequence[ArrayLike], budget: int) -> list[int]:
     dealt = [0] * len(_sizes([len(row) - 1 for row in rows], budget))
     heap = [(-float(row[1]), b) for b, row in enumerate(rows) if len(row) > 1]
     heapq.heapify(heap)
-    while heap and sum(dealt) < budget:
-        _, b = heap[0]
+    for _ in range(budget):
+        if not heap:
+            break
+        b = heap[0][1]
         dealt[b] += 1
         if dealt[b] + 1 < len(rows[b]):
             heapq.heapreplace(heap, (-float(rows[b][dealt[b] + 1]), b))

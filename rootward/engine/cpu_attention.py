@@ -30,8 +30,10 @@ def grouped_sdpa(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention of [B, H, Q, D] over KV cells under an additive mask: [B, Q, H, D]."""
-    special = any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias"))
-    if attention_mask is None or special:  # a forward without a cache; or what sdpa itself knows or refuses
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{NAME} knows no {name}; use eager")
+    if attention_mask is None:  # a forward without a cache
         passed = dict(kwargs, dropout=dropout, scaling=scaling)
         out: tuple[torch.Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **passed)
         return out

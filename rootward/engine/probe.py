@@ -52,14 +52,21 @@ def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport
         return ProbeReport(False, reason=why)
     before = network.config._attn_implementation
     report = ProbeReport(False)
-    wanted = (cpu_attention.NAME, "sdpa") if attn == "sdpa" and network.device.type == "cpu" else (attn,)
-    for attention in dict.fromkeys((*wanted, "eager")):
+    for attention in _candidates(network, attn):
         for ragged in (True, False):
             report = _attempt(network, attention, ragged)
             if report.ok:
                 return report
     network.set_attn_implementation(before)
     return report
+
+
+def _candidates(network: Any, attn: str) -> list[str]:
+    """Attention implementations in the order of preference."""
+    if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
+        return ["eager"]  # some releases let sdpa drop the cap without a word, in the reference too
+    grouped = [cpu_attention.NAME] if attn == "sdpa" and network.device.type == "cpu" else []
+    return list(dict.fromkeys([*grouped, attn, "eager"]))
 
 
 def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:

@@ -110,6 +110,83 @@ def greedy_child_drawn_late(model: Model) -> Weighted:
     return merged(outcomes())
 
 
+def shared_noise(model: Model) -> Weighted:
+    """Two children of the root, drawn honestly; both draw their own child with one uniform (noise keyed by position)."""
+
+    def outcomes():
+        row = model.q[()]
+        for first, second in itertools.permutations(np.flatnonzero(row).tolist(), 2):
+            chance = row[first] * row[second] / (1.0 - row[first])
+            below = [model.q[(x,)] for x in (first, second)]
+            edges = np.unique(np.concatenate([[0.0], *(np.cumsum(r) for r in below)]))
+            for low, high in itertools.pairwise(edges.tolist()):
+                u = (low + high) / 2
+                x, y = (min(int(np.searchsorted(np.cumsum(r), u, side="right")), model.vocab - 1) for r in below)
+                draft = np.zeros((5, model.vocab))
+                draft[0], draft[1], draft[2] = row, *below
+                tree = TokenTree([0, first, second, x, y], [-1, 0, 0, 1, 2], [False, True, True, True, True])
+                yield chance * (high - low), tree, draft
+
+    return merged(outcomes())
+
+
+# ---- budgets over a batch: rounds [(tree, draft), ...] → rounds
+
+Rounds = list[tuple[TokenTree, np.ndarray]]
+
+
+def path_probabilities(tree: TokenTree, draft: np.ndarray) -> np.ndarray:
+    reach = np.ones(len(tree))
+    for node in range(1, len(tree)):
+        reach[node] = reach[tree.parent[node]] * draft[tree.parent[node], tree.token[node]]
+    return reach
+
+
+def selection(tree: TokenTree, draft: np.ndarray, kept: set[int]) -> tuple[TokenTree, np.ndarray]:
+    return rebuilt(tree, draft, tuple(tuple(c for c in family if c in kept) for family in tree.children))
+
+
+def batch_by_own_probability(rounds: Rounds, budget: int) -> Rounds:
+    """TETRIS as published: the drafted nodes of largest path probability of the whole batch."""
+    reach = [path_probabilities(*r) for r in rounds]
+    order = sorted((-reach[b][i], b, i) for b, (tree, _) in enumerate(rounds) for i in range(1, len(tree)))[:budget]
+    return [selection(*r, {i for _, owner, i in order if owner == b}) for b, r in enumerate(rounds)]
+
+
+def batch_in_draw_order_by_own_probability(rounds: Rounds, budget: int) -> Rounds:
+    """The same in draw order: the next node of the session whose next NODE is likelier, looked at before it is in."""
+    reach, size = [path_probabilities(*r) for r in rounds], [1] * len(rounds)
+    for _ in range(budget):
+        waiting = [(-reach[b][size[b]], b) for b, (tree, _) in enumerate(rounds) if size[b] < len(tree)]
+        if waiting:
+            size[min(waiting)[1]] += 1
+    return [first(*r, n) for r, n in zip(rounds, size, strict=True)]
+
+
+def batch_in_proportion_to_probability(rounds: Rounds, budget: int) -> Rounds:
+    """Shares in proportion to the summed path probabilities of the trees."""
+    return in_proportion(rounds, budget, [float(path_probabilities(*r)[1:].sum()) for r in rounds])
+
+
+def batch_in_proportion_to_size(rounds: Rounds, budget: int) -> Rounds:
+    """Shares in proportion to the sizes of the trees, which depend on values."""
+    return in_proportion(rounds, budget, [float(len(tree) - 1) for tree, _ in rounds])
+
+
+def in_proportion(rounds: Rounds, budget: int, weight: list[float]) -> Rounds:
+    shares = [round(budget * w / max(sum(weight), 1e-9)) for w in weight]
+    return [first(*r, min(1 + n, len(r[0]))) for r, n in zip(rounds, shares, strict=True)]
+
+
+def pruned_early(early: Callable[[tuple[int, ...]], np.ndarray], rounds: Rounds, least: float = 0.3) -> Rounds:
+    """ProPD as published: nodes to which an early layer of the target gives little are dropped, with all below them."""
+
+    def kept(tree: TokenTree) -> set[int]:
+        return {i for i in range(1, len(tree)) if early(tree.path(int(tree.parent[i])))[tree.token[i]] >= least}
+
+    return [selection(tree, draft, kept(tree)) for tree, draft in rounds]
+
+
 def called_drawn(trees: Weighted) -> Weighted:
     """Chosen nodes verified as if they had been drawn: p/q tests on a top-k tree."""
     return merged((p, TokenTree(t.token, t.parent, np.ones(len(t), bool)), draft) for p, t, draft in trees)

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
-from unit.gateway.service_for_tests import grpc_serving
-from unit.gateway.test_service import IDS, TEXT, at_rest
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
@@ -126,8 +125,18 @@ async def test_abort_ends_a_running_stream():
         ({"sampling": SamplingParams(max_tokens=0)}, errors.BadRequestError, "INVALID_VALUE", "max_tokens: 0"),
         ({"sampling": SamplingParams(max_tokens=999)}, errors.BadRequestError, "CONTEXT_LENGTH_EXCEEDED", "at most"),
         ({"model": "other"}, errors.NotFoundError, "NOT_FOUND", "use 'demo'"),
-        ({"speculation": Speculation(max_depth=9, num_draft_tokens=3)}, errors.BadRequestError, "INVALID_VALUE", "max_d"),
-        ({"prompt": None, "messages": [{"role": "user", "content": "x"}]}, errors.BadRequestError, "UNSUPPORTED_PARAMETER", "template"),
+        (
+            {"speculation": Speculation(max_depth=9, num_draft_tokens=3)},
+            errors.BadRequestError,
+            "INVALID_VALUE",
+            "max_d",
+        ),
+        (
+            {"prompt": None, "messages": [{"role": "user", "content": "x"}]},
+            errors.BadRequestError,
+            "UNSUPPORTED_PARAMETER",
+            "template",
+        ),
     ],
 )
 async def test_refusals_have_their_class_and_one_line(options, kind, reason, words):
@@ -286,7 +295,8 @@ async def test_the_sync_client_is_the_same():
 
 
 def test_the_sdk_loads_neither_models_nor_services():
-    code = "import sys, rootward.client; print([m for m in ('torch','transformers','rootward.core','pydantic','gateway') if m in sys.modules])"
+    heavy = ("torch", "transformers", "rootward.core", "pydantic", "gateway")
+    code = f"import sys, rootward.client; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -74,7 +74,7 @@ def best_first_drawn(
         rest[parent] = rest[parent].copy()
         rest[parent][token] = 0.0
         node = sprout.add(parent, token, True)
-        depth, left = len(sprout.path[node]), here + minus
+        depth, left = len(sprout.path[node]), here * (1.0 - a(rank, len(sprout.path[node])))
         if rest[parent].any():
             heapq.heappush(heap, (-left * a(rank + 1, depth), parent, rank + 1, left))
         if depth < max_depth:

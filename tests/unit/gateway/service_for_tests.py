@@ -1,15 +1,19 @@
 """A gateway service around in-test verifiers."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 from unit.gateway.tokenizers_for_tests import byte_level
-from unit.gateway.verifier_for_tests import SpellingVerifier
+from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.service import GatewayService, Limits
 from gateway.servicer import register
 from gateway.sessions import MemoryStore
 from gateway.upstreams import Upstreams
 from rootward.rpc.server import RpcServer
+
+TEXT = SpellingVerifier().text
+IDS = (*byte_level().encode(TEXT), END_ID)  # what every generation must give
 
 
 @asynccontextmanager
@@ -34,3 +38,16 @@ async def grpc_serving(*verifiers, **options):
         await server.start()
         await server.set_ready(True)
         yield service, server.address
+
+
+async def at_rest(service, *verifiers):
+    """Conservation: nothing runs, waits or is held anywhere."""
+    for _ in range(100):
+        if not service.admission.num_running and not any(v.running for v in verifiers) and not service._ledger._entries:
+            break
+        await asyncio.sleep(0.02)
+    assert service.admission.num_running == service.admission.num_waiting == 0
+    assert not service._live
+    assert not service._ledger._entries
+    assert all(u.num_in_flight == 0 for u in service.upstreams)
+    assert all(v.running == 0 for v in verifiers)

@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from unit.gateway.service_for_tests import serving
-from unit.gateway.test_service import IDS, TEXT, at_rest
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.http_api import build_app
@@ -48,7 +47,12 @@ async def test_a_completion():
         assert body["model"] == "demo"
         assert body["system_fingerprint"].startswith("rw-")
         choice = body["choices"][0]
-        assert (choice["text"], choice["index"], choice["finish_reason"], choice["stop_reason"]) == (TEXT, 0, "stop", None)
+        assert (choice["text"], choice["index"], choice["finish_reason"], choice["stop_reason"]) == (
+            TEXT,
+            0,
+            "stop",
+            None,
+        )
         assert choice["logprobs"] is None
         assert "token_ids" not in choice
         tokens = len(IDS)
@@ -84,7 +88,9 @@ async def test_defaults_and_spellings():
         got = verifier.requests[-1]
         assert (got.prompt, got.seed, got.speculation.law) == ((5,), 2**64 - 1, Law.COUPLED)
         headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000", "x-session-id": "talk"}
-        response = await client.post("/v1/completions", json={"prompt": "a", "max_completion_tokens": 3.0}, headers=headers)
+        response = await client.post(
+            "/v1/completions", json={"prompt": "a", "max_completion_tokens": 3.0}, headers=headers
+        )
         got = verifier.requests[-1]
         assert response.headers["x-request-id"] == got.request_id == "mine"
         assert got.deadline_s <= 5
@@ -94,7 +100,13 @@ async def test_defaults_and_spellings():
 @pytest.mark.parametrize("real", [False, True])
 async def test_streaming(real):
     async with (real_server if real else api)() as (_, client):
-        body = {"prompt": "a", "max_tokens": 50, "stream": True, "stream_options": {"include_usage": True}, "speculation": True}
+        body = {
+            "prompt": "a",
+            "max_tokens": 50,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "speculation": True,
+        }
         response = await client.post("/v1/completions", json=body)
         assert response.headers["content-type"] == "text/event-stream"
         assert response.headers["cache-control"] == "no-cache"

@@ -6,40 +6,20 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from unit.gateway.service_for_tests import serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
-from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier, older_epoch
+from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
-from gateway.requests import Chat, GenerateRequest
+from gateway.requests import GenerateRequest
 from gateway.sessions import MemoryStore, StoreUnavailable
-from rootward.core.requests import FinishReason, Law, Rule, Sampling, Speculation
+from rootward.core.requests import FinishReason
 from rootward.errors import (
-    ContextLengthExceeded,
     DeadlineExceeded,
     DuplicateRequest,
-    InvalidRequest,
-    NotFound,
     Overloaded,
     StaleEpoch,
     Unavailable,
-    UnsupportedParameter,
 )
-
-TEXT = SpellingVerifier().text
-IDS = (*byte_level().encode(TEXT), END_ID)
-
-
-async def at_rest(service, *verifiers):
-    """Conservation: nothing runs, waits or is held anywhere."""
-    for _ in range(100):
-        if not service.admission.num_running and not any(v.running for v in verifiers) and not service._ledger._entries:
-            break
-        await asyncio.sleep(0.02)
-    assert service.admission.num_running == service.admission.num_waiting == 0
-    assert not service._live
-    assert not service._ledger._entries
-    assert all(u.num_in_flight == 0 for u in service.upstreams)
-    assert all(v.running == 0 for v in verifiers)
 
 
 async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
@@ -266,11 +246,12 @@ async def test_a_lease_taken_by_another_gateway_ends_the_generation():
     verifier = SpellingVerifier(delay_s=0.02)
     store = MemoryStore()
     async with serving(verifier, store=store, lease_s=0.3) as service:
+        running = asyncio.create_task(service.collect(GenerateRequest("a", request_id="one")))
+        await asyncio.sleep(0.03)
+        store._requests["one"].lease_until = 0.0
+        await store.acquire("one", "another gateway", 5)
         with pytest.raises(StaleEpoch):
-            async for delta in service.generate(GenerateRequest("a", request_id="one")):
-                if delta.offset == 0:
-                    store._requests["one"].lease_until = 0.0
-                    await store.acquire("one", "another gateway", 5)
+            await running
         await at_rest(service, verifier)
 
 
@@ -298,10 +279,11 @@ async def test_a_store_that_dies_stops_nothing():
     dying = SpellingVerifier(delay_s=0.01, die_after=lambda r: 5 if r.epoch == 1 else None)
     other = SpellingVerifier(delay_s=0.01)
     async with serving(dying, other, store=store) as service:
-        async for delta in service.generate(GenerateRequest("a", request_id="one", session_id="s")):
-            store.dead = True
-            dying.up = True
-        assert delta.ending.usage.completion_tokens == len(IDS)
+        deltas = service.generate(GenerateRequest("a", request_id="one", session_id="s"))
+        await anext(deltas)
+        store.dead = dying.up = True
+        *_, last = [d async for d in deltas]
+        assert last.ending.usage.completion_tokens == len(IDS)
         assert (await service.collect(GenerateRequest("a", request_id="two"))).text == TEXT
         store.dead = False
         await asyncio.sleep(2.5)
@@ -340,95 +322,3 @@ async def _outcome(service, request):
         return await service.collect(request)
     except Unavailable as error:
         return error
-
-
-@pytest.mark.parametrize(
-    ("request_", "kind", "words"),
-    [
-        (GenerateRequest("a", model="other"), NotFound, "model: 'other' is not served here; use 'demo'"),
-        (
-            GenerateRequest("a" * 400),
-            ContextLengthExceeded,
-            "prompt: .* leave no room in a context of 256; send at most 255",
-        ),
-        (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
-        (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
-        (GenerateRequest((5, 999)), InvalidRequest, "token_ids: 999 is no token of a vocabulary of 330"),
-        (GenerateRequest("a", stop=("",)), InvalidRequest, "stop: '' is not 1 to"),
-        (GenerateRequest("a", stop=("x",) * 17), InvalidRequest, "stop: 17 strings are more than 16"),
-        (GenerateRequest("a", stop_token_ids=(-1,)), InvalidRequest, "stop_token_ids: -1"),
-        (GenerateRequest("a", request_id="a b"), InvalidRequest, "request_id"),
-        (GenerateRequest("a", session_id="{x}"), InvalidRequest, "session_id"),
-        (GenerateRequest("a\ud800"), InvalidRequest, "prompt: .* lone surrogate"),
-        (
-            GenerateRequest(Chat(({"role": "user", "content": "x"},))),
-            UnsupportedParameter,
-            "messages: .* chat template",
-        ),
-    ],
-)
-async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, words):
-    verifier = SpellingVerifier()
-    async with serving(verifier) as service:
-        with pytest.raises(kind, match=words) as caught:
-            await service.collect(request_)
-        assert "\n" not in str(caught.value)
-        assert not verifier.requests
-        await at_rest(service, verifier)
-
-
-async def test_an_empty_prompt_is_the_beginning_token():
-    verifier = SpellingVerifier()
-    async with serving(verifier) as service:
-        await service.collect(GenerateRequest(""))
-        assert verifier.requests[0].prompt == (END_ID,)
-
-
-async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
-    verifier = SpellingVerifier()
-    async with serving(verifier) as service:
-        await service.collect(GenerateRequest("a", seed=7))
-        named = await service.collect(GenerateRequest("a", seed=7, speculation=Speculation(rule=Rule.TRAVERSAL)))
-        await service.collect(GenerateRequest("a"))
-        await service.collect(GenerateRequest("a"))
-        coupled, traversal, free, other = verifier.requests
-        assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, Law.COUPLED)
-        assert (traversal.seed, traversal.speculation.rule) == (7, Rule.TRAVERSAL)
-        assert named.ending.warnings == ("seed_not_reproducible",)
-        assert free.speculation.rule is None
-        assert free.seed != other.seed
-
-
-async def test_max_tokens_default_to_the_rest_of_the_context():
-    verifier = SpellingVerifier()
-    async with serving(verifier) as service:
-        await service.collect(GenerateRequest("aaa", sampling=Sampling(0.0)))
-        request = verifier.requests[0]
-        assert len(request.prompt) + request.stopping.max_tokens == MODEL.max_positions
-        assert request.deadline_s is not None
-
-
-async def test_a_verifier_with_another_model_gets_no_requests():
-    fitting, other = SpellingVerifier(), SpellingVerifier(model=replace(MODEL, vocab_size=400))
-    async with serving(fitting, other) as service:
-        for i in range(8):
-            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
-        assert not other.requests
-        assert "vocab_size 400" in service.upstreams.mismatch
-
-
-async def test_a_draining_verifier_gets_no_new_requests():
-    draining, other = SpellingVerifier(draining=True), SpellingVerifier()
-    async with serving(draining, other) as service:
-        for i in range(8):
-            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
-        assert not draining.requests
-
-
-async def test_tokenize_and_detokenize():
-    async with serving() as service:
-        ids = await service.tokenize("def f(x)")
-        assert await service.detokenize(ids) == "def f(x)"
-        assert await service.tokenize("") == ()
-        with pytest.raises(InvalidRequest, match="token_ids: 330"):
-            await service.detokenize([330])

@@ -1,0 +1,127 @@
+"""Engine on a device: is it right, and what does a step cost by number of rows?
+
+Right: logits of a ragged batch of trees against the CPU in float32. Cost: median milliseconds of one forward of the target with n rows (chain
+of a tree) for one and for several sessions, next to the floor (weight bytes / measured copy bandwidth). Needs torch and transformers only.
+
+    python benchmarks/gpu/engine_steps.py --device cuda --dtype bfloat16 --model FOLDER --out steps.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rootward import demo
+from rootward.engine.model import HuggingFaceModel
+from rootward.ports import COMMITTED, Rows
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+CONTEXT = 256
+
+
+def tree_rows(slot: int, num_rows: int, vocab: int, seed: int) -> Rows:
+    """A random tree of so many nodes below the committed end."""
+    rng = np.random.default_rng(seed)
+    parent = np.array([COMMITTED, *(int(rng.integers(0, i)) for i in range(1, num_rows))], dtype=np.int64)
+    return Rows(slot, np.arange(num_rows), parent, rng.integers(0, vocab, num_rows))
+
+
+def filled(model: HuggingFaceModel, num_slots: int) -> list[int]:
+    """Open slots with CONTEXT committed tokens each."""
+    slots = []
+    for seed in range(num_slots):
+        slot = model.open()
+        tokens = np.random.default_rng(seed).integers(0, model.info.vocab_size, CONTEXT)
+        model.forward([Rows.chain(slot, 0, tokens.tolist())], last_only=[True])
+        model.commit(slot, CONTEXT - 1, keep_below=False)
+        slots.append(slot)
+    return slots
+
+
+def logits_of(path: str, device: str, dtype: str) -> torch.Tensor:
+    """Three trees of different sizes in one forward."""
+    model = HuggingFaceModel.load(path, device=device, dtype=dtype, max_slots=4, max_len=1024)
+    slots = filled(model, 3)
+    batch = [tree_rows(s, n, model.info.vocab_size, n) for s, n in zip(slots, (1, 7, 16), strict=True)]
+    return model.forward(batch).float().cpu()
+
+
+def wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def milliseconds(model: HuggingFaceModel, slots: list[int], num_rows: int, device: str, repeats: int = 30) -> float:
+    """Median time of one forward over a tree of num_rows in every slot."""
+    times = []
+    for i in range(repeats + 5):
+        batch = [tree_rows(s, num_rows, model.info.vocab_size, i) for s in slots]
+        wait(device)
+        start = time.perf_counter()
+        model.forward(batch)
+        wait(device)
+        times.append((time.perf_counter() - start) * 1e3)
+        for slot in slots:
+            model.release(slot)
+    return statistics.median(times[5:])
+
+
+def bandwidth(device: str, num_bytes: int = 1 << 28) -> float:
+    """Bytes per second of a large copy, read plus write."""
+    source = torch.randn(num_bytes // 4, device=device)
+    times = []
+    for _ in range(10):
+        wait(device)
+        start = time.perf_counter()
+        source.clone()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return 2 * num_bytes / statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--model", default=str(demo.paths().target))
+    parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+
+    reference, here = logits_of(args.model, "cpu", "float32"), logits_of(args.model, args.device, args.dtype)
+    error = float((reference - here).norm() / reference.norm())
+    model = HuggingFaceModel.load(
+        args.model, device=args.device, dtype=args.dtype, max_slots=max(args.sessions), max_len=1024
+    )
+    weight_bytes = sum(p.numel() * p.element_size() for p in model.network.parameters())
+    rate = bandwidth(args.device)
+    report = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "parameters": model.info.num_parameters,
+        "relative_error": error,
+        "bandwidth_GB_s": rate / 1e9,
+        "floor_ms": weight_bytes / rate * 1e3,
+        "milliseconds": {},
+    }
+    print(f"relative error of the logits against float32 on the CPU: {error:.1e}")
+    print(f"floor of one step: {report['floor_ms']:.3f} ms ({weight_bytes / 1e6:.0f} MB at {rate / 1e9:.0f} GB/s)")
+    for num_sessions in args.sessions:
+        slots = filled(model, num_sessions)
+        line = {n: milliseconds(model, slots, n, args.device) for n in ROWS}
+        report["milliseconds"][num_sessions] = line
+        print(f"{num_sessions:3d} sessions: " + "  ".join(f"{n} rows {t:.2f}" for n, t in line.items()))
+        for slot in slots:
+            model.close(slot)
+    if args.out:
+        args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

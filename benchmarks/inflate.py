@@ -1,0 +1,72 @@
+"""Function-preserving inflation: a small trained Llama with the cost of a larger one.
+
+Added decoder layers have random weights except o_proj = 0 and down_proj = 0, so both residual branches add exact zeros; added MLP rows have
+zero down_proj columns. The function is that of the small model (checked here), memory traffic and arithmetic are those of the large
+shape. Acceptance, text and law are a property of the small pair: every figure made with it must say so.
+
+    python benchmarks/inflate.py --layers 24 --intermediate 2816 --out DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from rootward import demo
+
+TOLERANCE = 1e-3  # of logits of size ten: the reductions of a wider MLP round differently
+
+
+def inflated(small: LlamaForCausalLM, num_layers: int, intermediate: int) -> LlamaForCausalLM:
+    """The same function with `num_layers` layers and MLPs of width `intermediate`."""
+    shape = small.config.to_dict() | {"num_hidden_layers": num_layers, "intermediate_size": intermediate}
+    torch.manual_seed(0)
+    large = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.float32).eval()
+    with torch.no_grad():
+        for name, weight in large.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                weight.zero_()
+        for name, weight in small.named_parameters():
+            there = large.get_parameter(name)
+            there[tuple(slice(0, size) for size in weight.shape)] = weight.float()
+    return large
+
+
+def check_same_function(small: LlamaForCausalLM, large: LlamaForCausalLM) -> float:
+    """Largest difference of the logits on random tokens. ValueError if it is more than rounding."""
+    tokens = torch.randint(0, small.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        error = (small(tokens).logits - large(tokens).logits).abs().max().item()
+    if not error < TOLERANCE:
+        raise ValueError(f"the inflated model differs by {error}")
+    return error
+
+
+def save_inflated(source: Path, out: Path, num_layers: int, intermediate: int) -> tuple[int, int]:
+    """Write the folder (float32); returns (original, inflated) numbers of parameters."""
+    small = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    large = inflated(small, num_layers, intermediate)
+    error = check_same_function(small, large)
+    large.save_pretrained(out)
+    for file in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(source / file, out / file)
+    sizes = (sum(p.numel() for p in small.parameters()), sum(p.numel() for p in large.parameters()))
+    print(f"{sizes[0] / 1e6:.1f} M parameters inflated to {sizes[1] / 1e6:.1f} M; logits differ by {error:.1e}")
+    return sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--intermediate", type=int, default=2816)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    save_inflated(demo.paths().target, args.out, args.layers, args.intermediate)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Constructions × rules × budgets at one temperature, all on the same contexts. All rules of a tree share the tree.
+
+Legend: C contexts, N nodes, D depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rootward.bench.constructions import Construction
+from rootward.bench.lockstep import Drafted
+from rootward.bench.outcomes import Coins, Outcome, outcome, rounds
+from rootward.bench.ranked import Floats, RankedRows
+from rootward.bench.results import Cell
+from rootward.core.tree import TokenTree
+
+NUM_VERDICTS = 4  # drawn per tree
+
+
+def cells(
+    rows: RankedRows,
+    constructions: Iterable[Construction],
+    budgets: Sequence[int],
+    rules: Sequence[str],
+    done: Callable[[str], None] = lambda _: None,
+) -> Iterator[Cell]:
+    """Every valid cell. At temperature 0 every rule takes the longest match, so only `match` is shown.
+
+    done(construction) is called after each construction and budget.
+    """
+    for construction in constructions:
+        for budget in sorted(budgets):
+            drafted = construction.trees(rows, budget)
+            for rule in valid(construction, rules, rows.temperature):
+                yield cell(rows, construction, budget, rule, drafted)
+            done(construction.name)
+        rows.release()
+
+
+def valid(construction: Construction, rules: Sequence[str], temperature: float) -> list[str]:
+    if temperature == 0:
+        return [] if construction.coupled or "match" not in rules else ["match"]
+    return [rule for rule in construction.rules if rule in rules]
+
+
+def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, drafted: Sequence[Drafted]) -> Cell:
+    """One rule on one tree per context."""
+    coins = Coins(rows.seed)
+    one_by_one = [
+        outcome(rule, rows, rounds(rows, context, one), construction.replacement, coins, NUM_VERDICTS)
+        for context, one in enumerate(drafted)
+    ]
+    depths = [one.tree.depth for one in drafted]
+    samples = np.array([1.0 + result.stop @ depth for result, depth in zip(one_by_one, depths, strict=True)])
+    measured, error, num = _measured(one_by_one, depths)
+    return Cell(
+        temperature=rows.temperature,
+        budget=budget,
+        construction=construction.name,
+        rule=rule,
+        baseline=construction.baseline and rule != "traversal",
+        samples=samples,
+        survival=survival([one.tree for one in drafted], [result.stop for result in one_by_one]),
+        measured=measured,
+        measured_error=error,
+        num_measured=num,
+        nodes=float(np.mean([len(one.tree) - 1 for one in drafted])),
+        levels=float(np.mean([int(depth.max()) for depth in depths])),
+    )
+
+
+def survival(trees: Sequence[TokenTree], stops: Sequence[Floats]) -> Floats:
+    """float64[D]: P(at least d draft tokens are accepted), the mean over contexts."""
+    deepest = max(int(tree.depth.max()) for tree in trees)
+    mass = np.zeros(deepest + 1)
+    for tree, stop in zip(trees, stops, strict=True):
+        mass += np.bincount(tree.depth, weights=stop, minlength=deepest + 1)
+    return np.cumsum(mass[::-1])[::-1] / len(trees)
+
+
+def _measured(one_by_one: Sequence[Outcome], depths: Sequence[np.ndarray]) -> tuple[float, float, int]:
+    """(mean tokens of the drawn verdicts, its standard error given the trees, number of verdicts). The variance of
+    a verdict is known: it is that of the closed form."""
+    total, variance, num = 0.0, 0.0, sum(len(result.drawn) for result in one_by_one)
+    for result, depth in zip(one_by_one, depths, strict=True):
+        total += sum(result.drawn)
+        mean = float(result.stop @ depth)
+        spread = float(result.stop @ (depth.astype(np.float64) - mean) ** 2)
+        variance += len(result.drawn) * max(spread, 0.0)
+    return 1.0 + total / num, float(np.sqrt(variance)) / num, num

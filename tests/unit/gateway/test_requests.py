@@ -1,0 +1,103 @@
+"""What a request may say, and what the service makes of it."""
+
+from dataclasses import replace
+
+import pytest
+from unit.gateway.service_for_tests import at_rest, serving
+from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
+
+from gateway.requests import Chat, GenerateRequest
+from rootward.core.requests import Law, Rule, Sampling, Speculation
+from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "words"),
+    [
+        (GenerateRequest("a", model="other"), NotFound, "model: 'other' is not served here; use 'demo'"),
+        (
+            GenerateRequest("a" * 400),
+            ContextLengthExceeded,
+            "prompt: .* leave no room in a context of 256; send at most 255",
+        ),
+        (GenerateRequest("a", max_tokens=256), ContextLengthExceeded, "max_tokens: 256 .* at most 255"),
+        (GenerateRequest("a", max_tokens=0), InvalidRequest, "max_tokens: 0 is below 1"),
+        (GenerateRequest((5, 999)), InvalidRequest, "token_ids: 999 is no token of a vocabulary of 330"),
+        (GenerateRequest("a", stop=("",)), InvalidRequest, "stop: '' is not 1 to"),
+        (GenerateRequest("a", stop=("x",) * 17), InvalidRequest, "stop: 17 strings are more than 16"),
+        (GenerateRequest("a", stop_token_ids=(-1,)), InvalidRequest, "stop_token_ids: -1"),
+        (GenerateRequest("a", request_id="a b"), InvalidRequest, "request_id"),
+        (GenerateRequest("a", session_id="{x}"), InvalidRequest, "session_id"),
+        (GenerateRequest("a\ud800"), InvalidRequest, "prompt: .* lone surrogate"),
+        (
+            GenerateRequest(Chat(({"role": "user", "content": "x"},))),
+            UnsupportedParameter,
+            "messages: .* chat template",
+        ),
+    ],
+)
+async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, words):
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        with pytest.raises(kind, match=words) as caught:
+            await service.collect(request_)
+        assert "\n" not in str(caught.value)
+        assert not verifier.requests
+        await at_rest(service, verifier)
+
+
+async def test_an_empty_prompt_is_the_beginning_token():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest(""))
+        assert verifier.requests[0].prompt == (END_ID,)
+
+
+async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest("a", seed=7))
+        named = await service.collect(GenerateRequest("a", seed=7, speculation=Speculation(rule=Rule.TRAVERSAL)))
+        await service.collect(GenerateRequest("a"))
+        await service.collect(GenerateRequest("a"))
+        coupled, traversal, free, other = verifier.requests
+        assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, Law.COUPLED)
+        assert (traversal.seed, traversal.speculation.rule) == (7, Rule.TRAVERSAL)
+        assert named.ending.warnings == ("seed_not_reproducible",)
+        assert free.speculation.rule is None
+        assert free.seed != other.seed
+
+
+async def test_max_tokens_default_to_the_rest_of_the_context():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        await service.collect(GenerateRequest("aaa", sampling=Sampling(0.0)))
+        request = verifier.requests[0]
+        assert len(request.prompt) + request.stopping.max_tokens == MODEL.max_positions
+        assert request.deadline_s is not None
+
+
+async def test_a_verifier_with_another_model_gets_no_requests():
+    fitting, other = SpellingVerifier(), SpellingVerifier(model=replace(MODEL, vocab_size=400))
+    async with serving(fitting, other) as service:
+        for i in range(8):
+            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+        assert not other.requests
+        assert "vocab_size 400" in service.upstreams.mismatch
+
+
+async def test_a_draining_verifier_gets_no_new_requests():
+    draining, other = SpellingVerifier(draining=True), SpellingVerifier()
+    async with serving(draining, other) as service:
+        for i in range(8):
+            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+        assert not draining.requests
+
+
+async def test_tokenize_and_detokenize():
+    async with serving() as service:
+        ids = await service.tokenize("def f(x)")
+        assert await service.detokenize(ids) == "def f(x)"
+        assert await service.tokenize("") == ()
+        with pytest.raises(InvalidRequest, match="token_ids: 330"):
+            await service.detokenize([330])
