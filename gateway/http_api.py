@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from traceback import format_tb
 from typing import Any
 
 import orjson
@@ -218,5 +219,6 @@ async def _no_such(request: Request, error: Exception) -> Response:
 
 
 def _log_bug(error: Exception) -> None:
+    """Where it happened, without values: those may be prompts."""
     if http_error(error).status == 500:
-        log.error("http_handler_failed", exc_info=error)
+        log.error("http_handler_failed", error=type(error).__name__, trace="".join(format_tb(error.__traceback__)))

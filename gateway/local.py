@@ -12,10 +12,9 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 import structlog
 
@@ -61,12 +60,16 @@ class Deployment:
         """Where the gateway speaks HTTP."""
         return self.gateway.address.rpartition(" ")[2]
 
-    async def unless_failed(self, *awaited: Coroutine[Any, Any, object]) -> None:
-        """Wait for all of `awaited`; ConfigurationError as soon as a process does not start (again)."""
-        work: asyncio.Future[Any] = asyncio.gather(*awaited)
-        first: set[asyncio.Future[Any]] = {work, *self.runs}
+    async def unless_failed(self, events: Sequence[asyncio.Event]) -> None:
+        """Wait for all of them; ConfigurationError as soon as a process does not start (again)."""
+
+        async def all_set() -> None:
+            for event in events:
+                await event.wait()
+
+        work = asyncio.create_task(all_set())
         try:
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({work, *self.runs}, return_when=asyncio.FIRST_COMPLETED)
             for run in self.runs:
                 if run.done():
                     run.result()
@@ -147,7 +150,7 @@ async def _started(deployment: Deployment, settings: LocalSettings) -> None:
         async with asyncio.timeout(settings.start_timeout_s):
             for wave in ([deployment.redis] if deployment.redis else [], deployment.services):
                 deployment.runs += [asyncio.create_task(child.run(), name=child.role) for child in wave]
-                await deployment.unless_failed(*(child.ready.wait() for child in wave))
+                await deployment.unless_failed([child.ready for child in wave])
     except TimeoutError:
         late = ", ".join(child.role for child in deployment.children if not child.ready.is_set())
         message = f"start_timeout_s: {settings.start_timeout_s} s passed and not ready yet: {late}; give more time"
@@ -191,7 +194,7 @@ async def _run(settings: LocalSettings) -> None:
         for child in reversed(deployment.children):
             announce(child.role, child.address)
         announce("all", f"{deployment.address} and {deployment.url}")
-        await deployment.unless_failed(stop.wait())
+        await deployment.unless_failed([stop])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ class LocalSettings(ServiceSettings):
     redis_url: str = Field(
         "", description="a Redis that runs already; none: keep sessions in memory (default: start one)"
     )
-    gateway_flags: str = Field("", description="more flags of the gateway, in one argument")
+    gateway_flags: str = Field("", description="more flags of the gateway, as in --gateway-flags='--max-num-seqs 8'")
     verifier_flags: str = Field("", description="more flags of the verifier")
     drafter_flags: str = Field("", description="more flags of the drafters")
     start_timeout_s: float = Field(120.0, gt=0, description="how long the processes may take to be ready")

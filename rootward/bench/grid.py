@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from rootward.bench.constructions import Construction
-from rootward.bench.lockstep import Drafted
-from rootward.bench.outcomes import Coins, Outcome, outcome, rounds
+from rootward.bench.outcomes import Coins, Outcome, Round, outcome, rounds
 from rootward.bench.ranked import Floats, RankedRows
 from rootward.bench.results import Cell
 from rootward.core.tree import TokenTree
@@ -33,8 +32,9 @@ def cells(
     for construction in constructions:
         for budget in sorted(budgets):
             drafted = construction.trees(rows, budget)
+            made = [rounds(rows, context, one) for context, one in enumerate(drafted)]
             for rule in valid(construction, rules, rows.temperature):
-                yield cell(rows, construction, budget, rule, drafted)
+                yield cell(rows, construction, budget, rule, made)
             done(construction.name)
         rows.release()
 
@@ -45,14 +45,11 @@ def valid(construction: Construction, rules: Sequence[str], temperature: float) 
     return [rule for rule in construction.rules if rule in rules]
 
 
-def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, drafted: Sequence[Drafted]) -> Cell:
+def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, made: Sequence[Round]) -> Cell:
     """One rule on one tree per context."""
     coins = Coins(rows.seed)
-    one_by_one = [
-        outcome(rule, rows, rounds(rows, context, one), construction.replacement, coins, NUM_VERDICTS)
-        for context, one in enumerate(drafted)
-    ]
-    depths = [one.tree.depth for one in drafted]
+    one_by_one = [outcome(rule, rows, one, construction.replacement, coins, NUM_VERDICTS) for one in made]
+    depths = [one.tree.depth for one in made]
     samples = np.array([1.0 + result.stop @ depth for result, depth in zip(one_by_one, depths, strict=True)])
     measured, error, num = _measured(one_by_one, depths)
     return Cell(
@@ -60,13 +57,13 @@ def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, d
         budget=budget,
         construction=construction.name,
         rule=rule,
-        baseline=construction.baseline and rule != "traversal",
+        baseline=construction.baseline,
         samples=samples,
-        survival=survival([one.tree for one in drafted], [result.stop for result in one_by_one]),
+        survival=survival([one.tree for one in made], [result.stop for result in one_by_one]),
         measured=measured,
         measured_error=error,
         num_measured=num,
-        nodes=float(np.mean([len(one.tree) - 1 for one in drafted])),
+        nodes=float(np.mean([len(one.tree) - 1 for one in made])),
         levels=float(np.mean([int(depth.max()) for depth in depths])),
     )
 

@@ -135,6 +135,8 @@ class _Plant:
             found = self.rows.at(self.context, self.path[node])
             support = int(np.count_nonzero(found.weight))
             row = Row(np.arange(support), found.weight[:support])
+            if self.growth.policy.law is Law.SAMPLED:
+                self.tree.at(node).row = (row.ids, row.weight)
             self.growth.expand(node, row, found.noise[:support].astype(np.float64))
         for node in self.growth.draw(self._words):
             record = self.tree.nodes[node]
@@ -151,10 +153,8 @@ class _Plant:
         )
         draft = np.zeros((len(tree), self.rows.num_atoms))
         for node in sorted(set(tree.parent[1:].tolist())) if self.ratio else []:
-            declared = self.tree.at(node).row  # a GREEDY family declares q′
-            draft[node] = self.rows.at(self.context, self.path[node]).q
+            declared = self.tree.at(node).row  # q, or q′ of a GREEDY family
             if declared is not None:
-                draft[node] = 0.0
                 draft[node, declared[0]] = declared[1] / declared[1].sum()
         return Grown(Drafted(tree, draft), self.after_level)
 

@@ -36,6 +36,8 @@ def best_first(num_nodes: int, acceptance: float, family: int = 0) -> tuple[int,
     frontier = [ROOT]
     while frontier:
         for node in frontier:
+            if law is Law.SAMPLED:
+                tree.at(node).row = (row.ids, row.weight)
             growth.expand(node, row)
         growth.draw(lambda n: rng.integers(1 << 64, size=n, dtype=np.uint64))
         frontier = growth.frontier(1 << 30)

@@ -130,6 +130,20 @@ def assemble(
     )
 
 
+def split(widths: Sequence[int], overhead: int) -> list[list[int]]:
+    """Entries by forward: one, or two if padding the narrow ones to the widest costs more than another forward.
+
+    A forward costs its padded rows, plus `overhead` rows.
+    """
+    order = sorted(range(len(widths)), key=lambda i: widths[i])
+    widest = widths[order[-1]]
+    saved = [(widest - widths[order[k - 1]]) * k for k in range(1, len(order))]  # by the k narrowest in their own
+    if not saved or max(saved) <= overhead:
+        return [list(range(len(widths)))]
+    k = saved.index(max(saved)) + 1
+    return [order[:k], order[k:]]
+
+
 def _keep(order: list[int], kept: Sequence[range], shape: tuple[int, int], device: torch.device) -> torch.Tensor | None:
     """bool[B, Q]: the rows whose logits are wanted; None if that is every row."""
     if sum(map(len, kept)) == shape[0] * shape[1]:

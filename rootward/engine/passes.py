@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from rootward.engine.attention import Visibility, Windows
-from rootward.engine.batch import Size, Step, assemble
+from rootward.engine.batch import Size, Step, assemble, split
 from rootward.engine.kv_cache import Pool, slot_cache
 from rootward.engine.kv_tree import Ints, Placement
 from rootward.ports import Rows
+
+# What a forward costs beyond its rows, in rows: measured on a CPU; on an accelerator launches dwarf rows.
+OVERHEAD_ROWS = {"cpu": 32}
 
 
 class ForwardPass(Protocol):
@@ -36,7 +39,7 @@ class ForwardPass(Protocol):
 
 
 class TreePass:
-    """One forward for all entries, on the KV trees.
+    """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
 
     `ragged`: the network takes a mask of the rows whose logits are wanted (the load probe finds out).
     """
@@ -46,9 +49,21 @@ class TreePass:
         self.pool = Pool(size)
         self.cache = slot_cache(self.pool, network.config.get_text_config().num_hidden_layers)
         self.visibility = Visibility(size.num_slots, size.num_cells, windows, network.dtype, network.device)
+        self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 
     def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
+        parts = split([plan.num_rows for plan in plans], self.overhead)
+        if len(parts) == 1:
+            return self._run(batch, plans, kept)
+        found: dict[int, torch.Tensor] = {}
+        for part in parts:
+            mine = [kept[i] for i in part]
+            logits = self._run([batch[i] for i in part], [plans[i] for i in part], mine)
+            found.update(zip(part, torch.split(logits, list(map(len, mine))), strict=True))
+        return torch.cat([found[i] for i in range(len(batch))])
+
+    def _run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
         step = assemble(batch, plans, kept, self.pool.size, self.device)
         self.pool.step = step
         try:

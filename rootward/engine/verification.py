@@ -14,14 +14,14 @@ Legend: B trees, T nodes, G gathered tokens, C children, M children of one wave,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.nn.functional import pad
 
-from rootward.core.verification.batched import Forest, columns, weight_at
+from rootward.core.verification.batched import Forest, columns, draft_rows
 from rootward.core.verification.sparse import ALGORITHMS
 
 Floats = NDArray[np.float64]
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
     def of(forest: Forest, num_columns: int) -> Shape:
         """The smallest that a forest fits in."""
         largest = int(np.diff(forest.start).max())
-        return Shape(len(forest), forest.num_nodes, num_columns, largest, tuple(map(len, forest.waves)))
+        return Shape(len(forest), forest.num_nodes, max(num_columns, 1), largest, tuple(map(len, forest.waves)))
 
     def fits(self, other: Shape) -> bool:
         """Whether forests of the other shape can be placed in this one."""
@@ -114,7 +114,7 @@ def place(
     shape: Shape | None = None,
 ) -> Placed:
     """Tables of a forest. ids int64[T, G] from `batched.gather_ids`, weight int[T, K]; padded to `shape` if it is given."""
-    G, n = weight_at(forest, ids, weight)
+    G, n = draft_rows(forest, ids, weight)
     if int(G.max(initial=0)) >= vocab:
         raise ValueError(f"ids: {int(G.max())} is outside [0, {vocab})")
     column, own = columns(forest, G, n), Shape.of(forest, G.shape[1])
@@ -122,7 +122,8 @@ def place(
     if not shape.fits(own):
         raise ValueError(f"shape: {shape}; the forest needs {own}")
     T = shape.num_nodes
-    child = [_padded(wave, (size,), T) for wave, size in zip(_filled(forest.waves, shape), shape.waves, strict=True)]
+    waves = forest.waves + [np.empty(0, np.int64)] * (len(shape.waves) - len(forest.waves))
+    child = [_padded(wave, (size,), T) for wave, size in zip(waves, shape.waves, strict=True)]
     order = np.full((len(forest), own.tree_size), T)
     order[forest.tree, np.arange(forest.num_nodes) - forest.start[forest.tree]] = forest.post_order
     tables = (
@@ -165,9 +166,9 @@ def gathered(probs_TV: torch.Tensor, ids_TG: torch.Tensor) -> tuple[torch.Tensor
     The tail is summed over the complement in double: 1 − Σ would keep only the rounding errors of a small tail.
     """
     ids = _outside(ids_TG, probs_TV.shape[1])
-    rest_TV = pad(probs_TV, (0, 1))  # the last column takes the padding
+    rest_TV = pad(probs_TV, (0, 1))  # our own copy; the last column takes the padding
     p_TG = rest_TV.gather(1, ids)
-    tail_T = rest_TV.scatter(1, ids, 0.0).sum(-1, dtype=wide(probs_TV.device))
+    tail_T = rest_TV.scatter_(1, ids, 0.0).sum(-1, dtype=wide(probs_TV.device))
     whole_T = p_TG.sum(-1, dtype=tail_T.dtype) + tail_T
     return (p_TG.to(whole_T.dtype) / whole_T[:, None]).to(probs_TV.dtype), tail_T / whole_T, whole_T
 
@@ -179,7 +180,7 @@ def device_law(algorithm: str, placed: Placed, p_TG: torch.Tensor, tail_T: torch
     p, t, n = pad(p_TG, (0, 0, 0, 1)), pad(tail_T, (0, 1), value=1.0), placed.weight_TG.to(p_TG.dtype, copy=True)
     entry, budget = torch.ones_like(t), torch.ones_like(t)
     reached = torch.zeros_like(t).index_fill_(0, placed.root_B, 1.0)  # and passed the children so far (token-level)
-    for child in placed.child_C.split(placed.shape.waves):
+    for child in placed.child_C.split_with_sizes(placed.shape.waves):
         v, j = placed.parent_T[child], placed.column_T[child]
         q = _child_laws(n[v], j, placed.sampled_T[child])
         a, left, p[v], t[v] = _steps(budget[v], p[v], t[v], q, j)
@@ -261,3 +262,10 @@ def _stop_in_post_order(placed: Placed, budget: torch.Tensor) -> torch.Tensor:
 def _outside(ids: torch.Tensor, vocab: int) -> torch.Tensor:
     """ids with the column behind the vocabulary where there is none."""
     return torch.where(ids < 0, vocab, ids)
+
+
+def _padded(table: NDArray[Any], shape: tuple[int, ...], value: int) -> NDArray[Any]:
+    """A table in the first corner of a larger one."""
+    larger = np.full(shape, value, dtype=table.dtype)
+    larger[tuple(map(slice, table.shape))] = table
+    return larger

@@ -10,7 +10,7 @@ import torch
 from unit.engine.networks import FAMILIES, VOCAB, WINDOW, tiny, truth
 
 from rootward.engine.attention import Visibility
-from rootward.engine.batch import Step
+from rootward.engine.batch import Step, split
 from rootward.engine.kv_tree import KvTree, Placement
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
@@ -186,6 +186,34 @@ def test_prefill_and_trees_share_a_forward() -> None:
     logits = model.forward(batch, last_only=[True, False, True])
     expected = [truth(model.network, tokens(20, 6)), *b.expected(batch[1]), *a.expected(batch[2])]
     assert logits.shape[0] == 5
+    assert error(logits, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("widths", "parts"),
+    [
+        ([5], [[0]]),
+        ([16, 9, 16, 12], [[0, 1, 2, 3]]),
+        ([4, 100, 3, 1], [[3, 2, 0], [1]]),
+        ([100, 100, 90], [[0, 1, 2]]),
+        ([1, 200, 200, 60], [[0, 3], [1, 2]]),
+    ],
+)
+def test_padding_is_weighed_against_another_forward(widths: list[int], parts: list[list[int]]) -> None:
+    assert split(widths, overhead=32) == parts
+
+
+def test_a_split_batch_keeps_the_order_of_its_rows() -> None:
+    model = load("mistral")
+    texts = [Text(model, tokens(4 + i, i)) for i in range(3)]
+    batch = [
+        texts[2].rows([-1, 0, 0], tokens(3, 1)),
+        texts[0].rows([-1, *range(79)], tokens(80, 2)),
+        texts[1].rows([-1, 0], tokens(2, 3)),
+    ]
+    assert len(split([len(rows.node) for rows in batch], model._pass.overhead)) == 2
+    logits = model.forward(batch, last_only=[False, True, False])
+    expected = [*texts[2].expected(batch[0]), texts[0].expected(batch[1])[-1], *texts[1].expected(batch[2])]
     assert error(logits, expected) < TOLERANCE
 
 

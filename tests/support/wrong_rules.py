@@ -111,7 +111,8 @@ def greedy_child_drawn_late(model: Model) -> Weighted:
 
 
 def shared_noise(model: Model) -> Weighted:
-    """Two children of the root, drawn honestly; both draw their own child with one uniform (noise keyed by position)."""
+    """Two children of the root, drawn honestly. Both draw their own child with one uniform (noise keyed by position), the
+    second only if the first one's was likely: growth by value, honest with fresh noise."""
 
     def outcomes():
         row = model.q[()]
@@ -122,9 +123,12 @@ def shared_noise(model: Model) -> Weighted:
             for low, high in itertools.pairwise(edges.tolist()):
                 u = (low + high) / 2
                 x, y = (min(int(np.searchsorted(np.cumsum(r), u, side="right")), model.vocab - 1) for r in below)
-                draft = np.zeros((5, model.vocab))
-                draft[0], draft[1], draft[2] = row, *below
-                tree = TokenTree([0, first, second, x, y], [-1, 0, 0, 1, 2], [False, True, True, True, True])
+                n = 5 if below[0][x] >= 0.4 else 4
+                draft = np.zeros((n, model.vocab))
+                draft[0], draft[1], draft[2] = row, below[0], below[1] * (n == 5)
+                tree = TokenTree(
+                    [0, first, second, x, y][:n], [-1, 0, 0, 1, 2][:n], [False, True, True, True, True][:n]
+                )
                 yield chance * (high - low), tree, draft
 
     return merged(outcomes())

@@ -200,14 +200,15 @@ def forest_law(
     """
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: {algorithm!r}; the batched form has {', '.join(ALGORITHMS)}")
-    G, n, p, t = _checked(forest, ids, weight, target_at, tail)
+    G, n = draft_rows(forest, ids, weight)
+    p, t = _checked_target(forest, G, target_at, tail)
     column = columns(forest, G, n)
     entry, budget, rest = np.ones(len(t)), np.ones(len(t)), t.copy()
     budgets = algorithm == "traversal"  # token-level: every node starts again with the whole budget
     for child in forest.waves:
         v, j = forest.parent[child], column[child]
-        q = _child_laws(n[v], j, forest.sampled[child])
-        entry[child], left_over, p[v], rest[v] = steps(budget[v], p[v], rest[v], q, j)
+        q = _child_laws(n.take(v, axis=0), j, forest.sampled[child])
+        entry[child], left_over, p[v], rest[v] = steps(budget[v], p.take(v, axis=0), rest[v], q, j)
         n[v, j] = 0.0
         if budgets:
             budget[child], budget[v] = entry[child], left_over
@@ -257,6 +258,26 @@ def stop_nodes(law: ForestLaw, coins: ArrayLike) -> Ints:
     return stop
 
 
+def draft_rows(forest: Forest, ids: ArrayLike, weight: ArrayLike) -> tuple[Ints, Floats]:
+    """(a view of ids int64[T, G], our own copy of weight widened to float64[T, G]), or a ValueError."""
+    G, n, T = np.asarray(ids, dtype=np.int64).view(), np.asarray(weight), forest.num_nodes
+    if G.ndim != 2 or len(G) != T:
+        raise ValueError(f"ids: shape {G.shape}; give the gathered tokens, [{T}, G], -1 where there is none")
+    if n.ndim != 2 or len(n) != T or n.shape[1] > G.shape[1]:
+        raise ValueError(f"weight: shape {n.shape}; give the weights of the atoms, [{T}, K] with K <= {G.shape[1]}")
+    wide = np.zeros(G.shape)
+    wide[:, : n.shape[1]] = n
+    pad = G < 0
+    lightest, heaviest = wide.min(initial=0.0), wide.max(initial=0.0)  # NaN wins, and fails every comparison
+    if not (lightest >= 0.0 and heaviest < np.inf) or ((wide > 0.0) & pad).any():
+        raise ValueError("weight: negative, not finite, or given where ids is -1; give the weights of the atoms")
+    ordered = G[~pad.all(axis=1)]
+    ordered.sort(axis=1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & ~(ordered[:, 1:] < 0)).any():
+        raise ValueError("ids: a row names a token twice; give each atom once")
+    return G, wide
+
+
 def columns(forest: Forest, ids: Ints, weight: Floats) -> Ints:
     """int64[T]: where each node's token stands among the gathered tokens of its parent; 0 at roots.
 
@@ -264,8 +285,9 @@ def columns(forest: Forest, ids: Ints, weight: Floats) -> Ints:
     """
     column, present = np.zeros(forest.num_nodes, dtype=np.int64), forest.parent < 0
     for child in forest.waves if ids.shape[1] else ():
-        found = ids[forest.parent[child]] == forest.token[child, None]
-        column[child], present[child] = found.argmax(axis=1), found.any(axis=1)
+        rows = ids.take(forest.parent[child], axis=0)
+        column[child] = j = (rows == forest.token[child, None]).argmax(axis=1)
+        present[child] = rows[np.arange(len(j)), j] == forest.token[child]
     if not present.all():
         node = int(np.argmin(present))
         x = forest.token[node]
@@ -319,35 +341,20 @@ def _stop_from_the_top(forest: Forest, entry: Floats) -> Floats:
     return stop
 
 
-def _checked(
-    forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: ArrayLike, tail: ArrayLike
-) -> tuple[Ints, Floats, Floats, Floats]:
-    """(a view of ids, weight widened to G columns, target_at with 0 at pads, tail), the last three our own copies."""
-    G, n = np.asarray(ids, dtype=np.int64).view(), np.asarray(weight)
-    t, at, T = np.array(tail, dtype=np.float64), np.asarray(target_at, dtype=np.float64), forest.num_nodes
-    if G.ndim != 2 or len(G) != T or at.shape != G.shape or t.shape != (T,):
-        shapes = f"{G.shape}, {at.shape}, {t.shape}"
+def _checked_target(forest: Forest, ids: Ints, target_at: ArrayLike, tail: ArrayLike) -> tuple[Floats, Floats]:
+    """(target_at with 0 at pads, tail), our own copies."""
+    at, t, T = np.asarray(target_at, dtype=np.float64), np.array(tail, dtype=np.float64), forest.num_nodes
+    if at.shape != ids.shape or t.shape != (T,):
+        shapes = f"{ids.shape}, {at.shape}, {t.shape}"
         raise ValueError(f"ids, target_at, tail: shapes {shapes}; give [{T}, G], [{T}, G], [{T}]")
-    if n.ndim != 2 or len(n) != T or n.shape[1] > G.shape[1]:
-        raise ValueError(f"weight: shape {n.shape}; give the weights of the atoms, [{T}, K] with K <= {G.shape[1]}")
-    wide = np.zeros(G.shape)
-    wide[:, : n.shape[1]] = n
-    pad = G < 0
-    p = np.where(pad, 0.0, at)
-    lightest, heaviest = wide.min(initial=0.0), wide.max(initial=0.0)  # NaN wins, and fails every comparison
-    if not (lightest >= 0.0 and heaviest < np.inf) or ((wide > 0.0) & pad).any():
-        raise ValueError("weight: negative, not finite, or given where ids is -1; give the weights of the atoms")
-    ordered = G[~pad.all(axis=1)]
-    ordered.sort(axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & ~(ordered[:, 1:] < 0)).any():
-        raise ValueError("ids: a row names a token twice; give each atom once")
+    p = np.where(ids < 0, 0.0, at)
     whole = p.sum(axis=1) + t
     wrong = ~((np.abs(whole - 1.0) <= TOLERANCE) & (t >= 0.0) & (p.min(axis=1, initial=0.0) >= 0.0))
     if wrong.any():
         node = int(np.argmax(wrong))
         given = f"row {node}, {forest.name(node)}, sums to {whole[node]}"
         raise ValueError(f"target_at, tail: {given}; give the target law at ids and its rest")
-    return G, wide, p, t
+    return p, t
 
 
 def _check_forest(token: Ints, parent: Ints, sampled: Bools, start: Ints) -> None:

@@ -1,0 +1,86 @@
+"""SIGTERM to a gateway process: refuse, let running requests end, stop; the second one stops at once."""
+
+import asyncio
+import signal
+import time
+
+import httpx
+import pytest
+import pytest_asyncio
+from support.processes import gateway, verifier
+
+from rootward import AsyncClient, SamplingParams
+from rootward.errors import APIConnectionError, StreamInterruptedError, UnavailableError
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
+
+MODEL = "tabular:vocab=40,seed=1"
+LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def target():
+    with verifier(MODEL, []) as running:
+        yield running
+
+
+async def some_tokens(stream):
+    deltas = aiter(stream)
+    await anext(deltas)
+    return deltas
+
+
+async def test_running_requests_end_and_new_ones_are_refused(target):
+    with gateway(MODEL, [target.address]) as front:
+        async with AsyncClient(front.address, max_retries=0) as client, httpx.AsyncClient(base_url=front.http) as web:
+            stream = client.stream([1, 2], sampling=LONG)
+            deltas = await some_tokens(stream)
+            front.process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            with pytest.raises(UnavailableError, match="draining"):
+                await client.generate([1, 2])
+            refused = await web.post("/v1/completions", json={"prompt": [1, 2]})
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert (await web.get("/health")).status_code == 503
+            async for _ in deltas:
+                pass
+            result = await stream.get_final_result()
+            assert (len(result.token_ids), result.finish_reason) == (4000, "length")
+        assert await asyncio.to_thread(front.process.wait, 20) == 0
+
+
+async def test_the_rest_is_ended_after_the_shutdown_timeout(target):
+    with gateway(MODEL, [target.address], "--shutdown-timeout-s", "0.3") as front:
+        async with AsyncClient(front.address) as client:
+            stream = client.stream([1, 2], sampling=LONG)
+            deltas = await some_tokens(stream)
+            front.process.send_signal(signal.SIGTERM)
+            with pytest.raises((StreamInterruptedError, UnavailableError)):
+                [_ async for _ in deltas]
+        assert await asyncio.to_thread(front.process.wait, 20) == 0
+        await nothing_runs(target)
+
+
+async def test_a_second_signal_stops_at_once(target):
+    with gateway(MODEL, [target.address], "--shutdown-timeout-s", "60") as front:
+        async with AsyncClient(front.address) as client:
+            stream = client.stream([1, 2], sampling=LONG)
+            deltas = await some_tokens(stream)
+            started = time.monotonic()
+            for _ in range(2):
+                front.process.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.2)
+            with pytest.raises((StreamInterruptedError, UnavailableError, APIConnectionError)):
+                [_ async for _ in deltas]
+        assert await asyncio.to_thread(front.process.wait, 20) == 0
+        assert time.monotonic() - started < 15
+        await nothing_runs(target)
+
+
+async def nothing_runs(target):
+    """The verifier was told that nobody wants the rest."""
+    from rootward.rpc.clients import RemoteVerifier
+
+    async with RemoteVerifier(target.address) as remote, asyncio.timeout(5):
+        while (await remote.get_info()).num_running:
+            await asyncio.sleep(0.05)

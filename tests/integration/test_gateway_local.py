@@ -1,0 +1,182 @@
+"""`serve all`: real processes with a real Redis on loopback, killed in mid-stream, stopped cleanly."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import pytest
+import pytest_asyncio
+import redis.asyncio
+from support.processes import wait_until
+
+from gateway.local import serve_all
+from gateway.settings import LocalSettings
+from rootward import AsyncClient, SamplingParams
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+
+MODEL = "tabular:vocab=40,seed=1,sharpness=2"
+DRAFT = "tabular:vocab=40,seed=1,sharpness=2,noise=0.7"
+LONG = SamplingParams(temperature=1, max_tokens=1200, seed=5)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment():
+    settings = LocalSettings(
+        model=MODEL,
+        draft_model=DRAFT,
+        served_model_name="table",
+        listen="127.0.0.1:0",
+        http_listen="127.0.0.1:0",
+        shutdown_timeout_s=5.0,
+    )
+    async with serve_all(settings) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def undisturbed(deployment):
+    async with AsyncClient(deployment.address) as client:
+        return (await client.generate("1 2 3", sampling=LONG)).token_ids
+
+
+async def killed_in_mid_stream(deployment, child, number):
+    """What a client gets when a process is killed after some tokens."""
+    async with AsyncClient(deployment.address) as client:
+        tokens, pid = [], child.pid
+        stream = client.stream("1 2 3", sampling=LONG, request_id=f"kill-{child.role}-{number}")
+        async for delta in stream:
+            assert delta.offset == len(tokens)
+            tokens += delta.token_ids
+            if len(tokens) > 100 * number and pid:
+                os.kill(pid, signal.SIGKILL)
+                pid = 0
+        assert not pid
+        return tuple(tokens), await stream.get_final_result()
+
+
+async def all_ready(deployment):
+    async with asyncio.timeout(60):
+        for child in deployment.children:
+            await child.ready.wait()
+
+
+async def test_both_faces_answer(deployment):
+    async with AsyncClient(deployment.address) as client, httpx.AsyncClient(base_url=deployment.url) as web:
+        result = await client.generate("1 2 3", sampling=SamplingParams(max_tokens=400))
+        assert len(result.token_ids) == len(result.accepted) == 400
+        assert result.text == "".join(f"{t} " for t in result.token_ids)
+        body = {"prompt": [1, 2, 3], "max_tokens": 50, "seed": 4, "return_token_ids": True, "speculation": True}
+        first, again = [(await web.post("/v1/completions", json=body)).json() for _ in range(2)]
+        assert first["choices"][0]["token_ids"] == again["choices"][0]["token_ids"]
+        assert (await web.get("/health")).status_code == 200
+        info = await client.server_info()
+        assert ([m.name for m in info.models], len(info.drafters)) == (["table"], 1)
+
+
+async def test_the_record_of_a_request_is_in_redis(deployment):
+    async with (
+        AsyncClient(deployment.address) as client,
+        redis.asyncio.Redis.from_url(f"redis://{deployment.redis.address}", decode_responses=True) as store,
+    ):
+        params = SamplingParams(max_tokens=50)
+        result = await client.generate("1 2 3", sampling=params, request_id="kept", session_id="talk")
+        await asyncio.sleep(0.5)
+        assert [int(t) for t in await store.lrange("rw:req:{kept}:log", 0, -1)] == list(result.token_ids)
+        assert (await store.hgetall("rw:req:{kept}"))["state"] == "finished"
+        assert (await store.hgetall("rw:session:{talk}"))["verifier"] == deployment.verifier.address
+        assert not await store.exists("rw:req:{kept}:lease")
+
+
+@pytest.mark.parametrize("number", [1, 4])
+async def test_a_killed_verifier_loses_and_repeats_no_token(deployment, undisturbed, number):
+    tokens, result = await killed_in_mid_stream(deployment, deployment.verifier, number)
+    assert tokens == undisturbed == result.token_ids
+    await all_ready(deployment)
+
+
+async def test_a_killed_drafter_changes_nothing_and_comes_back(deployment, undisturbed):
+    tokens, _ = await killed_in_mid_stream(deployment, deployment.drafters[0], 2)
+    assert tokens == undisturbed
+    await all_ready(deployment)
+    async with AsyncClient(deployment.address) as client, asyncio.timeout(60):
+        while not (await client.server_info()).drafters:
+            await asyncio.sleep(0.1)
+        params = SamplingParams(max_tokens=400)
+        while not (await client.generate("1 2 3", sampling=params)).speculation.num_accepted_draft_tokens:
+            await asyncio.sleep(0.1)  # the verifier waits for trees again once they turn out to pay
+
+
+async def test_a_killed_redis_stops_nobody(deployment, undisturbed):
+    tokens, _ = await killed_in_mid_stream(deployment, deployment.redis, 3)
+    assert tokens == undisturbed
+    await all_ready(deployment)
+
+
+async def test_sixteen_streams_each_get_their_own(deployment, undisturbed):
+    async with AsyncClient(deployment.address) as client:
+        params = [SamplingParams(max_tokens=80, seed=i) for i in range(8)] * 2
+        results = await asyncio.gather(*(client.generate("1 2 3", sampling=p) for p in params))
+        assert all(a.token_ids == b.token_ids for a, b in zip(results[:8], results[8:], strict=True))
+        assert len({r.token_ids for r in results}) == 8
+        load = await client.load()
+        assert (load.num_running, load.num_waiting) == (0, 0)
+
+
+def local(*flags):
+    command = [sys.executable, "-m", "gateway.local", "--model", MODEL, "--draft-model", DRAFT]
+    listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+    return [*command, *listen, *flags]
+
+
+async def test_a_stop_is_clean_and_complete():
+    def stopped():
+        process = subprocess.Popen(local(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        lines = []
+        while not lines or "all listening" not in lines[-1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], "it ended before it was ready"
+        assert [line.split()[1] for line in lines] == ["redis", "drafter", "verifier", "gateway", "all"]
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
+        assert len(children.split()) == 4
+        process.terminate()
+        assert process.wait(30) == 0
+        wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in children.split()), what="the processes")
+
+    await asyncio.to_thread(stopped)
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--model", "/nowhere"], 2, "model: '/nowhere' is not a folder"),
+        (["--redis-url", "redis://127.0.0.1:1/0"], 4, "redis_url: 'redis://127.0.0.1:1/0' cannot be reached"),
+        (["--verifier-flags=--nope"], 2, "rootward verifier: --nope: unknown flag"),
+        (["--nope"], 2, "rootward all: --nope: unknown flag"),
+    ],
+)
+async def test_what_cannot_start_ends_with_one_line_and_its_code(flags, code, words):
+    done = await asyncio.to_thread(subprocess.run, local(*flags), capture_output=True, text=True, timeout=120)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen"])
+async def test_a_port_in_use(flag):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [sys.executable, "-m", "gateway", "--model", MODEL, flag, address]
+        other = "--http-listen" if flag == "--listen" else "--listen"
+        done = await asyncio.to_thread(
+            subprocess.run, [*command, other, "127.0.0.1:0"], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 2
+    assert address in done.stderr
+    ours = [line for line in done.stderr.splitlines() if line.startswith("rootward")]  # gRPC adds a line of its own
+    assert len(ours) == 1
+    assert "Traceback" not in done.stderr

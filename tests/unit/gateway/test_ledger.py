@@ -1,0 +1,168 @@
+"""The record of running requests: what is written, when, and which epochs may be given out."""
+
+import asyncio
+
+import pytest
+
+from gateway.ledger import Ledger
+from gateway.sessions import MemoryStore, StoreUnavailable
+from rootward.errors import StaleEpoch, Unavailable
+
+
+class Counting(MemoryStore):
+    """Counts appends; `dead` makes every call fail."""
+
+    def __init__(self):
+        super().__init__(now=lambda: self.time)
+        self.time, self.appends, self.dead = 0.0, 0, False
+
+    async def acquire(self, *args):
+        self._check()
+        return await super().acquire(*args)
+
+    async def renew(self, *args):
+        self._check()
+        return await super().renew(*args)
+
+    async def append(self, *args):
+        self._check()
+        self.appends += 1
+        return await super().append(*args)
+
+    def _check(self):
+        if self.dead:
+            raise StoreUnavailable("gone")
+
+
+@pytest.fixture
+def store():
+    return Counting()
+
+
+@pytest.fixture
+def ledger(store):
+    return Ledger(store, now=lambda: store.time, lease_s=6.0, flush_s=0.0)
+
+
+async def test_many_runs_are_one_write(store, ledger):
+    entry = await ledger.begin("r")
+    for token in range(100):
+        ledger.extend(entry, [token])
+    await ledger.flush()
+    await ledger.flush()
+    assert store.appends == 1
+    assert await store.committed("r") == tuple(range(100))
+    ledger.end(entry, "finished")
+    await ledger.flush()
+    assert store._requests["r"].state == "finished"
+    assert not ledger._entries
+
+
+async def test_leases_are_renewed_at_a_third_of_their_time(store, ledger):
+    entry = await ledger.begin("r")
+    for _ in range(10):
+        store.time += 2.1
+        await ledger.flush()
+        assert not entry.lost
+        assert store._requests["r"].lease_until == store.time + 6
+
+
+async def test_a_lost_lease_stops_the_request(store, ledger):
+    entry = await ledger.begin("r")
+    store.time += 10
+    await store.acquire("r", "another", 60)
+    await ledger.flush()
+    with pytest.raises(StaleEpoch):
+        ledger.extend(entry, [1])
+    ledger.end(entry, "failed")
+    await ledger.flush()
+    assert store._requests["r"].holder == "another"
+    assert not ledger._entries
+
+
+async def test_a_log_that_vanished_is_written_again(store, ledger):
+    entry = await ledger.begin("r")
+    ledger.extend(entry, [1, 2])
+    await ledger.flush()
+    store._requests.clear()  # Redis restarted empty
+    ledger.extend(entry, [3])
+    for _ in range(3):
+        await ledger.flush()
+    assert await store.committed("r") == (1, 2, 3)
+
+
+async def test_an_append_whose_answer_was_lost_is_not_written_twice(store, ledger):
+    entry = await ledger.begin("r")
+    ledger.extend(entry, [1, 2])
+    await store.append(entry.lease, 0, [1, 2])
+    ledger.extend(entry, [3])
+    for _ in range(3):
+        await ledger.flush()
+    assert await store.committed("r") == (1, 2, 3)
+
+
+async def test_epochs_go_up_even_when_the_store_forgot_them(store, ledger):
+    entry = await ledger.begin("r")
+    for epoch in (2, 3):
+        await ledger.next_epoch(entry)
+        assert entry.epoch == epoch
+    store._requests.clear()
+    await ledger.next_epoch(entry)
+    assert entry.epoch == 4
+    assert store._requests["r"].epoch == 4
+
+
+async def test_without_the_store_epochs_are_counted_on_only_while_the_lease_lasts(store, ledger):
+    entry = await ledger.begin("r")
+    store.dead = True
+    store.time += 5.9
+    await ledger.next_epoch(entry)
+    assert entry.epoch == 2
+    store.time += 0.2
+    with pytest.raises(Unavailable, match="lease of this request has run out"):
+        await ledger.next_epoch(entry)
+    assert entry.epoch == 2
+
+
+async def test_a_request_begun_without_the_store_is_recorded_later(store, ledger):
+    store.dead = True
+    entry = await ledger.begin("r")
+    assert entry.epoch == 1
+    ledger.extend(entry, [1])
+    await ledger.flush()
+    store.dead = False
+    store.time += 5
+    for _ in range(3):
+        await ledger.flush()
+    assert await store.committed("r") == (1,)
+    with pytest.raises(Exception, match="running already"):
+        await store.acquire("r", "another", 5)
+
+
+async def test_ended_requests_do_not_pile_up_while_the_store_is_gone(store, ledger):
+    entry = await ledger.begin("r")
+    store.dead = True
+    ledger.extend(entry, [1])
+    ledger.end(entry, "finished")
+    await ledger.flush()
+    assert ledger._entries
+    store.time += 61
+    await ledger.flush()
+    assert not ledger._entries
+
+
+async def test_the_loop_writes_and_sleeps_when_there_is_nothing(store, ledger):
+    loop = asyncio.create_task(ledger.run())
+    entry = await ledger.begin("r")
+    ledger.extend(entry, [1])
+    await asyncio.sleep(0.05)
+    assert await store.committed("r") == (1,)
+    assert store.appends == 1
+    loop.cancel()
+
+
+async def test_what_is_remembered_is_known_at_once(store, ledger):
+    ledger.remember("talk", {"verifier": "v1"})
+    assert await ledger.recall("talk") == {"verifier": "v1"}
+    await ledger.flush()
+    assert await ledger.recall("talk") == {"verifier": "v1"}

@@ -1,0 +1,104 @@
+"""Tokenizers as the gateway uses them: found or refused, prompts as given, conversations by the model's template."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from unit.gateway.tokenizers_for_tests import END, byte_level
+
+from gateway.settings import GatewaySettings, LocalSettings
+from gateway.text import HuggingFaceTokenizer, TokenNumbers, load_tokenizer
+from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{{ mood }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    byte_level()._tokenizer.save_pretrained(path)
+    return path
+
+
+def test_a_folder_is_loaded(folder):
+    tokenizer = load_tokenizer(str(folder))
+    assert tokenizer.decode(tokenizer.encode("def f")) == "def f"
+    assert len(tokenizer.content_hash) == 64
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "a/b/c"])
+def test_a_missing_folder_is_one_line(name):
+    with pytest.raises(
+        ConfigurationError, match="is not a folder; give a Hugging Face model folder or hub name"
+    ) as caught:
+        load_tokenizer(name)
+    assert caught.value.exit_code == 2
+
+
+def test_a_folder_without_tokenizer_is_one_line(tmp_path):
+    with pytest.raises(ConfigurationError, match="has no usable tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_special_tokens_are_added_only_when_asked():
+    tokenizer = byte_level()
+    assert tokenizer.encode("ab") == tokenizer.encode("ab", add_special_tokens=False)
+    assert tokenizer.encode("") == (tokenizer.bos_id,)
+    assert tokenizer.decode([10**6, *tokenizer.encode("ab")]) == "ab"  # padding of the vocabulary has no text
+
+
+def with_template():
+    fast = byte_level()._tokenizer.backend_tokenizer
+    return HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, chat_template=TEMPLATE))
+
+
+def test_conversations_are_rendered_by_the_template():
+    tokenizer, messages = with_template(), [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "<user>hi<assistant>"
+    ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == "<user>hi"
+    ids = tokenizer.encode_chat(messages, template_kwargs={"mood": "gladly"})
+    assert tokenizer.decode(ids) == "<user>hi<assistant>gladly"
+
+
+def test_conversations_that_cannot_be_rendered():
+    messages = [{"role": "user", "content": "hi"}]
+    with pytest.raises(UnsupportedParameter, match="chat template"):
+        byte_level().encode_chat(messages)
+    with pytest.raises(InvalidRequest, match="chat_template"):
+        with_template().encode_chat(messages, template_kwargs={"chat_template": "{{ 1 }}"})
+    with pytest.raises(InvalidRequest, match="messages: "):
+        with_template().encode_chat(messages, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_no_beginning_token_and_no_text():
+    fast = byte_level()._tokenizer.backend_tokenizer
+    with pytest.raises(InvalidRequest, match="prompt: '' is empty"):
+        HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast)).encode("")
+
+
+def test_models_without_tokenizer_write_numbers():
+    tokenizer = load_tokenizer("tabular:vocab=5")
+    assert isinstance(tokenizer, TokenNumbers)
+    assert tokenizer.encode(" 3 1\n4 ") == (3, 1, 4)
+    assert tokenizer.decode((3, 1, 4)) == "3 1 4 "
+    stream = tokenizer.detokenizer((9,))
+    assert [stream.push(t) for t in range(40)] == [f"{t} " for t in range(40)]
+    for bad in ("three", "-1", "", "1.0", "9" * 12):
+        with pytest.raises(InvalidRequest, match="prompt: "):
+            tokenizer.encode(bad)
+    with pytest.raises(UnsupportedParameter):
+        tokenizer.encode_chat([{"role": "user", "content": "1"}])
+
+
+def test_settings():
+    settings = GatewaySettings.load(["--model", "/models/big/", "--verifiers", "a:1, dns:///b:2"])
+    assert settings.verifiers == ["a:1", "dns:///b:2"]
+    assert settings.name == "big"
+    assert settings.limits.max_num_seqs == 256
+    for flags in (["--verifiers", ""], ["--listen", "a"], ["--max-num-seqs", "0"], ["--log-level", "loud"], []):
+        with pytest.raises(ConfigurationError, match=r"^[\w.]+: "):
+            GatewaySettings.load(["--model", "x", *flags] if flags else [])
+    assert LocalSettings().num_drafters == 1
