@@ -14,7 +14,7 @@ import structlog
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -31,6 +31,8 @@ from rootward.errors import InvalidRequest, ServiceError
 log = structlog.get_logger()
 
 MAX_BODY_BYTES = 32 << 20
+BODY_S = 60.0  # for a body to arrive
+SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -99,13 +101,16 @@ class _Completions:
             check_name("x-request-id", request_id)
             wanted = parse_completion(await _body(request), {**request.headers, **headers})
             check_name("request_id", wanted.request.request_id)
+        except ClientDisconnect:
+            return
         except Exception as error:
             await _send_error(http_error(error), headers if request_id.isascii() else {}, scope, receive, send)
             _log_bug(error)
             return
         headers = {"x-request-id": wanted.request.request_id}
         answer = self._stream if wanted.stream else self._whole
-        await _unless_disconnected(receive, answer(wanted, headers, scope, receive, send))
+        limit_s = self._service.limits.request_timeout_s + SLOW_CLIENT_S
+        await _unless_disconnected(receive, answer(wanted, headers, scope, receive, send), limit_s)
 
     async def _whole(
         self, wanted: Completion, headers: dict[str, str], scope: Scope, receive: Receive, send: Send
@@ -164,12 +169,12 @@ class _Completions:
         )
 
 
-async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; when the client goes away first, cancel it."""
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Run `work`; when the client goes away first, or reads so slowly that `limit_s` pass, cancel it."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait({worker, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({worker, watcher}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             worker.result()
     finally:
@@ -185,10 +190,15 @@ async def _disconnected(receive: Receive) -> None:
 
 async def _body(request: Request) -> bytes:
     data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > MAX_BODY_BYTES:
-            raise InvalidRequest("body", f"{len(data)} bytes", f"are more than {MAX_BODY_BYTES}; send a shorter prompt")
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY_BYTES:
+                    fix = f"are more than {MAX_BODY_BYTES}; send a shorter prompt"
+                    raise InvalidRequest("body", f"{len(data)} bytes", fix)
+    except TimeoutError:
+        raise InvalidRequest("body", f"{len(data)} bytes", f"are all that came within {BODY_S:.0f} s") from None
     return bytes(data)
 
 

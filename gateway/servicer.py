@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 import grpc
 
@@ -13,13 +14,14 @@ from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.service import GatewayService
 from gateway.servicer_codec import chat_from_pb, chunk_to_pb, columns, finish_to_pb, request_from_pb, usage_to_pb
 from gateway.stops import Span
-from rootward.errors import InvalidRequest
+from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.rpc.codec import to_pb
 from rootward.rpc.server import RpcServer
 from rootward.rpc.status import errors_as_status
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 
+SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 FEATURES = ("abort", "chat_template", "coupled", "speculation_control", "stop_strings", "text_ends")
 
 
@@ -60,7 +62,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateChunk],
     ) -> None:
         """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
-        async with errors_as_status(context, request.request_id):
+        async with errors_as_status(context, request.request_id), _slow_clients_end(self._service):
             deltas = self._service.generate(_request(request, context))
             async with aclosing(_in_runs(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
@@ -186,6 +188,16 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     def _drafters(self) -> list[control_pb2.WorkerInfo]:
         names = {name for u in self._service.upstreams if u.ready and u.info for name in u.info.drafters}
         return [control_pb2.WorkerInfo(name=name, address=name, ready=True) for name in sorted(names)]
+
+
+@asynccontextmanager
+async def _slow_clients_end(service: GatewayService) -> AsyncIterator[None]:
+    """A client that does not read keeps its generation waiting, but not for ever."""
+    try:
+        async with asyncio.timeout(service.limits.request_timeout_s + SLOW_CLIENT_S):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded("the client read too slowly", metadata={"phase": "send"}) from None
 
 
 def _request(message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerateRequest:  # type: ignore[type-arg]

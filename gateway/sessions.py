@@ -32,6 +32,7 @@ from rootward.ports import Lease, SessionStore
 
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_RELEASE_S = 60.0
+FORGET_EVERY_S = 1.0
 
 # KEYS: request, epoch, lease, log. ARGV: holder, ttl of the lease in ms, retention in ms.
 _ACQUIRE = """
@@ -212,6 +213,7 @@ class MemoryStore:
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Record] = {}
         self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
+        self._look_again = 0.0
 
     async def acquire(self, request_id: str, holder: str, ttl_s: float) -> Lease:
         """A new lease with the next epoch; DuplicateRequest if another holder's lease is alive."""
@@ -263,7 +265,8 @@ class MemoryStore:
 
     async def get_session(self, session_id: str) -> dict[str, str]:
         self._forget_expired()
-        return dict(self._sessions.get(session_id, (0.0, {}))[1])
+        until, fields = self._sessions.get(session_id, (0.0, {}))
+        return dict(fields) if self._now() < until else {}
 
     async def close(self) -> None:
         """Nothing is held outside this process."""
@@ -280,8 +283,11 @@ class MemoryStore:
         record.expires = now + self._retention_s
 
     def _forget_expired(self) -> None:
-        """Records are few (those of the last minutes), so a scan is cheap."""
+        """Once a second at most: records are those of the last minutes, so a scan is cheap."""
         now = self._now()
+        if now < self._look_again:
+            return
+        self._look_again = now + FORGET_EVERY_S
         for request_id in [i for i, r in self._requests.items() if r.expires <= now and r.epoch]:
             del self._requests[request_id]
         for session_id in [i for i, (until, _) in self._sessions.items() if until <= now]:

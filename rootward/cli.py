@@ -21,6 +21,7 @@ from rootward.errors import (
     NotFoundError,
     RateLimitError,
     RootwardError,
+    StreamInterruptedError,
     UnavailableError,
 )
 
@@ -98,7 +99,7 @@ def exit_code(error: Exception) -> int:
     """What a failed command ends with."""
     if isinstance(error, ConfigurationError):
         return error.exit_code
-    if isinstance(error, APIConnectionError | UnavailableError | RateLimitError):
+    if isinstance(error, APIConnectionError | UnavailableError | RateLimitError | StreamInterruptedError):
         return UNAVAILABLE
     mistakes = (BadRequestError, NotFoundError, ConflictError, ValueError)
     return USAGE if isinstance(error, mistakes) or hasattr(error, "format_message") else INTERNAL

@@ -55,9 +55,11 @@ def generate(
         stream = client.stream(text, sampling=sampling, speculation=speculation, model=model)
         with stream:
             if output is OutputFormat.text:
-                for delta in stream:
-                    print_delta(console, delta)
-                console.file.write("\n")
+                try:
+                    for delta in stream:
+                        print_delta(console, delta)
+                finally:
+                    console.file.write("\n")
             result = stream.get_final_result()
     if output is OutputFormat.json:
         print(as_json(result))

@@ -158,8 +158,8 @@ class AsyncClient:
         ) as stream:
             return await stream.get_final_result()
 
-    async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = False) -> tuple[int, ...]:
-        """Token ids as the server would make them of a prompt."""
+    async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Token ids as the server makes them of a prompt, or with special tokens or without if that is said."""
         request = generate_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
         return tuple((await self._call(self._inference().Tokenize, request)).token_ids)
 
@@ -233,7 +233,7 @@ class Client:
         """See `AsyncClient.generate`."""
         return self._thread.run(self._client.generate(prompt, **options))
 
-    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = False) -> tuple[int, ...]:
+    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids as the server would make them of a prompt."""
         return self._thread.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
 

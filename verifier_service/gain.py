@@ -1,6 +1,6 @@
 """Does speculation pay? Learned from the rounds themselves: tokens per second with trees against plain decoding.
 
-Looks at past rounds and clocks only, never at a tree that has arrived (algorithms.md 6.3: a plain round is always allowed for such reasons).
+Looks at past rounds and clocks only, never at a tree that has arrived: for such reasons a plain round is always allowed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 MEMORY = 0.1  # weight of the newest round
 TRIAL = 6  # tree rounds before an opinion
+PLAIN_FIRST = 2  # plain rounds before anything can be compared; trees are being grown meanwhile
 PLAIN_EVERY = 100  # one round in so many is plain, so that the comparison stays current
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # plain rounds until the next trial
 
@@ -44,7 +45,8 @@ class Gain:
     @property
     def pays(self) -> bool:
         """Whether the next round should use a tree."""
-        return not self._pause and (self._rounds + 1) % PLAIN_EVERY != 0
+        known = self.plain.rounds >= PLAIN_FIRST
+        return known and not self._pause and (self._rounds + 1) % PLAIN_EVERY != 0
 
     @property
     def speedup(self) -> float:
@@ -63,7 +65,7 @@ class Gain:
                     self.tree = Pace(tokens=self.tree.tokens)
             return
         self.tree.add(tokens, seconds)
-        if self.tree.rounds < TRIAL or not self.plain.rounds:
+        if self.tree.rounds < TRIAL:
             return
         if self.speedup < 1.0:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)

@@ -31,6 +31,7 @@ from rootward.errors import (
 )
 from rootward.ports import Drafter, LanguageModel, VerifierInfo
 from verifier_service.drafters import DrafterPool
+from verifier_service.gain import Gain, Pace
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Plan, View, patience_s, plan
 from verifier_service.sessions import Session, choose_rule
@@ -93,7 +94,7 @@ class VerifierService:
         self._num_sessions = 0
         self._wake = asyncio.Event()
         self._prefilled_last = False
-        self._plain_s = 0.005  # duration of a step, learned
+        self._plain = Pace()  # of plain decoding, learned over all sessions
         self._misses = 0
         self._probed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
@@ -143,7 +144,7 @@ class VerifierService:
             len(self._queue),
             self.max_sessions,
             self.draining,
-            {"step_s": self._plain_s},
+            {"speedup_estimate": self._speedup()},
         )
 
     async def drain(self) -> None:
@@ -191,7 +192,8 @@ class VerifierService:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        return Session(self._num_sessions, request, rule, law if wanted else None, eos)
+        gain = Gain(self._plain)
+        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=gain)
 
     def _check(self, request: VerifierRequest) -> None:
         if self.draining or self._task is None or self._task.done():
@@ -276,7 +278,6 @@ class VerifierService:
 
     async def _run(self, step: Plan) -> None:
         loop = asyncio.get_running_loop()
-        start_s = time.monotonic()
         if step.prefill:
             chunks = [self._chunk(number, size) for number, size in step.prefill]
             await loop.run_in_executor(self._thread, self.runner.prefill, chunks)
@@ -288,7 +289,6 @@ class VerifierService:
             numbers = [number for number, _ in step.verify] + list(step.decode)
             rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
             outcomes = await loop.run_in_executor(self._thread, self.runner.verify, rounds)
-            self._plain_s += 0.1 * (time.monotonic() - start_s - self._plain_s)
             for number, outcome in zip(numbers, outcomes, strict=True):
                 self._commit(self._running[number], outcome)
         self._prefilled_last = bool(step.prefill)
@@ -328,13 +328,15 @@ class VerifierService:
         )
         cap = min(cap, session.tokens_left - 1)  # known beforehand: a deeper node could never be emitted
         wait_s = self.policy.draft_wait_s
-        if session.request.speculation.mode is not SpeculationMode.REQUIRED:  # which waits whether or not it pays
-            pays_s = patience_s(expected_tokens=session.expected_tokens, plain_s=self._plain_s, limit_s=wait_s)
+        required = session.request.speculation.mode is SpeculationMode.REQUIRED  # waits whether or not it pays
+        if not required:
+            plain_s = self._plain.seconds if self._plain.rounds else wait_s
+            pays_s = patience_s(expected_tokens=session.gain.tree.tokens, plain_s=plain_s, limit_s=wait_s)
             wait_s = pays_s if patient else 0.0
         return View(
             session.number,
             session.prefill_left,
-            draft is not None,
+            draft is not None and (session.gain.pays or required),
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
@@ -360,15 +362,23 @@ class VerifierService:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         draft = session.draft
-        missed = draft is not None and outcome.num_nodes == 0 and not draft.at_rest and session.tokens_left > 1
+        waited = session.gain.pays and session.tokens_left > 1
+        missed = draft is not None and waited and outcome.num_nodes == 0 and not draft.at_rest
         if missed or outcome.num_nodes:
             self._misses = self._misses + 1 if missed else 0
+        now_s = time.monotonic()
+        session.gain.add(outcome.num_nodes, len(outcome.tokens), now_s - session.committed_s)
         committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed)
         session.fed = len(session.tokens) - 1
-        session.committed_s = time.monotonic()
+        session.committed_s = now_s
         if not session.done:
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
+
+    def _speedup(self) -> float:
+        """Measured speed with trees over plain decoding, mean of the running sessions that know both."""
+        known = [s.gain.speedup for s in self._running.values() if s.gain.tree.rounds and self._plain.rounds]
+        return sum(known) / len(known) if known else 1.0
 
     @staticmethod
     def _abort(session: Session, error: Exception) -> None:

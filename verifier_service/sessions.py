@@ -14,6 +14,7 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Committed, Finish, FinishReason, Law, Rule, SpeculationStats, VerifierRequest
 from rootward.core.rng import Key
 from rootward.errors import ServiceError
+from verifier_service.gain import Gain, Pace
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +65,7 @@ class Session:
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
     committed_s: float = 0.0  # when the truth last advanced
-    expected_tokens: float = 2.5  # per tree round, learned
+    gain: Gain = field(default_factory=lambda: Gain(Pace()))
     accounts: Accounts = field(default_factory=Accounts)
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
     done: bool = False
@@ -98,8 +99,6 @@ class Session:
         run, stop_id = self._cut(tokens)
         accepted = tuple(i < len(tokens) - 1 for i in range(len(run)))
         self.accounts.add(num_nodes, sum(accepted), missed=missed)
-        if num_nodes:
-            self.expected_tokens += 0.1 * (len(tokens) - self.expected_tokens)
         for token in run:
             self.tokens.append(token)
             self.hash = extend_hash(self.hash, token)

@@ -25,7 +25,7 @@ from rootward.core.verification import batched, gather, law, sparse
 from rootward.core.verification.verdict import stop_node
 from rootward.engine import verification as device
 
-NUM_TREES, NUM_NODES, NUM_ATOMS, VOCAB = 32, 64, 64, 2048
+NUM_TREES, NUM_NODES, NUM_ATOMS, VOCAB = 32, 64, 64, 8192
 LEAST_RATIO = 20.0  # reference loop / batched
 
 

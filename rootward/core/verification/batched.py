@@ -172,7 +172,7 @@ class ForestLaw:
 
 def gather_ids(forest: Forest, atoms: ArrayLike) -> Ints:
     """int64[T, G]: `sparse.gather_ids` for a forest. atoms int64[T, K]: support of each draft row, -1 pad."""
-    support = np.array(atoms, dtype=np.int64)
+    support = np.asarray(atoms, dtype=np.int64)
     if support.ndim != 2 or len(support) != forest.num_nodes:
         shape = f"[{forest.num_nodes}, K]"
         raise ValueError(f"atoms: shape {support.shape}; give K per node, {shape}, -1 where there is none")
@@ -349,7 +349,9 @@ def _checked_target(forest: Forest, ids: Ints, target_at: ArrayLike, tail: Array
         raise ValueError(f"ids, target_at, tail: shapes {shapes}; give [{T}, G], [{T}, G], [{T}]")
     p = np.where(ids < 0, 0.0, at)
     whole = p.sum(axis=1) + t
-    wrong = ~((np.abs(whole - 1.0) <= TOLERANCE) & (t >= 0.0) & (p.min(axis=1, initial=0.0) >= 0.0))
+    wrong = ~((np.abs(whole - 1.0) <= TOLERANCE) & (t >= 0.0))  # NaN fails every comparison
+    if p.min(initial=0.0) < 0.0:
+        wrong |= (p < 0.0).any(axis=1)
     if wrong.any():
         node = int(np.argmax(wrong))
         given = f"row {node}, {forest.name(node)}, sums to {whole[node]}"
