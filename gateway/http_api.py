@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -61,6 +62,7 @@ class HttpApi:
 
     def __init__(self, service: GatewayService):
         self.service = service
+        self._created = int(time.time())  # seconds since 1970
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._card()]})
@@ -84,7 +86,7 @@ class HttpApi:
         return Response(generate_latest(self.service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _card(self) -> dict[str, object]:
-        return model_card(self.service.served_model, self.service.model, created=0)
+        return model_card(self.service.served_model, self.service.model, created=self._created)
 
 
 class _Completions:

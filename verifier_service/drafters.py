@@ -1,7 +1,8 @@
 """The drafters of this verifier: one stream each, sessions placed on them, trees received from them.
 
-A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step) costs its sessions their
-tree and nothing else: `Session.draft` becomes None, and the next `place` opens a new tree on whoever can take it.
+A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions
+further growth and nothing else: their drafts become orphans. What has arrived is verified once more, then the next `place` opens a new
+tree on whoever can take it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ STEADY_S = (
 REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
 QUARANTINE_S = 30.0  # how long a drafter that sends malformed frames again and again gets no sessions
 MAX_OFFENCES = 3
+MAX_MISSES = 5  # rounds in a row that waited in vain before a drafter is left alone for a while
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0  # how long; doubles each time
 
 
 class Link:
@@ -42,7 +45,8 @@ class Link:
         self.draining = False
         self.sessions: dict[int, Session] = {}  # by slot
         self.avoid_until_s = 0.0
-        self._offences = 0
+        self._offences = self._misses = 0
+        self._rest_s = FIRST_REST_S
         self._next_slot = 1
         self._opens: list[Open] = []
         self._commits: dict[int, Commit] = {}  # one per slot: cumulative
@@ -108,16 +112,43 @@ class Link:
         self._commits[draft.slot] = Commit(draft.slot, base, tuple(tokens), draft.tree.hash)
 
     def close(self, session: Session, reason: str) -> None:
-        draft = session.draft
-        if draft is None or self.sessions.pop(draft.slot, None) is None:
+        """The session has ended."""
+        if session.draft is not None and self._forget(session.draft.slot, reason) is not None:
+            session.draft = None
+
+    def orphan(self, slot: int, reason: str) -> None:
+        """Nothing more will come for this tree; what has arrived is still verified."""
+        session = self._forget(slot, reason)
+        if session is not None and session.draft is not None:
+            session.draft.link, session.draft.at_rest = None, True
+
+    def judge(self, *, missed: bool) -> None:
+        """The breaker. A session waited for this drafter, in vain or not; too many misses in a row and it is left alone for a while."""
+        if not missed:
+            self._misses, self._rest_s = 0, FIRST_REST_S
             return
-        session.draft = None
-        self._commits.pop(draft.slot, None)
-        unsent = [o for o in self._opens if o.slot == draft.slot]
+        self._misses += 1
+        if self._misses >= MAX_MISSES:
+            log.info("drafter_late", drafter=self.name, rest_s=self._rest_s)
+            self._leave_alone(self._rest_s, "late")
+            self._misses, self._rest_s = 0, min(2 * self._rest_s, LONGEST_REST_S)
+
+    def _leave_alone(self, seconds: float, reason: str) -> None:
+        self.avoid_until_s = time.monotonic() + seconds
+        for slot in list(self.sessions):
+            self.orphan(slot, reason)
+
+    def _forget(self, slot: int, reason: str) -> Session | None:
+        session = self.sessions.pop(slot, None)
+        if session is None:
+            return None
+        self._commits.pop(slot, None)
+        unsent = [o for o in self._opens if o.slot == slot]
         if unsent:
             self._opens.remove(unsent[0])
         else:
-            self._closes.append(Close(draft.slot, reason))
+            self._closes.append(Close(slot, reason))
+        return session
 
     def flush(self) -> None:
         """Send what has collected as one frame."""
@@ -159,16 +190,15 @@ class Link:
         if frame.ack is not None:
             self._greet(frame.ack)
         if frame.load is not None and frame.load.draining and not self.draining:
+            self._leave_alone(0.0, "drafter is draining")
             self.draining = True
-            for session in list(self.sessions.values()):
-                self.close(session, "drafter is draining")  # `place` finds another drafter, or none
         for need in frame.need_syncs:
-            self._drop(need.slot, "lost step")
+            self.orphan(need.slot, "lost step")
         for reject in frame.rejects:
             if reject.retry_after_ms:
                 self.avoid_until_s = time.monotonic() + reject.retry_after_ms / 1e3
             refused = self.sessions.get(reject.slot)
-            self._drop(reject.slot, reject.reason)
+            self.orphan(reject.slot, reject.reason)
             if refused is not None and not reject.retry_after_ms:
                 refused.law = None  # this drafter never can: context or vocabulary
         for grow in frame.grows:
@@ -194,32 +224,25 @@ class Link:
             self._offend(grow.slot, str(error))
             return
         if tree.broken:
-            self._drop(grow.slot, received.reason)
+            self.orphan(grow.slot, received.reason)
             return
         session.draft.at_rest = grow.at_rest and grow.base_len == tree.length
 
     def _offend(self, slot: int, why: str) -> None:
         """Quarantine the slot; repeated offences quarantine the drafter."""
         log.warning("malformed_frame", drafter=self.name, error=why)
-        self._drop(slot, "malformed")
+        self.orphan(slot, "malformed")
         self._offences += 1
         if self._offences >= MAX_OFFENCES:
-            self._offences, self.avoid_until_s = 0, time.monotonic() + QUARANTINE_S
-            for session in list(self.sessions.values()):
-                self.close(session, "quarantine")
-
-    def _drop(self, slot: int, reason: str) -> None:
-        if (session := self.sessions.get(slot)) is not None:
-            log.debug("tree_dropped", drafter=self.name, reason=reason)
-            self.close(session, reason)
+            self._offences = 0
+            self._leave_alone(QUARANTINE_S, "quarantine")
 
     def _lost(self) -> None:
         if self.ack is not None:
             log.warning("drafter_down", drafter=self.name, sessions=len(self.sessions))
         self.ack = None
-        for session in self.sessions.values():
-            session.draft = None
-        self.sessions = {}
+        for slot in list(self.sessions):
+            self.orphan(slot, "stream lost")
         self._opens, self._commits, self._closes = [], {}, []
         self._on_growth()
 
@@ -271,16 +294,26 @@ class DrafterPool:
         link.open(session, **shape)
 
     def commit(self, session: Session, tokens: Sequence[int]) -> None:
-        if session.draft is not None:
-            link = session.draft.link
-            assert isinstance(link, Link)
+        link = self._link(session)
+        if link is None:
+            session.draft = None  # an orphan has had its round
+        else:
             link.commit(session, tokens)
 
     def close(self, session: Session, reason: str) -> None:
-        if session.draft is not None:
-            link = session.draft.link
-            assert isinstance(link, Link)
+        if (link := self._link(session)) is not None:
             link.close(session, reason)
+        session.draft = None
+
+    def judge(self, session: Session, *, missed: bool) -> None:
+        if (link := self._link(session)) is not None:
+            link.judge(missed=missed)
+
+    @staticmethod
+    def _link(session: Session) -> Link | None:
+        link = session.draft.link if session.draft is not None else None
+        assert link is None or isinstance(link, Link)
+        return link
 
     def flush(self) -> None:
         for link in self.links:

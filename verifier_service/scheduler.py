@@ -2,8 +2,9 @@
 
 Per session: PREFILL a chunk, VERIFY the tree that has arrived, DECODE one token, or WAIT for growth. Under ratio tests the values, the
 probabilities and the size of the arrived tree must not decide how much of it is verified. What is decided here looks at the number
-of arrived nodes only to stop waiting, and then everything that has arrived, up to a cap fixed beforehand, is verified
-(algorithms.md 6.1, L2: a stopping time of the draws); DECODE happens only when nothing has arrived.
+of arrived nodes only to stop waiting, and then everything that has arrived, up to a cap fixed when the round began, is verified
+(a stopping time of the draws); DECODE happens only when nothing has arrived or the cap is 0. A cap that followed the load while a tree
+waits would cut nodes because they did not bring their tree to rest earlier (exact error up to 0.1).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class View:
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
     waited_s      time since the last commit;  patience_s  the longest wait that can pay
-    want          nodes at which waiting stops;  cap  most nodes to verify
+    cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
     """
 
     session: int
@@ -31,7 +32,6 @@ class View:
     at_rest: bool = False
     waited_s: float = 0.0
     patience_s: float = 0.0
-    want: int = 1
     cap: int = 0
 
 
@@ -49,14 +49,19 @@ class Plan:
         return not (self.prefill or self.verify or self.decode)
 
 
-def plan(views: Sequence[View], *, max_rows: int, prefill_chunk: int, prefill_turn: bool) -> Plan:
+def plan(views: Sequence[View], *, prefill_chunk: int, prefill_turn: bool) -> Plan:
     """Prefill and rounds take turns when both have work, so that neither starves and neither pads the other's rows."""
     filling = [v for v in views if v.prefill_left]
     rounds = [v for v in views if not v.prefill_left]
-    launch = _round_step(rounds, max_rows)
+    launch = _round_step(rounds)
     if filling and (prefill_turn or launch.empty):
         return Plan(prefill=_chunks(filling, prefill_chunk))
     return launch
+
+
+def share(max_rows: int, num_sessions: int) -> int:
+    """Nodes per session when a step of max_rows is shared, its root row included: shrinks with load, down to plain decoding."""
+    return max(0, max_rows // max(num_sessions, 1) - 1)
 
 
 def patience_s(*, expected_tokens: float, plain_s: float, limit_s: float) -> float:
@@ -75,19 +80,15 @@ def _chunks(filling: Sequence[View], budget: int) -> tuple[tuple[int, int], ...]
     return tuple(chunks)
 
 
-def _round_step(rounds: Sequence[View], max_rows: int) -> Plan:
-    share = max(
-        1, max_rows // max(len(rounds), 1)
-    )  # rows per session, its root included: fixed before looking at any tree
+def _round_step(rounds: Sequence[View]) -> Plan:
     verify: list[tuple[int, int]] = []
     decode: list[int] = []
     waiting: list[View] = []
     for view in rounds:
-        cap = min(view.cap, share - 1)
-        if not view.drafting or cap < 1:
+        if not view.drafting or view.cap < 1:
             decode.append(view.session)
-        elif view.arrived >= min(view.want, cap) or (view.arrived and _done_waiting(view)):
-            verify.append((view.session, cap))
+        elif view.arrived >= view.cap or (view.arrived and _done_waiting(view)):
+            verify.append((view.session, view.cap))
         elif _done_waiting(view):
             decode.append(view.session)
         else:

@@ -33,7 +33,7 @@ from rootward.ports import Drafter, LanguageModel, VerifierInfo
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Pace
 from verifier_service.runner import Chunk, Outcome, Round, Runner
-from verifier_service.scheduler import Plan, View, patience_s, plan
+from verifier_service.scheduler import Plan, View, patience_s, plan, share
 from verifier_service.sessions import Session, choose_rule
 
 log = structlog.get_logger("verifier")
@@ -54,8 +54,6 @@ class Policy:
     max_rows: int = 256
     prefill_chunk: int = 256
     max_queued: int = 256
-    misses_to_open: int = 5  # rounds in a row that waited in vain before waiting stops
-    probe_every_s: float = 1.0  # one wait is allowed this often while the breaker is open
 
 
 class VerifierService:
@@ -95,8 +93,6 @@ class VerifierService:
         self._wake = asyncio.Event()
         self._prefilled_last = False
         self._plain = Pace()  # of plain decoding, learned over all sessions
-        self._misses = 0
-        self._probed_s = 0.0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
@@ -135,6 +131,8 @@ class VerifierService:
                     return
 
     async def get_info(self) -> VerifierInfo:
+        if self._task is None or self._task.done():
+            raise Unavailable("the engine has ended")
         return VerifierInfo(
             self.model.info,
             self.worker,
@@ -146,6 +144,11 @@ class VerifierService:
             self.draining,
             {"speedup_estimate": self._speedup()},
         )
+
+    @property
+    def ended(self) -> asyncio.Task[None] | None:
+        """Done when the engine has failed for good; the process should end then."""
+        return self._task
 
     async def drain(self) -> None:
         """Refuse new sessions; return when the running ones have ended."""
@@ -164,7 +167,10 @@ class VerifierService:
             async with asyncio.timeout(timeout_s):
                 await self.drain()
         for session in list(self._live.values()):
-            session.out.put_nowait(Unavailable("verifier is draining", retry_after_s=1.0))
+            # In a round, only after its commit: a tree that waits must not be dropped for coming late.
+            session.leaving = True
+            if session.number not in self._running or session.prefill_left:
+                self._hand_back(session, "verifier is draining")
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -314,25 +320,20 @@ class VerifierService:
 
     def _plan(self) -> Plan:
         now_s = time.monotonic()
-        patient = self._misses < self.policy.misses_to_open
-        if not patient and now_s - self._probed_s >= self.policy.probe_every_s:
-            self._probed_s, patient = now_s, True
-        views = [self._view(s, now_s, patient) for s in self._running.values() if not s.done]
-        p = self.policy
-        return plan(views, max_rows=p.max_rows, prefill_chunk=p.prefill_chunk, prefill_turn=not self._prefilled_last)
+        running = [s for s in self._running.values() if not s.done]
+        nodes = share(self.policy.max_rows, sum(not s.prefill_left for s in running))
+        views = [self._view(s, now_s, nodes) for s in running]
+        chunk = self.policy.prefill_chunk
+        return plan(views, prefill_chunk=chunk, prefill_turn=not self._prefilled_last)
 
-    def _view(self, session: Session, now_s: float, patient: bool) -> View:
-        draft = session.draft
-        cap = min(
-            session.request.speculation.num_draft_tokens or self.policy.num_draft_tokens, self.policy.num_draft_tokens
-        )
-        cap = min(cap, session.tokens_left - 1)  # known beforehand: a deeper node could never be emitted
-        wait_s = self.policy.draft_wait_s
+    def _view(self, session: Session, now_s: float, nodes: int) -> View:
+        draft, most = session.draft, self.policy.num_draft_tokens
+        if session.cap is None and not session.prefill_left:  # the round begins
+            # Deeper than tokens_left - 1 nothing could be emitted.
+            session.cap = min(
+                session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1
+            )
         required = session.request.speculation.mode is SpeculationMode.REQUIRED  # waits whether or not it pays
-        if not required:
-            plain_s = self._plain.seconds if self._plain.rounds else wait_s
-            pays_s = patience_s(expected_tokens=session.gain.tree.tokens, plain_s=plain_s, limit_s=wait_s)
-            wait_s = pays_s if patient else 0.0
         return View(
             session.number,
             session.prefill_left,
@@ -340,10 +341,14 @@ class VerifierService:
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
-            wait_s,
-            want=cap,
-            cap=cap,
+            self.policy.draft_wait_s if required else self._patience_s(session),
+            session.cap or 0,
         )
+
+    def _patience_s(self, session: Session) -> float:
+        limit_s = self.policy.draft_wait_s
+        plain_s = self._plain.seconds if self._plain.rounds else limit_s
+        return patience_s(expected_tokens=session.gain.tree.tokens, plain_s=plain_s, limit_s=limit_s)
 
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self._running[number]
@@ -362,25 +367,32 @@ class VerifierService:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         draft = session.draft
-        waited = session.gain.pays and session.tokens_left > 1
-        missed = draft is not None and waited and outcome.num_nodes == 0 and not draft.at_rest
+        wanted = draft is not None and not draft.at_rest and bool(session.cap)
+        missed = wanted and outcome.num_nodes == 0 and session.gain.pays
         if missed or outcome.num_nodes:
-            self._misses = self._misses + 1 if missed else 0
+            self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
         session.gain.add(outcome.num_nodes, len(outcome.tokens), now_s - session.committed_s)
         committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s
+        session.cap = None
         if not session.done:
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
+        if session.leaving and not session.done:
+            self._hand_back(session, "verifier is draining")
 
     def _speedup(self) -> float:
         """Measured speed with trees over plain decoding, mean of the running sessions that know both."""
         known = [s.gain.speedup for s in self._running.values() if s.gain.tree.rounds and self._plain.rounds]
         return sum(known) / len(known) if known else 1.0
 
+    def _abort(self, session: Session, error: Exception) -> None:
+        """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
+        self._hand_back(session, f"internal error in the engine: {type(error).__name__}")
+
     @staticmethod
-    def _abort(session: Session, error: Exception) -> None:
+    def _hand_back(session: Session, why: str) -> None:
         session.finish(FinishReason.ABORTED)
-        session.out.put_nowait(ServiceError(f"internal error in the engine: {type(error).__name__}"))
+        session.out.put_nowait(Unavailable(why, retry_after_s=1.0))

@@ -19,9 +19,10 @@ from verifier_service.gain import Gain, Pace
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """The session's tree at a drafter. `link` is opaque here: the pool's business."""
+    """The session's tree at a drafter. `link` is opaque here: the pool's business. None: an orphan, its drafter is gone. What has arrived
+    is verified once, for dropping it now would depend on its values; then the draft is dropped."""
 
-    link: object
+    link: object | None
     slot: int
     tree: LivingTree
     at_rest: bool = False
@@ -65,6 +66,8 @@ class Session:
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
     committed_s: float = 0.0  # when the truth last advanced
+    cap: int | None = None  # most nodes of this round, fixed when it begins
+    leaving: bool = False  # hand the request back after the next commit
     gain: Gain = field(default_factory=lambda: Gain(Pace()))
     accounts: Accounts = field(default_factory=Accounts)
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)

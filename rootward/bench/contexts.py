@@ -52,12 +52,13 @@ def random_prompts(num_prompts: int, vocab: int, length: int, seed: int) -> list
 
 
 def continued(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], temperature: float, num: int, longest: int, seed: int
+    model: LanguageModel, prompts: Sequence[Sequence[int]], temperature: float, which: range, longest: int, seed: int
 ) -> list[list[int]]:
-    """`num` contexts: prompts in turn, each continued by the model itself for 0…longest tokens (never past an end
-    of text). All in lockstep, one token a forward."""
-    rng = np.random.default_rng([seed, 102, int(temperature * 1000)])
-    texts = [list(prompts[i % len(prompts)]) for i in range(num)]
+    """The contexts of these numbers: prompts in turn, each continued by the model itself for 0…longest tokens (never
+    past an end of text). All in lockstep, one token a forward."""
+    num = len(which)
+    rng = np.random.default_rng([seed, 102, int(temperature * 1000), which.start])
+    texts = [list(prompts[i % len(prompts)]) for i in which]
     wanted = [len(text) + int(n) for text, n in zip(texts, rng.integers(longest + 1, size=num), strict=True)]
     slots = [model.open() for _ in range(num)]
     try:

@@ -47,10 +47,10 @@ def valid(construction: Construction, rules: Sequence[str], temperature: float) 
 
 def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, made: Sequence[Round]) -> Cell:
     """One rule on one tree per context."""
-    coins = Coins(rows.seed)
+    coins = Coins(rows.seed, rows.first_context)
     one_by_one = [outcome(rule, rows, one, construction.replacement, coins, NUM_VERDICTS) for one in made]
     depths = [one.tree.depth for one in made]
-    samples = np.array([1.0 + result.stop @ depth for result, depth in zip(one_by_one, depths, strict=True)])
+    given = [1.0 + float(result.stop @ depth) for result, depth in zip(one_by_one, depths, strict=True)]
     measured, error, num = _measured(one_by_one, depths)
     return Cell(
         temperature=rows.temperature,
@@ -58,8 +58,9 @@ def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, m
         construction=construction.name,
         rule=rule,
         baseline=construction.baseline,
-        samples=samples,
-        survival=survival([one.tree for one in made], [result.stop for result in one_by_one]),
+        samples=np.array([result.tokens for result in one_by_one]),
+        given_trees=float(np.mean(given)),
+        survival=survival([one.tree for one in made], [result.reach for result in one_by_one]),
         measured=measured,
         measured_error=error,
         num_measured=num,
@@ -68,13 +69,13 @@ def cell(rows: RankedRows, construction: Construction, budget: int, rule: str, m
     )
 
 
-def survival(trees: Sequence[TokenTree], stops: Sequence[Floats]) -> Floats:
+def survival(trees: Sequence[TokenTree], reaches: Sequence[Floats]) -> Floats:
     """float64[D]: P(at least d draft tokens are accepted), the mean over contexts."""
     deepest = max(int(tree.depth.max()) for tree in trees)
-    mass = np.zeros(deepest + 1)
-    for tree, stop in zip(trees, stops, strict=True):
-        mass += np.bincount(tree.depth, weights=stop, minlength=deepest + 1)
-    return np.cumsum(mass[::-1])[::-1] / len(trees)
+    total = np.zeros(deepest + 1)
+    for tree, reach in zip(trees, reaches, strict=True):
+        total += np.bincount(tree.depth, weights=reach, minlength=deepest + 1)
+    return total / len(trees)
 
 
 def _measured(one_by_one: Sequence[Outcome], depths: Sequence[np.ndarray]) -> tuple[float, float, int]:

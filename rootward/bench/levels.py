@@ -15,7 +15,8 @@ from rootward.bench.results import LevelCell
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
 
-DRAWS, LEVELS, MOST_NODES = (1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8, 12), 32
+DRAWS, LEVELS, MOST_NODES = (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), 32
+ACCEPTANCES, FEWER_ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9), (0.6, 0.7, 0.8)
 RULE = {Law.SAMPLED: "traversal", Law.GREEDY: "traversal", Law.TOP_K: "match", Law.COUPLED: "coupled"}
 
 
@@ -28,14 +29,15 @@ class Setting(NamedTuple):
     draws: int
 
 
-def settings(temperature: float, acceptances: tuple[float, ...], draws: tuple[int, ...] = DRAWS) -> list[Setting]:
-    """At temperature 0 shared noise decides nothing, so coupled growth is left out."""
-    laws = [Setting(Law.TOP_K, None, 1, d) for d in draws]
-    for a in acceptances:
-        for d in draws:
-            laws += [Setting(Law.SAMPLED, a, 1, d), Setting(Law.GREEDY, a, 2, d)]
-            if temperature > 0:
-                laws.append(Setting(Law.COUPLED, a, 1, d))
+def settings(temperature: float) -> list[Setting]:
+    """What is tried. At temperature 0 every law is verified by the longest match and chosen trees are the ones that
+    matter; shared noise decides nothing there."""
+    laws = [Setting(Law.TOP_K, None, 1, d) for d in DRAWS]
+    by_law = {Law.SAMPLED: ACCEPTANCES, Law.GREEDY: FEWER_ACCEPTANCES, Law.COUPLED: FEWER_ACCEPTANCES}
+    if temperature == 0:
+        by_law = {Law.SAMPLED: (0.7,), Law.GREEDY: (0.7,)}
+    for law, acceptances in by_law.items():
+        laws += [Setting(law, a, 2 if law is Law.GREEDY else 1, d) for a in acceptances for d in DRAWS]
     return laws
 
 
@@ -55,12 +57,11 @@ def level_cells(
 
 def _cell(rows: RankedRows, setting: Setting, trees: list[Grown], level: int) -> LevelCell:
     rule = RULE[setting.law] if rows.temperature > 0 else "match"
-    samples, nodes, coins = [], [], Coins(rows.seed)
+    samples, nodes, coins = [], [], Coins(rows.seed, rows.first_context)
     for context, grown in enumerate(trees):
         one = first(grown.drafted, grown.after_level[level - 1])
         nodes.append(len(one.tree) - 1)
-        stop = outcome(rule, rows, rounds(rows, context, one), False, coins, 0).stop
-        samples.append(1.0 + float(stop @ one.tree.depth))
+        samples.append(outcome(rule, rows, rounds(rows, context, one), False, coins, 0).tokens)
     return LevelCell(
         rows.temperature,
         setting.law.value,

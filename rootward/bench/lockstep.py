@@ -72,7 +72,7 @@ Builder = Callable[[View, np.random.Generator], tuple[TokenTree, Floats]]
 
 def generator(rows: RankedRows, context: int) -> np.random.Generator:
     """The draws of one context: the same for every construction, so that comparisons are paired."""
-    return np.random.default_rng([rows.seed, 104, int(rows.temperature * 1000), context])
+    return np.random.default_rng([rows.seed, 104, int(rows.temperature * 1000), rows.first_context + context])
 
 
 def build(rows: RankedRows, builder: Builder, *, level_order: bool = True) -> list[Drafted]:

@@ -37,6 +37,7 @@ class Options:
     out: Path
     quick: bool
     levels: bool
+    processes: int
 
 
 class _Parser(argparse.ArgumentParser):
@@ -62,6 +63,7 @@ def parsed(argv: Sequence[str]) -> Options:
     _require(num_contexts >= 2, "--num-contexts", "use at least 2")
     _require(given.num_atoms >= 2, "--num-atoms", "use at least 2")
     _require(given.noise is None or 0 <= given.noise < 1e6, "--noise", "use a standard deviation, 0 or more")
+    _require(given.processes >= 0, "--processes", "use 1 or more")
     _require(given.seed >= 0, "--seed", "use 0 or more")
     _require(given.noise is None or not given.draft, "--noise", "replaces the draft; leave --draft out")
     return Options(
@@ -79,6 +81,7 @@ def parsed(argv: Sequence[str]) -> Options:
         given.out,
         given.quick,
         given.levels and not given.quick,
+        given.processes,
     )
 
 
@@ -101,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("acceptance"), help="folder of the report (default ./acceptance)")
     parser.add_argument("--quick", action="store_true", help="a small grid, under a minute on the demo pair")
+    parser.add_argument("--processes", type=int, default=0, help="one thread each (default: one per core)")
     parser.add_argument("--no-levels", dest="levels", action="store_false", help="leave out growth by draft forwards")
     return parser
 

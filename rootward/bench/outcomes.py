@@ -23,10 +23,22 @@ RULES = (*RATIO_RULES, "match", "coupled")
 
 
 class Outcome(NamedTuple):
-    """stop float64[N] in closed form, and the depths of stop nodes of drawn verdicts."""
+    """What a rule makes of one tree.
+
+    stop   float64[N]  the closed form: P(the round stops at a node | the tree)
+    reach  float64[N]  P(the round stops in the subtree of a node), 1 at the root. Under traversal the draws below each
+                       node are integrated out (`entered`): the same mean over trees, less noise
+    drawn  depths of the stop nodes of drawn verdicts
+    """
 
     stop: Floats
+    reach: Floats
     drawn: list[int]
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens of the round, the bonus token included: 1 + the sum of reach below the root."""
+        return float(self.reach.sum())
 
 
 class Round(NamedTuple):
@@ -58,11 +70,41 @@ def rounds(rows: RankedRows, context: int, drafted: Drafted) -> Round:
 def outcome(rule: str, rows: RankedRows, one: Round, replacement: bool, coins: Coins, num: int) -> Outcome:
     """Closed form of a rule on a tree, and `num` verdicts (one under `coupled`: the tree has only its own noise)."""
     if rule == "match":
-        return Outcome(matching(one.tree, one.target), [_matched(one, coins) for _ in range(num)])
-    if rule == "coupled":
-        return Outcome(coupling(rows, one), [_coupled(rows, one)])
-    law = verification.law(rule, one.tree, one.target, one.draft, replacement=replacement)
-    return Outcome(law.stop, [int(one.tree.depth[_stop(law, coins)]) for _ in range(num)])
+        stop, drawn = matching(one.tree, one.target), [_matched(one, coins) for _ in range(num)]
+    elif rule == "coupled":
+        stop, drawn = coupling(rows, one), [_coupled(rows, one)]
+    else:
+        law = verification.law(rule, one.tree, one.target, one.draft, replacement=replacement)
+        stop, drawn = law.stop, [int(one.tree.depth[_stop(law, coins)]) for _ in range(num)]
+        if rule in ("block", "traversal"):
+            return Outcome(stop, entered(law), drawn)
+    return Outcome(stop, subtree(one.tree, stop), drawn)
+
+
+def subtree(tree: TokenTree, mass: Floats) -> Floats:
+    """float64[N]: the mass at each node and below it."""
+    total = mass.copy()
+    for node in range(len(tree) - 1, 0, -1):
+        total[tree.parent[node]] += total[node]
+    return total
+
+
+def entered(law: Law) -> Floats:
+    """float64[N]: P(the round stops in the subtree of v) before anything drawn after v's turn is looked at.
+
+    A node's children only redistribute its entry budget (the identity of STEP): over their draws, the probability is
+    entry(v)·Π(1 − entry(u)), u the earlier siblings of v and of its ancestors. Token-level verification has such a form
+    on every tree, so with this one the two rules are compared on the same draws.
+    """
+    before = np.ones(len(law.tree))  # probability that nothing tried before this node has succeeded
+    reach = np.ones(len(law.tree))
+    for node, family in enumerate(law.tree.children):
+        here = float(before[node])
+        for child in family:
+            before[child] = here
+            reach[child] = here * float(law.entry[child])
+            here *= 1.0 - float(law.entry[child])
+    return reach
 
 
 def matching(tree: TokenTree, target: Floats) -> Floats:
@@ -121,8 +163,8 @@ def _hit(rows: RankedRows, one: Round, node: int, family: tuple[int, ...]) -> tu
 class Coins:
     """Fresh uniforms for drawn verdicts."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng([seed, 105])
+    def __init__(self, *key: int) -> None:
+        self._rng = np.random.default_rng([105, *key])
 
     def __call__(self, num: int) -> Floats:
         return self._rng.random(num)

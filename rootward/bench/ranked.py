@@ -60,8 +60,9 @@ class RankedRows:
         *,
         num_atoms: int = 64,
         seed: int = 0,
+        first_context: int = 0,
     ) -> None:
-        self.models, self.contexts = (target, draft), contexts
+        self.models, self.contexts, self.first_context = (target, draft), contexts, first_context
         self.vocab = min(target.info.vocab_size, draft.info.vocab_size)
         self.num_atoms, self.seed, self.temperature = min(num_atoms, self.vocab), seed, temperature
         self.laws = (Sampling(temperature), Sampling(temperature or 1.0))  # a greedy request is drafted at temperature 1
@@ -175,7 +176,7 @@ class RankedRows:
         """float32[V]: the shared noise of one position, counted from the context's end."""
         found = self._noise.get((context, position))
         if found is None:
-            key = [self.seed, 103, int(self.temperature * 1000), context, position]
+            key = [self.seed, 103, int(self.temperature * 1000), self.first_context + context, position]
             found = np.random.default_rng(key).gumbel(size=self.vocab).astype(np.float32)
             self._noise[context, position] = found
         return found

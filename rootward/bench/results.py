@@ -5,7 +5,8 @@ Legend: C contexts, D depths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ AGREE_WITHIN = 4.0  # standard errors between measured and closed form
 class Cell:
     """One (temperature, budget, construction, rule).
 
-    samples   float64[C]  closed-form tokens of a round at each context, bonus included
-    survival  float64[D]  P(at least d draft tokens are accepted), d = 0, 1, …
-    measured  mean tokens of the drawn verdicts; measured_error its standard error given the trees
+    samples      float64[C]  closed-form tokens of a round at each context, bonus included (`Outcome.reach`)
+    given_trees  mean of the closed form given the whole trees (`Law.block_efficiency`): what verdicts are held against
+    survival     float64[D]  P(at least d draft tokens are accepted), d = 0, 1, …
+    measured     mean tokens of the drawn verdicts; measured_error its standard error given the trees
     nodes, levels  mean nodes below the root and mean depth of the trees (= draft forwards level by level)
     """
 
@@ -32,6 +34,7 @@ class Cell:
     rule: str
     baseline: bool
     samples: Floats
+    given_trees: float
     survival: Floats
     measured: float
     measured_error: float
@@ -50,8 +53,8 @@ class Cell:
 
     @property
     def z(self) -> float:
-        """(measured − closed form) in standard errors; 0 where both are certain and equal."""
-        difference = self.measured - self.efficiency
+        """(measured − closed form given the trees) in standard errors; 0 where both are certain and equal."""
+        difference = self.measured - self.given_trees
         if abs(difference) < 1e-9:
             return 0.0
         return difference / self.measured_error if self.measured_error > 0 else float(np.sign(difference) * np.inf)
@@ -71,6 +74,7 @@ class Cell:
             "block_efficiency": round(self.efficiency, 6),
             "ci_low": round(low, 6),
             "ci_high": round(high, 6),
+            "given_trees": round(self.given_trees, 6),
             "measured": round(self.measured, 6),
             "measured_error": round(self.measured_error, 6),
             "num_measured": self.num_measured,
@@ -134,6 +138,41 @@ class Results:
     @property
     def budgets(self) -> list[int]:
         return sorted({cell.budget for cell in self.cells})
+
+
+def merged_cells(parts: Sequence[Sequence[Cell]]) -> list[Cell]:
+    """The cells of several groups of contexts, each group a whole grid in the same order."""
+    return [_merged(same) for same in zip(*parts, strict=True)]
+
+
+def merged_levels(parts: Sequence[Sequence[LevelCell]]) -> list[LevelCell]:
+    return [
+        replace(
+            same[0],
+            samples=np.concatenate([cell.samples for cell in same]),
+            nodes=float(np.average([cell.nodes for cell in same], weights=[len(cell.samples) for cell in same])),
+        )
+        for same in zip(*parts, strict=True)
+    ]
+
+
+def _merged(same: Sequence[Cell]) -> Cell:
+    """One cell over all contexts: means weighted by contexts or by verdicts."""
+    contexts, verdicts = [len(cell.samples) for cell in same], [cell.num_measured for cell in same]
+    deepest = max(len(cell.survival) for cell in same)
+    survival = [np.pad(cell.survival, (0, deepest - len(cell.survival))) for cell in same]
+    variance = sum((cell.measured_error * num) ** 2 for cell, num in zip(same, verdicts, strict=True))
+    return replace(
+        same[0],
+        samples=np.concatenate([cell.samples for cell in same]),
+        given_trees=float(np.average([cell.given_trees for cell in same], weights=contexts)),
+        survival=np.average(survival, axis=0, weights=contexts),
+        measured=float(np.average([cell.measured for cell in same], weights=verdicts)),
+        measured_error=float(np.sqrt(variance)) / sum(verdicts),
+        num_measured=sum(verdicts),
+        nodes=float(np.average([cell.nodes for cell in same], weights=contexts)),
+        levels=float(np.average([cell.levels for cell in same], weights=contexts)),
+    )
 
 
 def interval(samples: Floats) -> tuple[float, float]:

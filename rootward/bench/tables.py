@@ -7,7 +7,7 @@ from itertools import groupby
 
 from rootward.bench.golden_share import golden_share
 from rootward.bench.results import Cell, LevelCell, Results, interval
-from rootward.bench.winners import comparisons, disagreeing, traversal_below_token
+from rootward.bench.winners import comparisons, disagreeing, pairs_of_rules, traversal_below_token
 
 LEVEL_LIMITS, LEVEL_BUDGETS = (2, 3, 4, 6, 8, 12), (8, 16, 32)
 
@@ -41,9 +41,11 @@ def _head(results: Results) -> str:
             f"target's own continuations of {m['num_prompts']} held-out prompts, the same for every cell), one tree per "
             f"context, draft rows of K = {m['num_atoms']} atoms, seed {m['seed']}.",
             "",
-            "Block efficiency = expected tokens of a round, the bonus token included, **in closed form per tree** (no coin "
-            "noise); intervals: 95 % bootstrap over contexts. *Measured* = mean of verdicts drawn with fresh coins. "
-            "Budget = nodes below the root. At temperature 0 every rule takes the longest match.",
+            "Block efficiency = expected tokens of a round, the bonus token included, **in closed form** on the drawn trees "
+            "(no coin noise; under traversal what is drawn below a node is integrated out of the node's own part: the same "
+            "mean, less noise). Intervals: 95 % bootstrap over contexts. *Measured* = mean of verdicts drawn with fresh "
+            "coins, held against the closed form given the whole trees. Budget = nodes below the root. At temperature 0 "
+            "every rule takes the longest match.",
         ]
     )
 
@@ -56,7 +58,7 @@ def _size(model: dict) -> str:
 def _checks(results: Results) -> str:
     wrong, below = disagreeing(results), traversal_below_token(results)
     largest = max((abs(cell.z) for cell in results.cells), default=0.0)
-    pairs = len(results.select(rule="traversal"))
+    pairs = pairs_of_rules(results)
     lines = [
         "## Checks",
         "",
@@ -104,7 +106,7 @@ def _efficiency(results: Results, temperature: float) -> str:
     for construction, rule in names:
         found = [by_key.get((construction, rule, b)) for b in results.budgets]
         rows.append([construction, rule, *(_entry(c, best) for c in found)])
-    title = f"## Temperature {temperature:g}\n\nBlock efficiency ± half the 95 % interval; measured in brackets.\n\n"
+    title = f"## Temperature {temperature:g}\n\nBlock efficiency ± half the 95 % interval; mean of the drawn verdicts in brackets.\n\n"
     return title + table(header, rows)
 
 

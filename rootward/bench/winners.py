@@ -58,6 +58,12 @@ def traversal_below_token(results: Results) -> list[Cell]:
     ]
 
 
+def pairs_of_rules(results: Results) -> int:
+    """Cells of traversal that have a token-level twin."""
+    token = {(c.temperature, c.budget, c.construction) for c in results.cells if c.rule == "token"}
+    return sum((c.temperature, c.budget, c.construction) in token for c in results.select(rule="traversal"))
+
+
 def disagreeing(results: Results) -> list[Cell]:
     """Cells whose drawn verdicts are more than 4 standard errors from the closed form; there should be none."""
     return [cell for cell in results.cells if not cell.agrees]

@@ -8,7 +8,9 @@ Every id therefore resolves to one of three places:
   live    below the current root
   spine   it spells the committed token that ends a prefix of known length; the current root is the end of the spine
   dead    neither: the truth went elsewhere, or its parent is dead. Its nodes are dropped and counted as stale
-Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`), and its owner opens a new one.
+Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`). What arrived before stays usable, since
+dropping nodes that wait for their round would depend on their values (had the tree come to rest, they would have been verified by
+now); nothing is added any more, and the owner opens a new tree after the round.
 """
 
 from __future__ import annotations
@@ -129,12 +131,12 @@ class LivingTree:
         if frame.first_node + size <= self.next_id and not (size == 0 and frame.rows):
             return Received(reason="duplicate" if size else "")
         if reason := self._unusable(frame):
-            self._break(reason)
+            self.broken = reason
             return Received(stale=size, reason=reason)
         try:
             return self._apply(frame)
         except MalformedFrame:
-            self._break("malformed")
+            self.broken = "malformed"
             raise
 
     def snapshot(self, cap: int) -> Snapshot:
@@ -186,10 +188,6 @@ class LivingTree:
         if not known or self._hashes[frame.base_len - self._first] != frame.base_hash:
             return "stale_base"
         return ""
-
-    def _break(self, reason: str) -> None:
-        self.broken = reason
-        self.nodes, self.root.children, self.root.row = {}, [], None  # all or nothing (L5)
 
     def _apply(self, frame: Grow) -> Received:
         self._last_base = frame.base_len

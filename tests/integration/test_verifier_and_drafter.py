@@ -29,7 +29,6 @@ from rootward.errors import (
     DuplicateRequest,
     InvalidRequest,
     NoDrafter,
-    ServiceError,
     StaleEpoch,
     Unavailable,
 )
@@ -259,7 +258,7 @@ async def test_a_step_that_fails_costs_its_sessions_and_not_the_service() -> Non
     async with in_process(target, draft) as system:
         honest = system.service.runner.verify
         system.service.runner.verify = lambda rounds: 1 / 0
-        with pytest.raises(ServiceError, match="ZeroDivisionError"):
+        with pytest.raises(Unavailable, match="ZeroDivisionError"):
             await collect(system.verifier, request("bad"))
         system.service.runner.verify = honest
         assert len((await collect(system.verifier, request("good")))[0]) == 40

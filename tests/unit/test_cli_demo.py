@@ -24,17 +24,21 @@ def test_block_efficiency_and_speed():
     assert (Tally().block_efficiency, Tally().speed) == (0.0, 0.0)
 
 
+def modes(required):
+    return {"required": required, "auto": tally(5), "disabled": tally(0)}
+
+
 def test_promises_are_checked_one_by_one():
     good, bad = tally(15), tally(5)
-    assert shortfalls({0.0: (good, bad), 1.0: (good, bad)}) == []
-    (line,) = shortfalls({0.0: (good, bad), 1.0: (bad, good)})
+    assert shortfalls({0.0: modes(good), 1.0: modes(good)}) == []
+    (line,) = shortfalls({0.0: modes(good), 1.0: modes(bad)})
     assert line == "block efficiency 1.50 at temperature 1 is below the promised 1.7"
 
 
 def test_the_table_shows_every_number():
     out = io.StringIO()
-    Console(file=out, width=120).print(table({0.0: (tally(15), tally(0)), 1.0: (tally(5), tally(0))}, 2))
-    assert all(number in out.getvalue() for number in ("128", "2.50", "1.50", "32.0", "1.00"))
+    Console(file=out, width=120).print(table({0.0: modes(tally(15)), 1.0: modes(tally(5))}, 2))
+    assert all(number in out.getvalue() for number in ("128", "2.50", "1.50", "32.0", "(1.00×)"))
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, [0, 33, 66]), (1, [0])])

@@ -64,7 +64,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def held_out_rows(tokenizer) -> torch.Tensor:
-    """Windows `[6, 257]` of held-out text, from the shipped prompts' own files where this interpreter has them."""
+    """Windows `[6, 257]` of held-out text."""
     stream = batches.token_stream(tokenizer, corpus.held_out_files())
     return batches.fixed_windows(stream, 6, 256)
 
@@ -180,14 +180,13 @@ def test_the_draft_is_accepted_on_held_out_text(target, draft, held_out_rows):
 
 
 def test_the_draft_is_accepted_on_the_targets_own_text(target, draft, held_out_rows):
-    torch.manual_seed(0)
-    found = measure.acceptance_on_own_text(target, draft, held_out_rows[:, : measure.PROMPT_LENGTH])
+    found = measure.acceptance_on_own_text(target, draft, held_out_rows[:4, : measure.PROMPT_LENGTH])
     assert min(found) >= 0.5
 
 
 def test_late_positions_are_trained(target, tokenizer):
     stream = batches.token_stream(tokenizer, corpus.held_out_files())
-    rows = batches.fixed_windows(stream, 4, 1023)
+    rows = batches.fixed_windows(stream, 2, 1023)
     with torch.inference_mode():
         logits = target(input_ids=rows[:, :-1], use_cache=False).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(0)

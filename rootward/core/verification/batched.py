@@ -39,7 +39,7 @@ class Forest:
     parent          int64[T]           number of the parent in the forest; -1 at a root
     start           int64[B + 1]       first node of each tree, and T
 
-    As a sequence it is its trees: len(forest) is B, forest[b] a `TokenTree`.
+    As a sequence it is its trees: len(forest) is B, forest[b] a `TokenTree`. The columns given to it become read-only.
     """
 
     token: Ints

@@ -44,14 +44,15 @@ def tree(**kwargs) -> LivingTree:
         "no mass", "atom twice", "atom outside", "weight zero", "weight too large", "over the cap",
     ],
 )  # fmt: skip
-def test_malformed_frames_break_the_tree_and_nothing_else(frame: Grow) -> None:
+def test_malformed_frames_end_growth_and_nothing_else(frame: Grow) -> None:
     replica = tree()
     with pytest.raises(MalformedFrame):
         replica.receive(frame)
     assert replica.broken
-    assert len(replica) == 0
-    assert replica.receive(grow(1, [0], [0])).reason == "broken"
-    assert replica.snapshot(8).tree.parent.tolist() == [-1]  # plain decoding goes on
+    held = len(replica)
+    assert replica.receive(grow(held + 1, [0], [0])).reason == "broken"
+    assert len(replica) == held  # what came before the bad node stays usable
+    assert len(replica.commit([0, 1])) == 2
 
 
 def test_a_second_row_for_the_same_node_is_refused() -> None:
@@ -72,6 +73,14 @@ def test_a_gap_a_foreign_hash_and_a_future_base_break() -> None:
         replica = tree()
         assert replica.receive(frame).stale == 1
         assert replica.broken
+
+
+def test_what_arrived_before_a_gap_is_still_verified() -> None:
+    replica = tree()
+    replica.receive(grow(1, [0], [0]))
+    replica.receive(grow(5, [0], [1]))
+    assert replica.broken == "gap"
+    assert replica.snapshot(8).tree.path(1) == (0,)
 
 
 def test_duplicates_are_harmless() -> None:

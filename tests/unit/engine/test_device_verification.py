@@ -7,7 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from support.random_trees import Round, random_round
+from torch._dynamo.backends.common import aot_autograd
 
 from rootward.core import TokenTree
 from rootward.core.verification import batched
@@ -166,10 +168,10 @@ def test_one_graph_serves_all_forests_of_a_shape(algorithm):
 
     def counting(graph, inputs):
         graphs.append(graph)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
     torch._dynamo.reset()
-    compiled = torch.compile(verify, backend=counting, fullgraph=True, dynamic=False)
+    compiled = torch.compile(verify, backend=aot_autograd(fw_compiler=counting), fullgraph=True, dynamic=False)
     for b in batches:
         placed = b.place(shape)
         plain = b.verify(algorithm, placed)

@@ -100,12 +100,30 @@ def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
     assert busy.room == 0
 
 
+def test_a_drafter_that_is_late_again_and_again_is_left_alone_and_then_tried_again() -> None:
+    busy, one = up(link()), session()
+    busy.open(one, **SHAPE)
+    for _ in range(4):
+        busy.judge(missed=True)
+    busy.judge(missed=False)
+    for _ in range(5):
+        assert busy.room > 0
+        busy.judge(missed=True)
+    assert busy.room == 0
+    assert one.draft.link is None
+    busy.avoid_until_s = 0.0
+    assert busy.room > 0
+
+
 def test_a_lost_link_leaves_its_sessions_to_others() -> None:
     async def run() -> None:
         one, busy = session(), up(link())
         busy.open(one, **SHAPE)
+        tree = one.draft.tree
         busy._lost()
-        assert one.draft is None
+        assert one.draft.link is None  # what has arrived is verified once more
+        assert one.draft.tree is tree
+        assert one.draft.at_rest
         assert busy.room == 0
 
     asyncio.run(run())

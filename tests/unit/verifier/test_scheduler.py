@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.scheduler import Plan, View, patience_s, plan
+from verifier_service.scheduler import Plan, View, patience_s, plan, share
 
 
-def decide(*views: View, max_rows: int = 64, turn: bool = False) -> Plan:
-    return plan(views, max_rows=max_rows, prefill_chunk=10, prefill_turn=turn)
+def decide(*views: View, turn: bool = False) -> Plan:
+    return plan(views, prefill_chunk=10, prefill_turn=turn)
 
 
 def waiting(session: int = 1, **changes) -> View:
-    base = {"drafting": True, "patience_s": 1.0, "want": 8, "cap": 8}
+    base = {"drafting": True, "patience_s": 1.0, "cap": 8}
     return View(session, **(base | changes))
 
 
@@ -54,9 +54,8 @@ def test_the_prefill_budget_is_shared_in_order() -> None:
 
 
 def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
-    views = [waiting(n, arrived=8) for n in range(16)]
-    assert decide(*views, max_rows=64).verify == tuple((n, 3) for n in range(16))
-    assert decide(*views, max_rows=16).decode == tuple(range(16))
+    assert [share(64, n) for n in (0, 1, 2, 16, 32, 64, 1000)] == [63, 63, 31, 3, 1, 0, 0]
+    assert decide(waiting(arrived=8, cap=0)).decode == (1,)
 
 
 def test_nothing_to_do_sleeps_until_something_happens() -> None:
@@ -75,22 +74,18 @@ VIEWS = st.builds(
     at_rest=st.booleans(),
     waited_s=st.sampled_from([0.0, 0.5, 1.0]),
     drafting=st.booleans(),
-    want=st.integers(1, 8),
     cap=st.integers(0, 8),
 )
 
 
-@given(st.lists(VIEWS, max_size=6, unique_by=lambda v: v.session), st.integers(2, 64))
-def test_the_cap_never_depends_on_any_tree(views: list[View], max_rows: int) -> None:
+@given(st.lists(VIEWS, max_size=6, unique_by=lambda v: v.session))
+def test_the_cap_never_depends_on_any_tree(views: list[View]) -> None:
     """Rule L2: how much is verified is fixed beforehand; a tree's size only decides when waiting stops."""
-    share = max(1, max_rows // max(len(views), 1)) - 1
-    step = decide(*views, max_rows=max_rows)
+    step = decide(*views)
     by_session = {v.session: v for v in views}
     for session, cap in step.verify:
-        assert cap == min(by_session[session].cap, share)
+        assert cap == by_session[session].cap
         assert by_session[session].arrived > 0
     for session in step.decode:
         view = by_session[session]
-        assert view.arrived == 0 or not view.drafting or min(view.cap, share) < 1
-    rows = sum(1 + cap for _, cap in step.verify) + len(step.decode)
-    assert rows <= max(max_rows, len(views))
+        assert view.arrived == 0 or not view.drafting or view.cap < 1
