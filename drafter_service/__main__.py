@@ -54,7 +54,7 @@ async def serve(settings: DrafterSettings) -> None:
         await server.start()
         await server.set_ready(True)
         announce("drafter", server.address)
-        await until_stopped(server, drafter.drain, settings.shutdown_timeout_s)
+        await until_stopped(server, drafter.drain, settings.shutdown_timeout_s, ended=drafter.ended)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

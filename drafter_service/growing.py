@@ -27,6 +27,7 @@ from rootward.ports import LanguageModel, Rows
 K = TypeVar("K")  # what names a slot of a stream
 
 CHAIN_IDS = 1 << 40  # node ids of catch-up tokens in the KV tree; drawn nodes count up from 1 and never get there
+MAX_NODES = 240  # of a tree, whatever a verifier asks for: a KV slot has 256 cells beyond the context
 PLAIN_LAW = Sampling(temperature=1.0)  # what chosen trees rank by when the target decodes greedily
 
 
@@ -75,6 +76,9 @@ class Grower(Generic[K]):
         """Start a tree; the answer is a Reject when it cannot be taken."""
         if key in self.trees:
             return Reject(message.slot, "slot is open already; use a new number")
+        shape = {name: getattr(message, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
+        if not message.prefix or min(shape.values()) < 1 or message.node_cap > MAX_NODES:
+            return Reject(message.slot, f"prefix of {len(message.prefix)} tokens, {shape}: out of range")
         if len(message.prefix) >= self.model.info.max_positions:
             limit = self.model.info.max_positions
             return Reject(
@@ -90,23 +94,27 @@ class Grower(Generic[K]):
         self.trees[key] = self._planted(message)
         return None
 
-    def commit(self, key: K, message: Commit) -> tuple[Grow | None, NeedSync | None]:
-        """The truth advanced. First what was drawn under the old base, then perhaps a plea for the prefix."""
+    def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
+        """The truth advanced. The answer: what was drawn under the old base and not sent yet; or a plea for the prefix."""
         growing = self.trees.get(key)
         if growing is None:
-            return None, None
+            return [
+                NeedSync(message.slot, 0, 0)
+            ]  # closed, refused or never opened: its verifier should not wait for it
+        if max(message.tokens, default=0) >= self.model.info.vocab_size:
+            return [NeedSync(message.slot, growing.tree.length, growing.tree.hash)]
         tree = growing.tree
         if message.base_len + len(message.tokens) <= tree.length and message.base_len < tree.length:
-            return None, None  # heard already
+            return []  # heard already
         hash_after = tree.hash
         for token in message.tokens:
             hash_after = extend_hash(hash_after, token)
         if message.base_len != tree.length or hash_after != message.hash_after:
-            return None, NeedSync(message.slot, tree.length, tree.hash)
-        unsent = self._frame(growing, 0) if growing.sent < tree.next_id else None
+            return [NeedSync(message.slot, tree.length, tree.hash)]
+        unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
         self._reroot(growing, message.tokens)
         growing.arrived_s = time.monotonic()
-        return unsent, None
+        return unsent
 
     def close(self, key: K) -> None:
         if (growing := self.trees.pop(key, None)) is not None:

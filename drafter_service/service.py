@@ -24,6 +24,8 @@ log = structlog.get_logger("drafter")
 
 Key = tuple[int, int]  # (stream, slot)
 
+MAX_FAILURES = 5  # levels in a row that failed
+
 
 @dataclass(slots=True, eq=False)
 class _Stream:
@@ -105,6 +107,11 @@ class DrafterService:
             self._streams.pop(stream.number, None)
             self._post(stream, None)
 
+    @property
+    def ended(self) -> asyncio.Task[None] | None:
+        """Done when growth has failed for good; the process should end then."""
+        return self._loop_task
+
     async def drain(self) -> None:
         """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
         self.draining = True
@@ -152,7 +159,7 @@ class DrafterService:
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
     async def _grow_forever(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop, failures = asyncio.get_running_loop(), 0
         while True:
             if not self._mailbox and self.grower.idle:
                 self._wake.clear()
@@ -160,9 +167,13 @@ class DrafterService:
             mail, self._mailbox = self._mailbox, []
             try:
                 frames = await loop.run_in_executor(self._thread, self._turn, mail)
+                failures = 0
             except Exception:
                 # A bug must cost the trees, not the drafter: verifiers decode plainly and open new ones.
                 log.exception("level_failed")
+                failures += 1
+                if failures >= MAX_FAILURES:
+                    raise  # a model that never recovers: the process ends, and whoever supervises it starts another
                 frames = await loop.run_in_executor(self._thread, self._uproot)
             for stream, message in frames:
                 self._put(stream, message)
@@ -171,19 +182,23 @@ class DrafterService:
         """Apply the mail, then grow one level (worker thread)."""
         out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
         for stream, frame in mail:
-            out += [(stream, message) for message in self._apply(stream, frame)]
+            if frame is None:
+                self._gone(stream)
+            else:
+                out += [(stream, message) for message in self._apply(stream, frame)]
         by_number = self._streams
         for (number, _), grow in self.grower.level():
             if (owner := by_number.get(number)) is not None:
                 out.append((owner, grow))
         return out
 
-    def _apply(self, stream: _Stream, frame: ToDrafter | None) -> list[Grow | NeedSync | Reject]:
-        if frame is None:
-            for key in [k for k in self.grower.trees if k[0] == stream.number]:
-                self.grower.close(key)
-            return []
-        out: list[Grow | NeedSync | Reject | None] = []
+    def _gone(self, stream: _Stream) -> None:
+        for key in [k for k in self.grower.trees if k[0] == stream.number]:
+            self.grower.close(key)
+
+    def _apply(self, stream: _Stream, frame: ToDrafter) -> list[Grow | NeedSync | Reject]:
+        """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
+        out: list[Grow | NeedSync | Reject] = []
         for close in frame.closes:
             self.grower.close((stream.number, close.slot))
         for commit in frame.commits:
@@ -191,15 +206,18 @@ class DrafterService:
         for message in frame.opens:
             if self.draining or len(self.grower.trees) >= self.capacity:
                 out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=1000))
-            else:
-                out.append(self.grower.open((stream.number, message.slot), message))
-        return [message for message in out if message is not None]
+            elif (refused := self.grower.open((stream.number, message.slot), message)) is not None:
+                out.append(refused)
+        return out
 
     def _uproot(self) -> list[tuple[_Stream, Grow | NeedSync | Reject]]:
         """Give up every tree after a failure of the model."""
         out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
         for key in list(self.grower.trees):
-            self.grower.close(key)
+            try:
+                self.grower.close(key)
+            except Exception:
+                log.exception("close_failed")
             if (stream := self._streams.get(key[0])) is not None:
                 out.append((stream, Reject(key[1], "internal error", retry_after_ms=1000)))
         return out

@@ -63,7 +63,7 @@ async def serve(settings: VerifierSettings) -> None:
         await server.start()
         await server.set_ready(True)
         announce("verifier", server.address)
-        await until_stopped(server, verifier.drain, settings.shutdown_timeout_s)
+        await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=verifier.ended)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ class VerifierSettings(ServiceSettings):
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     law: Law = Field(Law.SAMPLED, description="how drafters make children when a request does not say")
     law_atoms: int = Field(32, ge=1, le=4096, description="support of a draft law (K)")
-    num_draft_tokens: int = Field(16, ge=1, le=1024, description="most nodes verified in a round, root excluded")
+    num_draft_tokens: int = Field(16, ge=1, le=240, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")

@@ -140,7 +140,7 @@ def place(
     return Placed(shape, *(torch.from_numpy(table).to(device, non_blocking=True) for table in tables))
 
 
-@torch.inference_mode()  # not inference_mode: compilers refuse views in it
+@torch.no_grad()  # not inference_mode: compilers refuse views in it
 def verify(
     algorithm: str, placed: Placed, probs_TV: torch.Tensor, coins_T: torch.Tensor, u_B: torch.Tensor
 ) -> Verdicts:

@@ -12,6 +12,8 @@ from rootward.core.frames import Grow
 from rootward.rpc.columns import Ints, pack_bits, pack_column, pack_refs, unpack_bits, unpack_column, unpack_refs
 from rootward.v1 import drafter_pb2
 
+TOKEN_WIDTH = 3  # fixed: when a node arrives must not depend on which token it is
+
 Rows = dict[int, tuple[Ints, Ints]]
 
 
@@ -28,7 +30,7 @@ def grow_to_pb(value: Grow) -> drafter_pb2.Grow:
         num_nodes=num_nodes,
         parent_base=parent_base,
         parent=parent,
-        token=pack_column(value.token, "grow.token"),
+        token=pack_column(value.token, "grow.token", TOKEN_WIDTH),
         sampled=pack_bits(value.sampled),
         rows=_rows_to_pb(value.rows) if value.rows else None,
         at_rest=value.at_rest,

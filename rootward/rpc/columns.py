@@ -41,12 +41,12 @@ def unpack_u32(data: bytes, name: str = "tokens") -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<u4").tolist())
 
 
-def pack_column(values: Sequence[int] | Ints, name: str = "column") -> bytes:
-    """The smallest width that holds the largest value."""
+def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width: int = 1) -> bytes:
+    """The smallest width that holds the largest value, but not less than `least_width` bytes."""
     array = _ints(values, name)
     if not array.size:
         return b""
-    width = max(1, (int(array.max()).bit_length() + 7) // 8)
+    width = max(least_width, (int(array.max()).bit_length() + 7) // 8)
     if width == 3:
         return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
     return array.astype(f"<u{width}").tobytes()

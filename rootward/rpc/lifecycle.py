@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
@@ -23,6 +24,9 @@ def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int
         return error.exit_code
     except KeyboardInterrupt:
         return 130
+    except Exception:
+        logging.getLogger(role).exception("ended by an internal error")
+        return 1
     return 0
 
 
@@ -31,16 +35,24 @@ def announce(role: str, address: str) -> None:
     print(f"rootward {role} listening on {address}", flush=True)
 
 
-async def until_stopped(server: RpcServer, drain: Drain, shutdown_timeout_s: float) -> None:
-    """Serve until SIGTERM or SIGINT; then refuse new work and let running work end within the limit. A second signal ends at once."""
+async def until_stopped(
+    server: RpcServer, drain: Drain, shutdown_timeout_s: float, *, ended: asyncio.Future[None] | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT; then refuse new work and let running work end within the limit. A second signal ends at once.
+
+    `ended`: the service's own loop; when it ends by itself, so does the process (RuntimeError), for whoever supervises it to start another.
+    """
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, None)
-    await asked.get()
+    first = asyncio.ensure_future(asked.get())
+    await asyncio.wait({first, ended} if ended is not None else {first}, return_when=asyncio.FIRST_COMPLETED)
     await server.set_ready(False)
-    draining = asyncio.ensure_future(drain())
-    again = asyncio.ensure_future(asked.get())
+    if not first.done():
+        first.cancel()
+        raise RuntimeError("the service's loop has ended")
+    draining, again = asyncio.ensure_future(drain()), asyncio.ensure_future(asked.get())
     await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):
         task.cancel()

@@ -112,7 +112,7 @@ def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
     kept = verifier.commit([int(token)])
     assert kept != [None]
     before = len(verifier)
-    assert garden.commit(1, Commit(1, 3, (int(token),), verifier.hash)) == (None, None)
+    assert garden.commit(1, Commit(1, 3, (int(token),), verifier.hash)) == []
     for _, frame in grown(garden):
         assert verifier.receive(frame).stale == 0
     assert len(verifier) == 8 > before
@@ -125,9 +125,8 @@ def test_unsent_growth_leaves_under_the_old_base_before_a_commit() -> None:
     garden.level()
     growing = garden.trees[1]
     growing.growth.draw(lambda n: garden._new_words(growing, n))
-    unsent, plea = garden.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
-    assert plea is None
-    assert unsent is not None
+    (unsent,) = garden.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
+    assert isinstance(unsent, Grow)
     assert unsent.base_len == 3
 
 
@@ -136,16 +135,22 @@ def test_commits_out_of_step_ask_for_the_prefix_and_repeats_are_ignored() -> Non
     garden.open(1, opening(1))
     good = Commit(1, 3, (4,), hash_of((1, 2, 3, 4)))
     garden.commit(1, good)
-    assert garden.commit(1, good) == (None, None)
-    assert garden.commit(1, Commit(1, 9, (1,), 0)) == (None, NeedSync(1, 4, hash_of((1, 2, 3, 4))))
-    assert garden.commit(1, Commit(1, 4, (1,), 0))[1] is not None
-    assert garden.commit(7, good) == (None, None)  # closed slots are nobody's business
+    assert garden.commit(1, good) == []
+    lost = [NeedSync(1, 4, hash_of((1, 2, 3, 4)))]
+    assert garden.commit(1, Commit(1, 9, (1,), 0)) == lost
+    assert garden.commit(1, Commit(1, 4, (1,), 0)) == lost
+    assert garden.commit(1, Commit(1, 4, (99,), 0)) == lost
+    assert garden.commit(7, Commit(7, 4, (1,), 0)) == [
+        NeedSync(7, 0, 0)
+    ]  # nobody should wait for a slot that is not there
 
 
 def test_what_cannot_be_taken_is_refused_with_the_reason() -> None:
     garden = grower(max_slots=1, max_positions=16)
     assert "context of 16" in garden.open(1, opening(1, [1] * 16)).reason
     assert "vocabulary of 5" in garden.open(1, opening(1, (1, 7))).reason
+    for bad in ({"prefix": ()}, {"topk": 0}, {"max_depth": 0}, {"node_cap": 0}, {"node_cap": 10**6}, {"num_atoms": 0}):
+        assert "out of range" in garden.open(1, opening(1, **({"prefix": (1,)} | bad))).reason
     assert garden.open(1, opening(1)) is None
     assert garden.open(1, opening(1)).reason.startswith("slot is open")
     assert garden.open(2, opening(2)).retry_after_ms > 0

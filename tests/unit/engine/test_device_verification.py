@@ -27,11 +27,17 @@ class Batch:
     """A ragged forest, its tables, and its laws as the engine has them."""
 
     def __init__(
-        self, rng: np.random.Generator, dtype: torch.dtype, *, num_trees: int = 5, twist: bool = False
+        self,
+        rng: np.random.Generator,
+        dtype: torch.dtype,
+        *,
+        num_trees: int = 5,
+        largest: int = 24,
+        twist: bool = False,
     ) -> None:
         rounds = [
             random_round(rng, vocab=VOCAB, num_atoms=ATOMS, num_nodes=int(n), chosen=float(rng.choice([0.0, 0.4])))
-            for n in rng.integers(1, 24, size=num_trees)
+            for n in rng.integers(1, largest, size=num_trees)
         ]
         self.forest = Forest.of([r.tree for r in rounds])
         self.weight = np.concatenate([r.weight for r in rounds])
@@ -159,7 +165,7 @@ def test_no_value_is_looked_at(algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_one_graph_serves_all_forests_of_a_shape(algorithm):
     rng = np.random.default_rng(9)
-    batches = [Batch(rng, torch.float32, num_trees=2) for _ in range(3)]
+    batches = [Batch(rng, torch.float32, num_trees=2, largest=7) for _ in range(3)]
     own = [Shape.of(b.forest, b.ids.shape[1]) for b in batches]
     length = max(len(s.waves) for s in own)
     waves = tuple(max((s.waves[i] for s in own if i < len(s.waves)), default=0) for i in range(length))
