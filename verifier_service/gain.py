@@ -34,7 +34,7 @@ class Pace:
 
 
 class Gain:
-    """One session's opinion. `plain` is shared: what plain decoding yields on this machine under this load."""
+    """The opinion of sessions of one kind. `plain` is shared by all: what plain decoding yields on this machine under this load."""
 
     def __init__(self, plain: Pace) -> None:
         self.plain, self.tree = plain, Pace(tokens=2.5)

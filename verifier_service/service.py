@@ -93,6 +93,7 @@ class VerifierService:
         self._wake = asyncio.Event()
         self._prefilled_last = False
         self._plain = Pace()  # of plain decoding, learned over all sessions
+        self._gains: dict[tuple[Law, int], Gain] = {}  # by law and temperature in tenths
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
@@ -198,8 +199,7 @@ class VerifierService:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        gain = Gain(self._plain)
-        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=gain)
+        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=self._gain(request, law))
 
     def _check(self, request: VerifierRequest) -> None:
         if self.draining or self._task is None or self._task.done():
@@ -383,9 +383,13 @@ class VerifierService:
         if session.leaving and not session.done:
             self._hand_back(session, "verifier is draining")
 
+    def _gain(self, request: VerifierRequest, law: Law) -> Gain:
+        """Sessions alike share what they learn, so that a short request does not pay for a trial of its own."""
+        return self._gains.setdefault((law, round(10 * request.sampling.temperature)), Gain(self._plain))
+
     def _speedup(self) -> float:
-        """Measured speed with trees over plain decoding, mean of the running sessions that know both."""
-        known = [s.gain.speedup for s in self._running.values() if s.gain.tree.rounds and self._plain.rounds]
+        """Measured speed with trees over plain decoding, mean over the kinds of sessions that have tried both."""
+        known = [gain.speedup for gain in self._gains.values() if gain.tree.rounds]
         return sum(known) / len(known) if known else 1.0
 
     def _abort(self, session: Session, error: Exception) -> None:

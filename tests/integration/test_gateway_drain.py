@@ -15,7 +15,7 @@ from rootward.errors import APIConnectionError, StreamInterruptedError, Unavaila
 pytestmark = [pytest.mark.services, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 MODEL = "tabular:vocab=40,seed=1"
-LONG = SamplingParams(max_tokens=4000, ignore_eos=True)
+LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -31,7 +31,7 @@ async def some_tokens(stream):
 
 
 async def test_running_requests_end_and_new_ones_are_refused(target):
-    with gateway(MODEL, [target.address]) as front:
+    with gateway(MODEL, [target.address], "--shutdown-timeout-s", "60") as front:
         async with AsyncClient(front.address, max_retries=0) as client, httpx.AsyncClient(base_url=front.http) as web:
             stream = client.stream([1, 2], sampling=LONG)
             deltas = await some_tokens(stream)
@@ -45,7 +45,7 @@ async def test_running_requests_end_and_new_ones_are_refused(target):
             async for _ in deltas:
                 pass
             result = await stream.get_final_result()
-            assert (len(result.token_ids), result.finish_reason) == (4000, "length")
+            assert (len(result.token_ids), result.finish_reason) == (2000, "length")
         assert await asyncio.to_thread(front.process.wait, 20) == 0
 
 
