@@ -21,15 +21,16 @@ import structlog
 from gateway.local_child import Child, listening_line
 from gateway.local_redis import redis_answers, redis_command
 from gateway.settings import LocalSettings
+from rootward.client import AsyncClient
 from rootward.demo import paths
-from rootward.errors import ConfigurationError, ServiceError
-from rootward.rpc.clients import RemoteVerifier
+from rootward.errors import APIError, ConfigurationError
 from rootward.rpc.lifecycle import announce, run_service
 from rootward.telemetry import configure_logging
 
 log = structlog.get_logger()
 
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters; it serves without them
+ASK_EVERY_S, ASK_TIMEOUT_S = 0.05, 2.0
 
 
 @dataclass(slots=True)
@@ -145,35 +146,42 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _started(deployment: Deployment, settings: LocalSettings) -> None:
-    """Start Redis, which the gateway needs at once, then the rest together."""
+    """Start Redis, which the gateway needs at once, then the rest together; wait until they have found each other."""
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             for wave in ([deployment.redis] if deployment.redis else [], deployment.services):
                 deployment.runs += [asyncio.create_task(child.run(), name=child.role) for child in wave]
                 await deployment.unless_failed([child.ready for child in wave])
+            await _connected(deployment)
     except TimeoutError:
-        late = ", ".join(child.role for child in deployment.children if not child.ready.is_set())
+        late = (
+            ", ".join(child.role for child in deployment.children if not child.ready.is_set()) or "verifier for gateway"
+        )
         message = f"start_timeout_s: {settings.start_timeout_s} s passed and not ready yet: {late}; give more time"
         raise ConfigurationError(message, exit_code=4) from None
-    await _drafters_found(deployment)
 
 
-async def _drafters_found(deployment: Deployment) -> None:
-    """Drafters are no condition for serving, but who starts them wants to see them used."""
-    async with RemoteVerifier(deployment.verifier.address) as verifier:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(DRAFTERS_WAIT_S):
-                while await _num_up(verifier) < len(deployment.drafters):
-                    await asyncio.sleep(0.05)
+async def _connected(deployment: Deployment) -> None:
+    """The gateway has found the verifier, and the verifier its drafters. Drafters are no condition for serving for ever."""
+    patience = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
+    async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
+        while True:
+            ready, num_drafters = await _found(client)
+            if ready and num_drafters >= len(deployment.drafters):
                 return
-    log.warning("drafters_missing", wanted=len(deployment.drafters))
+            if ready and asyncio.get_running_loop().time() > patience:
+                log.warning("drafters_missing", wanted=len(deployment.drafters), found=num_drafters)
+                return
+            await asyncio.sleep(ASK_EVERY_S)
 
 
-async def _num_up(verifier: RemoteVerifier) -> int:
+async def _found(client: AsyncClient) -> tuple[bool, int]:
+    """Whether a verifier is ready, and how many drafters it has."""
     try:
-        return len((await verifier.get_info()).drafters)
-    except ServiceError:
-        return 0
+        info = await client.server_info()
+    except APIError:
+        return False, 0
+    return any(worker.ready for worker in info.verifiers), len(info.drafters)
 
 
 async def _run(settings: LocalSettings) -> None:

@@ -36,6 +36,7 @@ class Limits:
     max_num_queued_reqs: int = 256  # requests waiting for one of these places
     request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
     redispatch_wait_s: float = 10.0  # for a verifier after one was lost in mid-stream
+    first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
     lease_s: float = 5.0
 
 
@@ -133,6 +134,8 @@ class GatewayService:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         check_model(request.model, self.served_model)
+        if self.upstreams.model is None:
+            await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         plan = make_plan(request, await self._prompt_ids(request), self.model)
         cutoff = Cutoff(arrived + limit)
         try:

@@ -333,15 +333,14 @@ class VerifierService:
             session.cap = min(
                 session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1
             )
-        required = session.request.speculation.mode is SpeculationMode.REQUIRED  # waits whether or not it pays
         return View(
             session.number,
             session.prefill_left,
-            draft is not None and (session.gain.pays or required),
+            draft is not None and (session.gain.pays or session.required),
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
-            self.policy.draft_wait_s if required else self._patience_s(session),
+            self.policy.draft_wait_s if session.required else self._patience_s(session),
             session.cap or 0,
         )
 
@@ -368,11 +367,12 @@ class VerifierService:
             return  # cancelled while the step ran; nothing was emitted
         draft = session.draft
         wanted = draft is not None and not draft.at_rest and bool(session.cap)
-        missed = wanted and outcome.num_nodes == 0 and session.gain.pays
+        missed = wanted and outcome.num_nodes == 0 and (session.gain.pays or session.required)
         if missed or outcome.num_nodes:
             self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
-        session.gain.add(outcome.num_nodes, len(outcome.tokens), now_s - session.committed_s)
+        if not session.required:  # those wait whether or not it pays, and would teach the others despair
+            session.gain.add(outcome.num_nodes, len(outcome.tokens), now_s - session.committed_s)
         committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s

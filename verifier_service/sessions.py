@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 
 from rootward.core.frames import extend_hash
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Committed, Finish, FinishReason, Law, Rule, SpeculationStats, VerifierRequest
+from rootward.core.requests import (
+    Committed,
+    Finish,
+    FinishReason,
+    Law,
+    Rule,
+    SpeculationMode,
+    SpeculationStats,
+    VerifierRequest,
+)
 from rootward.core.rng import Key
 from rootward.errors import ServiceError
 from verifier_service.gain import Gain, Pace
@@ -82,6 +91,11 @@ class Session:
     @property
     def key(self) -> Key:
         return Key(self.request.seed, self.request.choice)
+
+    @property
+    def required(self) -> bool:
+        """Waits for trees whether or not waiting pays."""
+        return self.request.speculation.mode is SpeculationMode.REQUIRED
 
     @property
     def prefill_left(self) -> int:

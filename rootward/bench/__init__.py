@@ -1,11 +1,11 @@
 """Measurements of the library that need models: `python -m rootward.bench.acceptance`.
 
-    contexts.py       positions in the target's own continuations of held-out prompts
-    noisy.py          a copy of a model with noise on its logits: a dial for mismatch
-    ranked.py         both models' rows in the draft's rank space, fetched for all contexts at once
-    lockstep.py       drives tree builders and growth over all contexts, one forward a level
-    constructions.py  the table of tree constructions and the rules that may verify them
-    outcomes.py       the closed form of every rule on a tree, and verdicts drawn with fresh coins
-    grid.py           constructions × rules × budgets; levels.py: growth under a limit of draft forwards
-    results.py        what was measured, as values and JSON; tables.py, winners.py, plots.py: how it is shown
+contexts.py       positions in the target's own continuations of held-out prompts
+noisy.py          a copy of a model with noise on its logits: a dial for mismatch
+ranked.py         both models' rows in the draft's rank space, fetched for all contexts at once
+lockstep.py       drives tree builders and growth over all contexts, one forward a level
+constructions.py  the table of tree constructions and the rules that may verify them
+outcomes.py       the closed form of every rule on a tree, and verdicts drawn with fresh coins
+grid.py           constructions × rules × budgets; levels.py: growth under a limit of draft forwards
+results.py        what was measured, as values and JSON; tables.py, winners.py, plots.py: how it is shown
 """

@@ -1,8 +1,8 @@
 """`rootward bench acceptance`: how many tokens a round yields, for any pair, any prompts, every construction and rule.
 
-    python -m rootward.bench.acceptance --out report
-    python -m rootward.bench.acceptance --noise 1.0 --out report-noisy
-    python -m rootward.bench.acceptance --target tabular:vocab=50,seed=1 --draft tabular:vocab=50,seed=1,noise=1 --quick
+python -m rootward.bench.acceptance --out report
+python -m rootward.bench.acceptance --noise 1.0 --out report-noisy
+python -m rootward.bench.acceptance --target tabular:vocab=50,seed=1 --draft tabular:vocab=50,seed=1,noise=1 --quick
 """
 
 from __future__ import annotations
@@ -42,13 +42,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(options: Options) -> Results:
     """Measure; a progress bar on stderr."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     from rootward.bench import measuring, workers
 
     start_s = time.monotonic()
-    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("loading", total=measuring.num_steps(options))
         described, parts = workers.run(options, lambda name: progress.update(bar, advance=1, description=name))
     return collected(options, described, parts, round(time.monotonic() - start_s, 1))

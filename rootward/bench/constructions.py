@@ -104,11 +104,15 @@ def _rsd() -> list[Construction]:
         "square": square,
     }
     by_shape = [
-        Construction(f"rsd_c_{name}", DRAWN, levelwise(lambda row, rng, n, s=shape: drafting.rsd_c(row, s(n), rng)), True)
+        Construction(
+            f"rsd_c_{name}", DRAWN, levelwise(lambda row, rng, n, s=shape: drafting.rsd_c(row, s(n), rng)), True
+        )
         for name, shape in shapes_c.items()
     ]
     by_beam = [
-        Construction(f"rsd_s_{name}", DRAWN, levelwise(lambda row, rng, n, b=beam: drafting.rsd_s(row, *b(n), rng)), True)
+        Construction(
+            f"rsd_s_{name}", DRAWN, levelwise(lambda row, rng, n, b=beam: drafting.rsd_s(row, *b(n), rng)), True
+        )
         for name, beam in beams.items()
     ]
     return by_shape + by_beam

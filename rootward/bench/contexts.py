@@ -84,7 +84,9 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
     waiting = [i for i in range(len(texts)) if len(texts[i])]
     while waiting:
         part: list[int] = []
-        while waiting and (not part or (len(part) + 1) * max(len(texts[i]) for i in [*part, waiting[0]]) <= PREFILL_ROWS):
+        while waiting and (
+            not part or (len(part) + 1) * max(len(texts[i]) for i in [*part, waiting[0]]) <= PREFILL_ROWS
+        ):
             part.append(waiting.pop(0))
         logits = model.forward([Rows.chain(slots[i], 0, texts[i]) for i in part], last_only=[True] * len(part))
         for i in part:

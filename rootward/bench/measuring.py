@@ -140,7 +140,11 @@ def _prompts(options: Options, target_spec: str, vocab: int) -> list[list[int]]:
 
 def _check(target: LanguageModel, draft: LanguageModel) -> None:
     a, b = target.info, draft.info
-    differ = a.tokenizer_hash != b.tokenizer_hash if a.tokenizer_hash and b.tokenizer_hash else a.vocab_size != b.vocab_size
+    differ = (
+        a.tokenizer_hash != b.tokenizer_hash if a.tokenizer_hash and b.tokenizer_hash else a.vocab_size != b.vocab_size
+    )
     if differ:
         sizes = f"{b.vocab_size} and {a.vocab_size} tokens"
-        raise ConfigurationError(f"--draft: its tokenizer is not the target's ({sizes}); use a pair with one tokenizer", 3)
+        raise ConfigurationError(
+            f"--draft: its tokenizer is not the target's ({sizes}); use a pair with one tokenizer", 3
+        )

@@ -54,7 +54,7 @@ def parsed(argv: Sequence[str]) -> Options:
     drafting = given.drafting or (tuple(QUICK_DRAFTING) if given.quick else ())
     _known("--drafting", drafting, names)
     _known("--rules", given.rules, ALL_RULES)
-    quick_or = (lambda quick, full: quick if given.quick else full)
+    quick_or = lambda quick, full: quick if given.quick else full
     temperatures = given.temperatures or quick_or((0.0, 1.0), TEMPERATURES)
     budgets = given.budgets or quick_or((4, 16), BUDGETS)
     num_contexts = given.num_contexts or quick_or(QUICK_CONTEXTS, NUM_CONTEXTS)
@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--target", default="", help="folder, hub name or tabular:... (default: the demo target)")
     parser.add_argument("--draft", default="", help="the same for the draft model (default: the demo draft)")
-    parser.add_argument("--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: the demo prompts)")
+    parser.add_argument(
+        "--prompts", type=Path, help="JSON lines with `text`, or plain lines (default: the demo prompts)"
+    )
     parser.add_argument("--temperatures", type=_list(float), default=(), help="default 0,0.3,0.7,1.0")
     parser.add_argument("--budgets", type=_list(int), default=(), help="nodes below the root, default 4,8,16,32,64")
     parser.add_argument("--rules", type=_list(str), default=ALL_RULES, help=f"default all: {','.join(ALL_RULES)}")
@@ -102,7 +104,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-atoms", type=int, default=64, help="support K of the declared draft rows (default 64)")
     parser.add_argument("--noise", type=float, help="draft = the target with Gaussian noise of this size on its logits")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("acceptance"), help="folder of the report (default ./acceptance)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("acceptance"), help="folder of the report (default ./acceptance)"
+    )
     parser.add_argument("--quick", action="store_true", help="a small grid, under a minute on the demo pair")
     parser.add_argument("--processes", type=int, default=0, help="one thread each (default: one per core)")
     parser.add_argument("--no-levels", dest="levels", action="store_false", help="leave out growth by draft forwards")
@@ -125,7 +129,9 @@ def _list(kind: type):
 def _known(option: str, given: Sequence[str], names: Sequence[str]) -> None:
     for name in given:
         if name not in names:
-            raise ConfigurationError(f"rootward bench acceptance: {option}: {name!r} is unknown; use {', '.join(names)}")
+            raise ConfigurationError(
+                f"rootward bench acceptance: {option}: {name!r} is unknown; use {', '.join(names)}"
+            )
 
 
 def _require(ok: bool, option: str, fix: str) -> None:

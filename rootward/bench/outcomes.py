@@ -190,5 +190,3 @@ def _coupled(rows: RankedRows, one: Round) -> int:
     inner = [bool(family) for family in one.tree.children]
     choice = [rows.at(*name).choice if has else rows.num_atoms for name, has in zip(one.names, inner, strict=True)]
     return int(one.tree.depth[verification.match(one.tree, choice).stop])
-
-

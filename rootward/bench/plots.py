@@ -91,9 +91,16 @@ def _by_depth(results: Results, budget: int, path: Path) -> None:
         for series in SERIES:
             cell = _best_of(results, series, temperature, budget)
             if cell is not None:
-                survival = cell.survival[: 17]
+                survival = cell.survival[:17]
                 axis.plot(
-                    range(len(survival)), survival, series.style, color=series.colour, label=series.label, marker="o", ms=3, lw=1.6
+                    range(len(survival)),
+                    survival,
+                    series.style,
+                    color=series.colour,
+                    label=series.label,
+                    marker="o",
+                    ms=3,
+                    lw=1.6,
                 )
         axis.set_xlabel("depth d")
         axis.set_ylim(0, 1.02)

@@ -65,7 +65,10 @@ class RankedRows:
         self.models, self.contexts, self.first_context = (target, draft), contexts, first_context
         self.vocab = min(target.info.vocab_size, draft.info.vocab_size)
         self.num_atoms, self.seed, self.temperature = min(num_atoms, self.vocab), seed, temperature
-        self.laws = (Sampling(temperature), Sampling(temperature or 1.0))  # a greedy request is drafted at temperature 1
+        self.laws = (
+            Sampling(temperature),
+            Sampling(temperature or 1.0),
+        )  # a greedy request is drafted at temperature 1
         self._known: list[dict[Path, Expansion]] = [{} for _ in contexts]
         self._held: list[dict[Path, int]] = [{} for _ in contexts]  # KV node by rank path
         self._noise: dict[tuple[int, int], NDArray[np.float32]] = {}

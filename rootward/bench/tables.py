@@ -72,7 +72,16 @@ def _checks(results: Results) -> str:
 
 
 def _winners(results: Results) -> str:
-    header = ["T", "nodes", "best of Rootward", "tokens", "best RSD-S + token", "ratio [95 %]", "best RSD + traversal", "ratio [95 %]"]
+    header = [
+        "T",
+        "nodes",
+        "best of Rootward",
+        "tokens",
+        "best RSD-S + token",
+        "ratio [95 %]",
+        "best RSD + traversal",
+        "ratio [95 %]",
+    ]
     rows = []
     for c in comparisons(results):
         rows.append(

@@ -67,7 +67,9 @@ def _next(news: Any, workers: list[Any]) -> tuple[str, Any]:
             return found
         except Empty:
             if any(worker.exitcode not in (None, 0) for worker in workers):
-                raise RootwardError("a worker process of the benchmark died; run with --processes 1 to see why") from None
+                raise RootwardError(
+                    "a worker process of the benchmark died; run with --processes 1 to see why"
+                ) from None
 
 
 def _work(options: Options, todo: Any, news: Any) -> None:

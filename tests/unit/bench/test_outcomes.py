@@ -133,6 +133,8 @@ def test_shared_noise_in_closed_form_is_the_frequency_of_agreement(num_children)
     assert abs(np.mean(closed) - np.mean(seen)) <= 4 * error
     if num_children == 1:
         pairs = [(x, y) for x in range(4) for y in range(5)]
-        ratio = {x: sum(max(p[b] / p[x], (q[b] if b < 4 else 0.0) / q[x]) for a, b in pairs if a == x) for x in range(4)}
+        ratio = {
+            x: sum(max(p[b] / p[x], (q[b] if b < 4 else 0.0) / q[x]) for a, b in pairs if a == x) for x in range(4)
+        }
         exact = sum(1.0 / r for r in ratio.values())
         assert abs(np.mean(closed) - exact) <= 4 * np.std(closed) / np.sqrt(len(closed))
