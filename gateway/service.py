@@ -35,7 +35,7 @@ class Limits:
     max_num_seqs: int = 256  # requests at verifiers
     max_num_queued_reqs: int = 256  # requests waiting for one of these places
     request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
-    redispatch_wait_s: float = 10.0  # for a verifier after one was lost in mid-stream
+    redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
     first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
     lease_s: float = 5.0
 

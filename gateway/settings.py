@@ -39,7 +39,7 @@ class GatewaySettings(ServiceSettings):
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
-    redispatch_wait_s: float = Field(10.0, ge=0, description="how long a running request waits for another verifier")
+    redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
     log_json: bool = Field(False, description="log as JSON lines")

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling
-from rootward.core.rng import Key, bonus_coin, coins_batch, target_gumbel
+from rootward.core.rng import Key, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree, root_only
 from rootward.core.verification import match
 from rootward.core.verification.batched import Forest, ForestLaw, forest_law, gather_ids, stop_nodes
+from rootward.engine.noise import target_noise
 from rootward.engine.residual import draw_residual, gumbel_choice
 from rootward.engine.sampling import gather, greedy_choice, processed
 from rootward.ports import COMMITTED, LanguageModel, Rows
@@ -119,9 +120,13 @@ class Runner:
     def _noisy_choice(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> Ints:
         """argmax log p + g with noise keyed by (seed, absolute position): the same token whatever the tree or the drafter."""
         probs_TV = processed(logits_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
-        vocab = int(probs_TV.shape[1])
-        noise_TV = np.concatenate([_noise_by_depth(r, vocab) for r in rounds])
-        return gumbel_choice(probs_TV, noise_TV)
+        at: list[tuple[Key, int]] = []
+        row_T: list[int] = []
+        for r in rounds:  # nodes of one depth share the noise of their position
+            row_T += (len(at) + r.tree.depth).tolist()
+            at += [(r.key, r.length + d) for d in range(int(r.tree.depth.max()) + 1)]
+        noise_PV = target_noise(at, int(probs_TV.shape[1]), probs_TV.device)
+        return gumbel_choice(probs_TV, noise_PV, np.array(row_T))
 
     # -- ratio tests: laws, coins, one bonus draw ---------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class Runner:
         take = np.arange(forest.num_nodes) + (starts[mine] - forest.start[:-1])[forest.tree]
         probs_TV = processed(logits_TV[take], [some[b].sampling for b in forest.tree])
         law = self._law(rule, forest, some, probs_TV)
-        stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some]))
+        stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some])).copy()
         lengths = [r.length + int(d) for r, d in zip(some, forest.depth[stop], strict=True)]
         u = np.array([bonus_coin(r.key, r.epoch, length) for r, length in zip(some, lengths, strict=True)])
         bonus = draw_residual(probs_TV[stop], law.tail_scale[stop], list(law.ids[stop]), list(law.residual[stop]), u)
@@ -158,12 +163,6 @@ def _rows(r: Round) -> Rows:
     node = np.arange(len(tree), dtype=np.int64)
     parent = np.where(tree.parent < 0, COMMITTED, tree.parent)
     return Rows(r.kv_slot, node, parent, token)
-
-
-def _noise_by_depth(r: Round, vocab: int) -> Floats:
-    """float64[N, V]: nodes of one depth share the noise of their position."""
-    by_depth = np.stack([target_gumbel(r.key, r.length + d, vocab) for d in range(int(r.tree.depth.max()) + 1)])
-    return by_depth[r.tree.depth]
 
 
 def _atoms(rounds: Sequence[Round]) -> tuple[Ints, Ints]:

@@ -104,18 +104,29 @@ def _rsd() -> list[Construction]:
         "square": square,
     }
     by_shape = [
-        Construction(
-            f"rsd_c_{name}", DRAWN, levelwise(lambda row, rng, n, s=shape: drafting.rsd_c(row, s(n), rng)), True
-        )
+        Construction(f"rsd_c_{name}", DRAWN, _branching(drafting.rsd_c, shape), baseline=True)
         for name, shape in shapes_c.items()
     ]
-    by_beam = [
-        Construction(
-            f"rsd_s_{name}", DRAWN, levelwise(lambda row, rng, n, b=beam: drafting.rsd_s(row, *b(n), rng)), True
-        )
-        for name, beam in beams.items()
-    ]
+    by_beam = [Construction(f"rsd_s_{name}", DRAWN, _beam(size), baseline=True) for name, size in beams.items()]
     return by_shape + by_beam
+
+
+Branching = Callable[[View, Sequence[int], np.random.Generator], tuple[TokenTree, Floats]]
+
+
+def _branching(build_tree: Branching, shape: Callable[[int], list[int]]) -> Trees:
+    def make(row: View, rng: np.random.Generator, n: int) -> tuple[TokenTree, Floats]:
+        return build_tree(row, shape(n), rng)
+
+    return levelwise(make)
+
+
+def _beam(size: Callable[[int], tuple[int, int]]) -> Trees:
+    def make(row: View, rng: np.random.Generator, n: int) -> tuple[TokenTree, Floats]:
+        width, depth = size(n)
+        return drafting.rsd_s(row, width, depth, rng)
+
+    return levelwise(make)
 
 
 def _independent() -> list[Construction]:
@@ -123,7 +134,7 @@ def _independent() -> list[Construction]:
         num = 2 if n < 16 else 4
         return drafting.iid_paths(row, num, -(-n // num), rng)
 
-    copies = levelwise(lambda row, rng, n: drafting.iid(row, binary(n), rng))
+    copies = _branching(drafting.iid, binary)
     rules = ("token", "multi_step", "traversal", "match")
     return [
         Construction("iid_paths", DRAWN, levelwise(paths, level_order=False), baseline=True),
@@ -134,8 +145,7 @@ def _independent() -> list[Construction]:
 def _greedy() -> list[Construction]:
     by_shape = {"bushy": binary, "narrow": narrow, "tapered": tapered}
     return [
-        Construction(f"greedy_{name}", DRAWN, levelwise(lambda row, rng, n, s=shape: drafting.greedy(row, s(n), rng)))
-        for name, shape in by_shape.items()
+        Construction(f"greedy_{name}", DRAWN, _branching(drafting.greedy, shape)) for name, shape in by_shape.items()
     ]
 
 

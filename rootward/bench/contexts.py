@@ -99,7 +99,8 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
 
 def _tokens(logits_CV: torch.Tensor, temperature: float, rng: np.random.Generator) -> list[int]:
     probs = processed(logits_CV, [Sampling(temperature)] * len(logits_CV))
-    return draw_rows(probs, rng.random(len(logits_CV))).tolist()
+    tokens: list[int] = draw_rows(probs, rng.random(len(logits_CV))).tolist()
+    return tokens
 
 
 def _goes_on(model: LanguageModel, text: list[int], token: int, wanted: int) -> bool:

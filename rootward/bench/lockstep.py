@@ -9,6 +9,7 @@ Legend: N nodes, K atoms.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -83,10 +84,8 @@ def build(rows: RankedRows, builder: Builder, *, level_order: bool = True) -> li
         wanted: list[tuple[int, Path]] = []
         for context in waiting:
             view = View(rows, context, level_order=level_order)
-            try:
+            with suppress(Incomplete):
                 tree, draft = builder(view, generator(rows, context))
-            except Incomplete:
-                pass
             if view.missing:
                 wanted += view.wanted()
             else:

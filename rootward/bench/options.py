@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rootward.errors import ConfigurationError
 
 TEMPERATURES, BUDGETS = (0.0, 0.3, 0.7, 1.0), (4, 8, 16, 32, 64)
-NUM_CONTEXTS, QUICK_CONTEXTS = 96, 16
+NUM_CONTEXTS = 96
+QUICK_TEMPERATURES, QUICK_BUDGETS, QUICK_CONTEXTS = (0.0, 1.0), (4, 16), 16
 QUICK_DRAFTING = (
-    "chain rsd_c_bushy rsd_c_narrow rsd_s_w2 rsd_s_square iid_copies best_first_0.7 best_first_0.8 "
-    "best_first_greedy2_0.7 top_k_best_first coupled_0.7"
-).split()
+    "chain",
+    "rsd_c_bushy",
+    "rsd_c_narrow",
+    "rsd_s_w2",
+    "rsd_s_square",
+    "iid_copies",
+    "best_first_0.7",
+    "best_first_0.8",
+    "best_first_greedy2_0.7",
+    "top_k_best_first",
+    "coupled_0.7",
+)
 ALL_RULES = ("token", "multi_step", "block", "traversal", "match", "coupled")
 
 
@@ -51,13 +61,12 @@ def parsed(argv: Sequence[str]) -> Options:
 
     given = _parser().parse_args(list(argv))
     names = tuple(constructions())
-    drafting = given.drafting or (tuple(QUICK_DRAFTING) if given.quick else ())
+    drafting = given.drafting or (QUICK_DRAFTING if given.quick else ())
     _known("--drafting", drafting, names)
     _known("--rules", given.rules, ALL_RULES)
-    quick_or = lambda quick, full: quick if given.quick else full
-    temperatures = given.temperatures or quick_or((0.0, 1.0), TEMPERATURES)
-    budgets = given.budgets or quick_or((4, 16), BUDGETS)
-    num_contexts = given.num_contexts or quick_or(QUICK_CONTEXTS, NUM_CONTEXTS)
+    temperatures = given.temperatures or (QUICK_TEMPERATURES if given.quick else TEMPERATURES)
+    budgets = given.budgets or (QUICK_BUDGETS if given.quick else BUDGETS)
+    num_contexts = given.num_contexts or (QUICK_CONTEXTS if given.quick else NUM_CONTEXTS)
     _require(all(0 <= t <= 100 for t in temperatures), "--temperatures", "use numbers from 0 to 100")
     _require(all(1 <= b <= 256 for b in budgets), "--budgets", "use whole numbers from 1 to 256")
     _require(num_contexts >= 2, "--num-contexts", "use at least 2")
@@ -113,14 +122,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _list(kind: type):
-    def read(text: str) -> tuple:
+def _list(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def read(text: str) -> tuple[Any, ...]:
         try:
             values = tuple(kind(part.strip()) for part in text.split(",") if part.strip())
         except ValueError:
             values = ()
         if not values:
-            raise argparse.ArgumentTypeError(f"{text!r} is no list of {kind.__name__} with commas")
+            raise argparse.ArgumentTypeError(f"{text!r} is no list with commas")
         return values
 
     return read

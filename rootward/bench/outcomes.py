@@ -93,8 +93,8 @@ def entered(law: Law) -> Floats:
     """float64[N]: P(the round stops in the subtree of v) before anything drawn after v's turn is looked at.
 
     A node's children only redistribute its entry budget (the identity of STEP): over their draws, the probability is
-    entry(v)·Π(1 − entry(u)), u the earlier siblings of v and of its ancestors. Token-level verification has such a form
-    on every tree, so with this one the two rules are compared on the same draws.
+    entry(v)·Π(1 − entry(u)), u the earlier siblings of v and of its ancestors. Token-level verification decides about v
+    without what is drawn after it anyhow, so with this form the two rules are compared on the same draws.
     """
     before = np.ones(len(law.tree))  # probability that nothing tried before this node has succeeded
     reach = np.ones(len(law.tree))

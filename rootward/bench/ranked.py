@@ -68,7 +68,7 @@ class RankedRows:
         self.laws = (
             Sampling(temperature),
             Sampling(temperature or 1.0),
-        )  # a greedy request is drafted at temperature 1
+        )  # greedy requests are drafted at temperature 1
         self._known: list[dict[Path, Expansion]] = [{} for _ in contexts]
         self._held: list[dict[Path, int]] = [{} for _ in contexts]  # KV node by rank path
         self._noise: dict[tuple[int, int], NDArray[np.float32]] = {}
@@ -126,7 +126,8 @@ class RankedRows:
         """The paths and those of their ancestors whose KV is not held, ancestors first."""
         if len(self._held[context]) > HELD_NODES:
             self._release(context)
-        held, lineage = self._held[context], {}
+        held = self._held[context]
+        lineage: dict[Path, None] = {}
         for path in paths:
             lineage |= {path[:i]: None for i in range(len(path) + 1) if path[:i] not in held}
         return sorted(lineage, key=len)

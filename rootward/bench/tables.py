@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from rootward.bench.golden_share import golden_share
 from rootward.bench.results import Cell, LevelCell, Results, interval
@@ -50,7 +51,7 @@ def _head(results: Results) -> str:
     )
 
 
-def _size(model: dict) -> str:
+def _size(model: dict[str, Any]) -> str:
     number = model["num_parameters"]
     return f"{number / 1e6:.2f} M parameters" if number else "a table"
 

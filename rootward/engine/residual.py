@@ -42,7 +42,7 @@ def draw_residual(
 
 
 @torch.inference_mode()
-def gumbel_choice(probs_TV: torch.Tensor, noise_TV: Floats) -> Ints:
-    """int64[T]: argmax of log p + g, ties to the smaller id (which the argmax of distinct float64 noise never meets)."""
-    noise = torch.from_numpy(noise_TV).to(probs_TV.device)
-    return (probs_TV.double().log() + noise).argmax(-1).cpu().numpy()
+def gumbel_choice(probs_TV: torch.Tensor, noise_PV: torch.Tensor, row_T: Ints) -> Ints:
+    """int64[T]: argmax of log p + g; row t uses the noise row_T[t]."""
+    rows = torch.from_numpy(row_T).to(probs_TV.device)
+    return (probs_TV.double().log() + noise_PV[rows]).argmax(-1).cpu().numpy()

@@ -33,6 +33,7 @@ async def deployment():
         listen="127.0.0.1:0",
         http_listen="127.0.0.1:0",
         shutdown_timeout_s=5.0,
+        gateway_flags="--redispatch-wait-s 60",
     )
     async with serve_all(settings) as running:
         yield running
