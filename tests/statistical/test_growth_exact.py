@@ -6,112 +6,14 @@ text, continued by the target, must have exactly the target's law. Two wrong twi
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
+from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_level, put, start, tail_law
 
-from rootward.core import growth as growth_module
-from rootward.core import rows as rows_module
-from rootward.core.growth import Growth, Policy
-from rootward.core.living_tree import LivingTree, Snapshot
+from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law
-from rootward.core.rows import Row
-from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
-
-V, LENGTH = 3, 3  # tokens of committed text that are compared
-
-
-class Chooser:
-    """Enumerates a random program: every `choose` is a branch point, walked depth first like an odometer."""
-
-    def __init__(self) -> None:
-        self.path: list[tuple[int, list[int]]] = []  # (position in options, options)
-        self.depth, self.mass = 0, 1.0
-
-    def runs(self, program: Callable[[], None]) -> None:
-        while True:
-            self.depth, self.mass = 0, 1.0
-            program()
-            while self.path and self.path[-1][0] + 1 == len(self.path[-1][1]):
-                self.path.pop()
-            if not self.path:
-                return
-            at, options = self.path[-1]
-            self.path[-1] = (at + 1, options)
-
-    def choose(self, law: Sequence[float] | np.ndarray) -> int:
-        if self.depth == len(self.path):
-            self.path.append((0, [int(i) for i in np.flatnonzero(law)]))
-        at, options = self.path[self.depth]
-        self.depth += 1
-        self.mass *= float(law[options[at]])
-        return options[at]
-
-
-class Model:
-    """p and q depend on the last two tokens. q has integer weights, so it is declared exactly."""
-
-    def __init__(self, seed: int) -> None:
-        rng = np.random.default_rng(seed)
-        contexts = list(itertools.product(range(V), repeat=2))
-        keep = rng.random((len(contexts), V)) > (0.25 if seed % 2 else 0.0)
-        p = rng.integers(1, 9, (len(contexts), V)) * keep
-        p[:, seed % V] += 1
-        q = rng.integers(1, 9, (len(contexts), V)) * (rng.random((len(contexts), V)) > (0.3 if seed % 3 == 0 else 0.0))
-        q[:, (seed + 1) % V] += 1
-        self.p = {c: row / row.sum() for c, row in zip(contexts, p, strict=True)}
-        self.q = {c: Row(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
-
-
-def start(text: list[int], law: Law) -> tuple[LivingTree, Growth]:
-    tree = LivingTree(len(text), 0, vocab_size=V)
-    return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=2))
-
-
-def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int], law: Law) -> None:
-    """One level as the drafter does it."""
-
-    def expand(node: int, path: list[int]) -> None:
-        row = model.q[tuple((text + path)[-2:])]
-        if law is Law.SAMPLED:
-            tree.at(node).row = (row.ids, row.weight)
-        growth.expand(node, row)
-
-    if not growth.root_expanded:
-        expand(tree.root_id, [])
-    else:
-        snapshot = tree.snapshot(64)
-        for node in growth.frontier(8):
-            expand(node, list(snapshot.tree.path(snapshot.ids.index(node))))
-    growth.draw(lambda n: np.zeros(n, np.uint64))
-
-
-def decide(model: Model, snapshot: Snapshot, text: list[int]) -> tuple[SparseLaw, np.ndarray]:
-    tree = snapshot.tree
-    target = np.stack([model.p[tuple((text + list(tree.path(i)))[-2:])] for i in range(len(tree))])
-    atoms = np.full((len(tree), V), -1)
-    weight = np.zeros((len(tree), V), dtype=np.int64)
-    for i, row in enumerate(snapshot.rows):
-        if row is not None:
-            atoms[i, : len(row[0])], weight[i, : len(row[0])] = row
-    ids = gather_ids(tree, atoms)
-    return sparse_law("traversal", tree, ids, weight, *gather(target, ids)), target
-
-
-def tail_law(model: Model, text: list[int], done: int) -> np.ndarray:
-    """float64[V, …]: law of the remaining tokens under the target."""
-    if done >= LENGTH:
-        return np.ones(())
-    row = model.p[tuple(text[-2:])]
-    return np.stack([row[x] * tail_law(model, [*text, x], done + 1) for x in range(V)])
-
-
-def put(out: np.ndarray, model: Model, text: list[int], base: int, mass: float) -> None:
-    emitted = text[base : base + LENGTH]
-    out[tuple(emitted)] += mass * tail_law(model, text, len(emitted))
-
 
 Cap = Callable[[Model, LivingTree, int], int]
 
@@ -123,7 +25,7 @@ def honest_cap(model: Model, tree: LivingTree, cap: int) -> int:
 def cut_before_unlikely(model: Model, tree: LivingTree, cap: int) -> int:
     """Wrong: stops before the first node whose own q is small."""
     snapshot = tree.snapshot(cap)
-    for i, row in enumerate(snapshot.rows[1:], start=1):
+    for i in range(1, len(snapshot.rows)):
         above = snapshot.rows[snapshot.tree.parent[i]]
         assert above is not None
         if above[1][list(above[0]).index(snapshot.tree.token[i])] / above[1].sum() < 0.4:
@@ -149,13 +51,7 @@ def error(
     out = np.zeros((V,) * LENGTH)
     chooser = Chooser()
 
-    def oracle_draw(row: Row, num_children: int, words, bits: int = 64) -> np.ndarray:
-        if not len(row):
-            return np.zeros(0, dtype=np.int64)
-        return np.array([row.ids[chooser.choose(row.law)]])
-
-    monkeypatch.setattr(growth_module, "draw_children", oracle_draw)
-    monkeypatch.setattr(rows_module, "draw_children", oracle_draw)
+    draw_by(chooser, monkeypatch)
 
     def program() -> None:
         text = list(prompt)

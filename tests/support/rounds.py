@@ -1,0 +1,122 @@
+"""Rounds of the production path as a random program that can be enumerated: Growth draws, LivingTree cuts and re-roots, the sparse
+law decides. V = 3; p and q depend on the last two tokens; the law of the first LENGTH committed tokens is compared with the target's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from rootward.core import growth as growth_module
+from rootward.core import rows as rows_module
+from rootward.core.growth import Growth, Policy
+from rootward.core.living_tree import LivingTree, Snapshot
+from rootward.core.requests import Law
+from rootward.core.rows import Row
+from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
+
+V, LENGTH = 3, 3  # tokens of committed text that are compared
+
+
+class Chooser:
+    """Enumerates a random program: every `choose` is a branch point, walked depth first like an odometer."""
+
+    def __init__(self) -> None:
+        self.path: list[tuple[int, list[int]]] = []  # (position in options, options)
+        self.depth, self.mass = 0, 1.0
+
+    def runs(self, program: Callable[[], None]) -> None:
+        while True:
+            self.depth, self.mass = 0, 1.0
+            program()
+            while self.path and self.path[-1][0] + 1 == len(self.path[-1][1]):
+                self.path.pop()
+            if not self.path:
+                return
+            at, options = self.path[-1]
+            self.path[-1] = (at + 1, options)
+
+    def choose(self, law: Sequence[float] | np.ndarray) -> int:
+        if self.depth == len(self.path):
+            self.path.append((0, [int(i) for i in np.flatnonzero(law)]))
+        at, options = self.path[self.depth]
+        self.depth += 1
+        self.mass *= float(law[options[at]])
+        return options[at]
+
+
+class Model:
+    """p and q depend on the last two tokens. q has integer weights, so it is declared exactly."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        contexts = list(itertools.product(range(V), repeat=2))
+        keep = rng.random((len(contexts), V)) > (0.25 if seed % 2 else 0.0)
+        p = rng.integers(1, 9, (len(contexts), V)) * keep
+        p[:, seed % V] += 1
+        q = rng.integers(1, 9, (len(contexts), V)) * (rng.random((len(contexts), V)) > (0.3 if seed % 3 == 0 else 0.0))
+        q[:, (seed + 1) % V] += 1
+        self.p = {c: row / row.sum() for c, row in zip(contexts, p, strict=True)}
+        self.q = {c: Row(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
+
+
+def start(text: list[int], law: Law) -> tuple[LivingTree, Growth]:
+    tree = LivingTree(len(text), 0, vocab_size=V)
+    return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=2))
+
+
+def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int], law: Law) -> None:
+    """One level as the drafter does it."""
+
+    def expand(node: int, path: list[int]) -> None:
+        row = model.q[tuple((text + path)[-2:])]
+        if law is Law.SAMPLED:
+            tree.at(node).row = (row.ids, row.weight)
+        growth.expand(node, row)
+
+    if not growth.root_expanded:
+        expand(tree.root_id, [])
+    else:
+        snapshot = tree.snapshot(64)
+        for node in growth.frontier(8):
+            expand(node, list(snapshot.tree.path(snapshot.ids.index(node))))
+    growth.draw(lambda n: np.zeros(n, np.uint64))
+
+
+def decide(model: Model, snapshot: Snapshot, text: list[int]) -> tuple[SparseLaw, np.ndarray]:
+    tree = snapshot.tree
+    target = np.stack([model.p[tuple((text + list(tree.path(i)))[-2:])] for i in range(len(tree))])
+    atoms = np.full((len(tree), V), -1)
+    weight = np.zeros((len(tree), V), dtype=np.int64)
+    for i, row in enumerate(snapshot.rows):
+        if row is not None:
+            atoms[i, : len(row[0])], weight[i, : len(row[0])] = row
+    ids = gather_ids(tree, atoms)
+    return sparse_law("traversal", tree, ids, weight, *gather(target, ids)), target
+
+
+def tail_law(model: Model, text: list[int], done: int) -> np.ndarray:
+    """float64[V, …]: law of the remaining tokens under the target."""
+    if done >= LENGTH:
+        return np.ones(())
+    row = model.p[tuple(text[-2:])]
+    return np.stack([row[x] * tail_law(model, [*text, x], done + 1) for x in range(V)])
+
+
+def put(out: np.ndarray, model: Model, text: list[int], base: int, mass: float) -> None:
+    emitted = text[base : base + LENGTH]
+    out[tuple(emitted)] += mass * tail_law(model, text, len(emitted))
+
+
+def draw_by(chooser: Chooser, monkeypatch) -> None:
+    """Every draw of the production code becomes a branch point."""
+
+    def oracle_draw(row: Row, num_children: int, words, bits: int = 64) -> np.ndarray:
+        if not len(row):
+            return np.zeros(0, dtype=np.int64)
+        return np.array([row.ids[chooser.choose(row.law)]])
+
+    monkeypatch.setattr(growth_module, "draw_children", oracle_draw)
+    monkeypatch.setattr(rows_module, "draw_children", oracle_draw)
