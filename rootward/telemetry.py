@@ -66,7 +66,9 @@ def _shared_processors(role: str) -> list[Any]:
 
 
 def _rendering(json: bool, colors: bool) -> list[Any]:
-    last: list[Any] = [structlog.dev.ConsoleRenderer(colors=colors)]
+    # Local variables in tracebacks would put prompts into the log.
+    last: list[Any] = [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
     if json:
-        last = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        last = [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
     return [structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last]

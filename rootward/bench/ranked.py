@@ -10,8 +10,9 @@ Legend: T fetched rows, K atoms, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +47,14 @@ class Expansion:
     p: Floats
     noise: NDArray[np.float32]
     choice: int
+
+
+class Work(NamedTuple):
+    """What one context wants: the paths whose rows are missing, and all paths to forward for them, ancestors first."""
+
+    context: int
+    paths: list[Path]
+    lineage: list[Path]
 
 
 class RankedRows:
@@ -95,22 +104,14 @@ class RankedRows:
         return self._known[context][path]
 
     def fetch(self, wanted: Iterable[tuple[int, Path]]) -> None:
-        """Learn the rows of these nodes (their parents' are known): one forward of each model for all of them."""
+        """Learn the rows of these nodes (their parents' are known), many contexts in one forward of each model."""
         new: dict[int, list[Path]] = {}
         for context, path in dict.fromkeys(wanted):
             if path not in self._known[context]:
                 new.setdefault(context, []).append(path)
-        part: list[tuple[int, list[Path], list[Path]]] = []  # (context, wanted paths, paths to forward)
-        num_rows = 0
-        for context, paths in new.items():
-            lineage = self._unheld(context, paths)
-            part.append((context, paths, lineage))
-            num_rows += len(lineage)
-            if num_rows * self.vocab >= ROWS_OF_A_FORWARD:
-                self._forward(part)
-                part, num_rows = [], 0
-        if part:
-            self._forward(part)
+        work = [Work(context, paths, self._unheld(context, paths)) for context, paths in new.items()]
+        for group in _alike(work, ROWS_OF_A_FORWARD // self.vocab):
+            self._forward(group)
 
     def release(self) -> None:
         """Forget the KV of all nodes; the rows stay."""
@@ -132,7 +133,7 @@ class RankedRows:
             lineage |= {path[:i]: None for i in range(len(path) + 1) if path[:i] not in held}
         return sorted(lineage, key=len)
 
-    def _forward(self, part: list[tuple[int, list[Path], list[Path]]]) -> None:
+    def _forward(self, part: list[Work]) -> None:
         columns = [self._columns(context, lineage) for context, _, lineage in part]
         take, top = [], 0
         for _, paths, lineage in part:
@@ -184,3 +185,17 @@ class RankedRows:
             found = np.random.default_rng(key).gumbel(size=self.vocab).astype(np.float32)
             self._noise[context, position] = found
         return found
+
+
+def _alike(work: list[Work], most_rows: int) -> Iterator[list[Work]]:
+    """Groups for one forward each. Contexts are padded to the longest of a group, so long ones go with long ones."""
+    group: list[Work] = []
+    for one in sorted(work, key=lambda one: -len(one.lineage)):
+        width = len(group[0].lineage) if group else 0
+        uneven = width > 4 and len(one.lineage) * 2 < width
+        if group and (uneven or (len(group) + 1) * width > most_rows):
+            yield group
+            group = []
+        group.append(one)
+    if group:
+        yield group

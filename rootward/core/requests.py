@@ -95,7 +95,9 @@ class Speculation:
         _require(n is None or d is None or d <= n, "max_depth", d, f"is larger than num_draft_tokens {n}")
         ratio = self.rule in (Rule.TRAVERSAL, Rule.TOKEN)
         chosen = self.law in (Law.TOP_K, Law.COUPLED)
-        _require(not (ratio and chosen), "law", self.law, "needs rule 'match': the target's own tokens decide on such trees")
+        _require(
+            not (ratio and chosen), "law", self.law, "needs rule 'match': the target's own tokens decide on such trees"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -200,7 +201,10 @@ def _context(config: Any) -> int | None:
 
 def _read(path_or_name: str, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # a log is no place for a progress bar
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     try:

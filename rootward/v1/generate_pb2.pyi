@@ -882,7 +882,7 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     text: _builtins.str
     add_special_tokens: _builtins.bool
-    """default true"""
+    """default: as prompts are tokenised"""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
     def __init__(

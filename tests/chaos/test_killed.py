@@ -10,7 +10,6 @@ import pytest
 from support.processes import drafter, free_port, gateway, verifier, wait_until
 
 from rootward import Client, SamplingParams, Speculation
-from rootward.errors import BadRequestError
 
 TARGET = "tabular:vocab=8,seed=3,sharpness=2"
 DRAFT = "tabular:vocab=8,seed=3,sharpness=2,noise=0.4,noise_seed=1"

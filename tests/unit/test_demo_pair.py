@@ -27,9 +27,9 @@ SIZE_BUDGET_BYTES = 15 * MIB
 DRAFT_BUDGET_PARAMETERS = 1_000_000
 
 MEASURED = json.loads((FOLDER / "measured.json").read_text(encoding="utf-8"))
-# On the sample below the pair measured a loss of 2.86 and acceptances of 0.48, 0.53 and 0.56.
+# On the sample below the pair measured a loss of 2.86 and acceptances of 0.51, 0.56 and 0.59.
 TARGET_LOSS_BOUND = 3.1
-ACCEPTANCE_BOUNDS = (0.43, 0.48, 0.52)
+ACCEPTANCE_BOUNDS = (0.46, 0.51, 0.54)
 OWN_TEXT_BOUND = 0.45
 
 ODD_TEXTS = [
@@ -65,10 +65,15 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def held_out_rows(tokenizer) -> torch.Tensor:
+def held_out_stream(tokenizer):
+    """All held-out text as one row of token ids."""
+    return batches.token_stream(tokenizer, corpus.held_out_files())
+
+
+@pytest.fixture(scope="module")
+def held_out_rows(held_out_stream) -> torch.Tensor:
     """Windows `[6, 257]` of held-out text."""
-    stream = batches.token_stream(tokenizer, corpus.held_out_files())
-    return batches.fixed_windows(stream, 6, 256)
+    return batches.fixed_windows(held_out_stream, 6, 256)
 
 
 def test_importing_the_package_is_light():
@@ -185,9 +190,8 @@ def test_the_draft_is_accepted_on_the_targets_own_text(target, draft, held_out_r
     assert min(found) >= OWN_TEXT_BOUND, found
 
 
-def test_late_positions_are_trained(target, tokenizer):
-    stream = batches.token_stream(tokenizer, corpus.held_out_files())
-    rows = batches.fixed_windows(stream, 2, 1023)
+def test_late_positions_are_trained(target, held_out_stream):
+    rows = batches.fixed_windows(held_out_stream, 2, 1023)
     with torch.inference_mode():
         logits = target(input_ids=rows[:, :-1], use_cache=False).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), rows[:, 1:], reduction="none").mean(0)
