@@ -1,7 +1,7 @@
 """Engine on a device: is it right, and what does a step cost by number of rows?
 
-Right: logits of a ragged batch of trees against the CPU in float32. Cost: median milliseconds of one forward of the target with n rows (chain
-of a tree) for one and for several sessions, next to the floor (weight bytes / measured copy bandwidth). Needs torch and transformers only.
+Right: logits of a ragged batch of trees against the CPU in float32. Cost: median milliseconds of one forward of the target with n rows
+of a tree, for one and for several sessions, next to the floor (weight bytes / measured copy bandwidth). No rpc layer needed.
 
     python benchmarks/gpu/engine_steps.py --device cuda --dtype bfloat16 --model FOLDER --out steps.json
 """

@@ -8,9 +8,9 @@ Every id therefore resolves to one of three places:
   live    below the current root
   spine   it spells the committed token that ends a prefix of known length; the current root is the end of the spine
   dead    neither: the truth went elsewhere, or its parent is dead. Its nodes are dropped and counted as stale
-Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`). What arrived before stays usable, since
-dropping nodes that wait for their round would depend on their values (had the tree come to rest, they would have been verified by
-now); nothing is added any more, and the owner opens a new tree after the round.
+Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`). What arrived before stays
+usable, since dropping nodes that wait for their round would depend on their values (had the tree come to rest, they would have been
+verified by now); nothing is added any more, and the owner opens a new tree after the round.
 """
 
 from __future__ import annotations
