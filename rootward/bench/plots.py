@@ -124,7 +124,7 @@ def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
     found = {label: line for axis in axes for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     ordered = [series.label for series in SERIES if series.label in found]
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
-    columns = min(4, len(ordered))
+    columns = min(4 if len(axes) > 2 else 3, len(ordered))
     figure.legend([found[o] for o in ordered], ordered, loc="lower center", ncols=columns, frameon=False, fontsize=9.5)
     figure.tight_layout(rect=(0, 0.06 + 0.05 * (-(-len(ordered) // columns) - 1), 1, 0.98))
     figure.savefig(path, dpi=130)
