@@ -32,6 +32,7 @@ REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may h
 QUARANTINE_S = 30.0  # how long a drafter that sends malformed frames again and again gets no sessions
 MAX_OFFENCES = 3
 MAX_MISSES = 5  # rounds in a row that waited in vain before a drafter is left alone for a while
+SILENT_S = 1.0  # and nothing was heard from it for so long
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0  # how long; doubles each time
 
 
@@ -45,6 +46,7 @@ class Link:
         self.draining = False
         self.sessions: dict[int, Session] = {}  # by slot
         self.avoid_until_s = 0.0
+        self.heard_s = time.monotonic()  # when the last frame came
         self._offences = self._misses = 0
         self._rest_s = FIRST_REST_S
         self._next_slot = 1
@@ -128,7 +130,8 @@ class Link:
             self._misses, self._rest_s = 0, FIRST_REST_S
             return
         self._misses += 1
-        if self._misses >= MAX_MISSES:
+        silent_s = time.monotonic() - self.heard_s  # one that is merely slower than patience is not broken
+        if self._misses >= MAX_MISSES and silent_s > SILENT_S:
             log.info("drafter_late", drafter=self.name, rest_s=self._rest_s)
             self._leave_alone(self._rest_s, "late")
             self._misses, self._rest_s = 0, min(2 * self._rest_s, LONGEST_REST_S)
@@ -187,6 +190,7 @@ class Link:
             yield await self._outbox.get()
 
     def _receive(self, frame: FromDrafter) -> None:
+        self.heard_s = time.monotonic()
         if frame.ack is not None:
             self._greet(frame.ack)
         if frame.load is not None and frame.load.draining and not self.draining:

@@ -54,10 +54,10 @@ class Gain:
         known = self.tree.rounds and self.plain.rounds
         return self.tree.tokens_per_s / self.plain.tokens_per_s if known and self.plain.tokens_per_s else 1.0
 
-    def add(self, num_nodes: int, tokens: int, seconds: float) -> None:
-        """A round was committed, `seconds` after the one before."""
+    def add(self, tokens: int, seconds: float, *, with_tree: bool) -> None:
+        """A round was committed, `seconds` after the one before. Waiting for a tree in vain is a cost of trees, not of plain decoding."""
         self._rounds += 1
-        if not num_nodes:
+        if not with_tree:
             self.plain.add(tokens, seconds)
             if self._pause:
                 self._pause -= 1

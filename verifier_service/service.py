@@ -12,7 +12,6 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 
 import structlog
 
@@ -32,6 +31,7 @@ from rootward.errors import (
 from rootward.ports import Drafter, LanguageModel, VerifierInfo
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Pace
+from verifier_service.policy import Policy
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Plan, View, patience_s, plan, share
 from verifier_service.sessions import Session, choose_rule
@@ -39,21 +39,6 @@ from verifier_service.sessions import Session, choose_rule
 log = structlog.get_logger("verifier")
 
 MAX_EPOCHS_REMEMBERED = 65536
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What the loop may do. Times in seconds, sizes in rows or tokens."""
-
-    law: Law = Law.SAMPLED
-    num_draft_tokens: int = 16
-    max_depth: int = 8
-    topk: int = 4
-    law_atoms: int = 32
-    draft_wait_s: float = 0.2
-    max_rows: int = 256
-    prefill_chunk: int = 256
-    max_queued: int = 256
 
 
 class VerifierService:
@@ -372,7 +357,9 @@ class VerifierService:
             self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
         if not session.required:  # those wait whether or not it pays, and would teach the others despair
-            session.gain.add(outcome.num_nodes, len(outcome.tokens), now_s - session.committed_s)
+            session.gain.add(
+                len(outcome.tokens), now_s - session.committed_s, with_tree=bool(outcome.num_nodes) or missed
+            )
         committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s

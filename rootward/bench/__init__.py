@@ -5,7 +5,9 @@ noisy.py          a copy of a model with noise on its logits: a dial for mismatc
 ranked.py         both models' rows in the draft's rank space, fetched for all contexts at once
 lockstep.py       drives tree builders and growth over all contexts, one forward a level
 constructions.py  the table of tree constructions and the rules that may verify them
+calibrated.py     the shape that is optimal for measured acceptances
 outcomes.py       the closed form of every rule on a tree, and verdicts drawn with fresh coins
 grid.py           constructions × rules × budgets; levels.py: growth under a limit of draft forwards
 results.py        what was measured, as values and JSON; tables.py, winners.py, plots.py: how it is shown
+options.py, measuring.py, workers.py, acceptance.py: the command, its parts, its processes
 """

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rootward.bench import chosen, shapes
+from rootward.bench import calibrated, shapes
 from rootward.bench.lockstep import Drafted, View, build, first, first_all, grow
 from rootward.bench.ranked import Floats, RankedRows
 from rootward.core import drafting
@@ -22,6 +22,7 @@ from rootward.core.tree import TokenTree
 DRAWN = ("token", "traversal", "match")
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 GREEDY_ACCEPTANCES = (0.6, 0.7, 0.8)
+EAGLE_DEPTH = 8
 
 Make = Callable[[View, np.random.Generator, int], tuple[TokenTree, Floats]]
 Trees = Callable[[RankedRows, int], list[Drafted]]
@@ -81,6 +82,11 @@ def tapered(budget: int) -> list[int]:
     return head if budget <= 9 else head + [1] * -(-(budget - 9) // 6)
 
 
+def beam_of(budget: int) -> int:
+    """EAGLE-2's beam for a node budget: it takes 10 for 60 nodes."""
+    return min(max(budget // 4, 2), 10)
+
+
 def square(budget: int) -> tuple[int, int]:
     """(width, depth) of a beam as wide as deep, or half as wide."""
     width = max(1, 1 << ((budget.bit_length() - 1) // 2))
@@ -134,10 +140,15 @@ def _independent() -> list[Construction]:
         num = 2 if n < 16 else 4
         return drafting.iid_paths(row, num, -(-n // num), rng)
 
+    def late(row: View, rng: np.random.Generator, n: int) -> tuple[TokenTree, Floats]:
+        trunk = max(1, n // 8)
+        return drafting.delayed(row, trunk, [2] + [1] * -(-(n - trunk) // 2), rng)
+
     copies = _branching(drafting.iid, binary)
     rules = ("token", "multi_step", "traversal", "match")
     return [
         Construction("iid_paths", DRAWN, levelwise(paths, level_order=False), baseline=True),
+        Construction("delayed", DRAWN, levelwise(late), baseline=True),
         Construction("iid_copies", rules, copies, baseline=True, replacement=True),
     ]
 
@@ -162,7 +173,11 @@ def _best_first(acceptances: Sequence[float]) -> list[Construction]:
         for k in (2, 3)
         for a in GREEDY_ACCEPTANCES
     ]
-    return sampled + greedy
+    measured = [
+        Construction("calibrated", DRAWN, lambda rows, n: calibrated.trees(rows, n, shapes.drawn)),
+        Construction("calibrated_greedy", DRAWN, lambda rows, n: calibrated.trees(rows, n, shapes.greedy)),
+    ]
+    return sampled + greedy + measured
 
 
 def _chosen() -> list[Construction]:
@@ -170,7 +185,7 @@ def _chosen() -> list[Construction]:
         policy = Policy(Law.TOP_K, budget, min(shapes.DEEPEST, budget), 16, 1)
         return first_all([one.drafted for one in grow(rows, policy, budget)], budget)
 
-    eagle = levelwise(lambda row, rng, n: chosen.eagle2(row, chosen.beam_of(n), min(chosen.EAGLE_DEPTH, n), n))
+    eagle = levelwise(lambda row, rng, n: drafting.eagle2(row, beam_of(n), min(EAGLE_DEPTH, n), n))
     return [
         Construction("top_k_best_first", ("match",), growth),
         Construction("eagle2", ("match",), eagle, baseline=True),

@@ -15,6 +15,7 @@ import numpy as np
 from rootward.bench.lockstep import Drafted
 from rootward.bench.ranked import Floats, RankedRows
 from rootward.core import verification
+from rootward.core.calibration import entry_masses
 from rootward.core.law import Law, inverse
 from rootward.core.tree import TokenTree
 
@@ -27,7 +28,7 @@ class Outcome(NamedTuple):
 
     stop   float64[N]  the closed form: P(the round stops at a node | the tree)
     reach  float64[N]  P(the round stops in the subtree of a node), 1 at the root. Under traversal the draws below each
-                       node are integrated out (`entered`): the same mean over trees, less noise
+                       node are integrated out (`entry_masses`): the same mean over trees, less noise
     drawn  depths of the stop nodes of drawn verdicts
     """
 
@@ -77,7 +78,7 @@ def outcome(rule: str, rows: RankedRows, one: Round, replacement: bool, coins: C
         law = verification.law(rule, one.tree, one.target, one.draft, replacement=replacement)
         stop, drawn = law.stop, [int(one.tree.depth[_stop(law, coins)]) for _ in range(num)]
         if rule in ("block", "traversal"):
-            return Outcome(stop, entered(law), drawn)
+            return Outcome(stop, entry_masses(law), drawn)
     return Outcome(stop, subtree(one.tree, stop), drawn)
 
 
@@ -87,24 +88,6 @@ def subtree(tree: TokenTree, mass: Floats) -> Floats:
     for node in range(len(tree) - 1, 0, -1):
         total[tree.parent[node]] += total[node]
     return total
-
-
-def entered(law: Law) -> Floats:
-    """float64[N]: P(the round stops in the subtree of v) before anything drawn after v's turn is looked at.
-
-    A node's children only redistribute its entry budget (the identity of STEP): over their draws, the probability is
-    entry(v)·Π(1 − entry(u)), u the earlier siblings of v and of its ancestors. Token-level verification decides about v
-    without what is drawn after it anyhow, so with this form the two rules are compared on the same draws.
-    """
-    before = np.ones(len(law.tree))  # probability that nothing tried before this node has succeeded
-    reach = np.ones(len(law.tree))
-    for node, family in enumerate(law.tree.children):
-        here = float(before[node])
-        for child in family:
-            before[child] = here
-            reach[child] = here * float(law.entry[child])
-            here *= 1.0 - float(law.entry[child])
-    return reach
 
 
 def matching(tree: TokenTree, target: Floats) -> Floats:

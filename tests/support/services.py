@@ -26,8 +26,9 @@ from rootward.ports import Drafter, LanguageModel, Verifier
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
 from rootward.rpc.server import RpcServer
+from verifier_service.policy import Policy
 from verifier_service.runner import Decide, Runner
-from verifier_service.service import Policy, VerifierService
+from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 
 WAIT_S = 20.0

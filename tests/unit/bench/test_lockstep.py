@@ -12,6 +12,7 @@ from rootward.bench.noisy import NoisyModel
 from rootward.bench.ranked import RankedRows
 from rootward.core import drafting
 from rootward.core.growth import Policy
+from rootward.core.pairing import check_pair
 from rootward.core.requests import Law
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Rows
@@ -82,3 +83,31 @@ def test_noise_is_a_function_of_the_text_alone():
     noisy.release(slot)
     assert not np.array_equal(noisy.forward([Rows.chain(slot, 5, [8])])[0], stepped)
     noisy.close(slot)
+
+
+ROW_OF_THE_TABLE = {  # of `core.pairing`, by the beginning of a construction's name
+    "chain_chosen": "top_k",
+    "chain": "chain",
+    "rsd_c": "rsd_c",
+    "rsd_s": "rsd_s",
+    "iid_paths": "iid_paths",
+    "iid_copies": "iid",
+    "delayed": "delayed",
+    "greedy": "greedy",
+    "best_first_greedy": "greedy",
+    "calibrated_greedy": "greedy",
+    "best_first": "best_first_drawn",
+    "calibrated": "fixed_shape",
+    "top_k": "top_k",
+    "eagle2": "eagle2",
+    "coupled": "coupled",
+}
+
+
+@pytest.mark.parametrize("name", sorted(constructions()))
+def test_every_rule_is_lossless_for_its_construction(name):
+    construction = constructions()[name]
+    row = next(row for start, row in ROW_OF_THE_TABLE.items() if name.startswith(start))
+    for rule in construction.rules:
+        replacement = construction.replacement and rule != "match"
+        check_pair(row, "match" if rule == "coupled" else rule, replacement=replacement)

@@ -9,9 +9,10 @@ from support.models import test_models as tiny_models
 
 from rootward.bench.constructions import constructions
 from rootward.bench.lockstep import Drafted
-from rootward.bench.outcomes import Coins, coupling, entered, matching, outcome, rounds, subtree
+from rootward.bench.outcomes import Coins, coupling, matching, outcome, rounds, subtree
 from rootward.bench.ranked import Expansion, RankedRows
 from rootward.core import TokenTree, verification
+from rootward.core.calibration import entry_masses
 from rootward.core.requests import Sampling
 from rootward.core.rows import quantise
 from rootward.engine.sampling import processed
@@ -76,7 +77,7 @@ def test_integrating_later_draws_out_keeps_the_mean(model):
         for probability, tree, draft in trees:
             law = verification.law("traversal", tree, model.target(tree), draft)
             plain += probability * law.block_efficiency
-            integrated += probability * entered(law).sum()
+            integrated += probability * entry_masses(law).sum()
             token += probability * verification.law("token", tree, model.target(tree), draft).block_efficiency
             assert subtree(tree, law.stop).sum() == pytest.approx(law.block_efficiency, abs=1e-12)
         assert integrated == pytest.approx(plain, abs=1e-12)

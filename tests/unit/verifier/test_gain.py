@@ -23,10 +23,10 @@ def test_what_pays_goes_on_with_a_plain_round_now_and_then() -> None:
     plain = 0
     for _ in range(5 * PLAIN_EVERY):
         if gain.pays:
-            gain.add(8, 3, 0.015)
+            gain.add(3, 0.015, with_tree=True)
         else:
             plain += 1
-            gain.add(0, 1, 0.01)
+            gain.add(1, 0.01, with_tree=False)
     assert plain == 5
     assert 1.9 < gain.speedup < 2.1
 
@@ -36,9 +36,17 @@ def test_what_loses_stops_after_a_trial_and_is_tried_again_later_and_later() -> 
     pattern = []
     for _ in range(TRIAL + FIRST_PAUSE + TRIAL + 2 * FIRST_PAUSE):
         pattern.append(gain.pays)
-        gain.add(8 if gain.pays else 0, 2 if gain.pays else 1, 0.05 if gain.pays else 0.01)
+        gain.add(2 if gain.pays else 1, 0.05 if gain.pays else 0.01, with_tree=gain.pays)
     assert pattern[:TRIAL] == [True] * TRIAL
     assert pattern[TRIAL : TRIAL + FIRST_PAUSE] == [False] * FIRST_PAUSE
     again = pattern[TRIAL + FIRST_PAUSE :]
     assert 0 < sum(again) <= TRIAL + 1
     assert not any(again[TRIAL + 1 :])
+
+
+def test_waiting_in_vain_counts_against_trees() -> None:
+    gain = Gain(known_plain())
+    for _ in range(TRIAL):
+        gain.add(1, 0.03, with_tree=True)
+    assert not gain.pays
+    assert gain.plain.tokens_per_s == 100

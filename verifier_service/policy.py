@@ -1,0 +1,22 @@
+"""What the engine loop may do, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rootward.core.requests import Law
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the loop may do. Times in seconds, sizes in rows or tokens."""
+
+    law: Law = Law.SAMPLED
+    num_draft_tokens: int = 16
+    max_depth: int = 8
+    topk: int = 4
+    law_atoms: int = 32
+    draft_wait_s: float = 0.2
+    max_rows: int = 256
+    prefill_chunk: int = 256
+    max_queued: int = 256
