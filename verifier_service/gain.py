@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEMORY = 0.1  # weight of the newest round
-TRIAL = 6  # tree rounds before an opinion
+TRIAL = 5  # tree rounds before an opinion
 PLAIN_FIRST = 2  # plain rounds before anything can be compared; trees are being grown meanwhile
 PLAIN_EVERY = 100  # one round in so many is plain, so that the comparison stays current
-FIRST_PAUSE, LONGEST_PAUSE = 32, 1024  # plain rounds until the next trial
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # plain rounds until the next trial
 
 
 @dataclass(slots=True)
@@ -43,10 +43,15 @@ class Gain:
         self._next_pause = FIRST_PAUSE
 
     @property
+    def paused(self) -> bool:
+        """Trees were tried and lost: until the next trial nothing needs to grow either."""
+        return self._pause > 0
+
+    @property
     def pays(self) -> bool:
         """Whether the next round should use a tree."""
         known = self.plain.rounds >= PLAIN_FIRST
-        return known and not self._pause and (self._rounds + 1) % PLAIN_EVERY != 0
+        return known and not self.paused and (self._rounds + 1) % PLAIN_EVERY != 0
 
     @property
     def speedup(self) -> float:

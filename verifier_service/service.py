@@ -301,7 +301,8 @@ class VerifierService:
             session.committed_s = time.monotonic()
             self._running[session.number] = session
         for session in self._running.values():
-            self.pool.place(session)
+            if session.required or not session.gain.paused:
+                self.pool.place(session)
 
     def _plan(self) -> Plan:
         now_s = time.monotonic()
@@ -364,7 +365,9 @@ class VerifierService:
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s
         session.cap = None
-        if not session.done:
+        if session.gain.paused and not session.required:
+            self.pool.close(session, "does not pay")  # at the beginning of a round, whatever has been grown
+        elif not session.done:
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
         if session.leaving and not session.done:

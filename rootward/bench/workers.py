@@ -35,7 +35,7 @@ def _here(options: Options, done: Done) -> tuple[dict[str, Any], list[Part]]:
 def _in_processes(options: Options, num: int, done: Done) -> tuple[dict[str, Any], list[Part]]:
     context = multiprocessing.get_context("spawn")
     todo, news = context.Queue(), context.Queue()
-    for i in range(len(tasks(options))):
+    for i in (*range(len(tasks(options))), *[None] * num):
         todo.put(i)
     workers = [context.Process(target=_work, args=(options, todo, news), daemon=True) for _ in range(num)]
     for worker in workers:
@@ -73,18 +73,24 @@ def _next(news: Any, workers: list[Any]) -> tuple[str, Any]:
 
 
 def _work(options: Options, todo: Any, news: Any) -> None:
-    """A worker: load the pair, take tasks until there are none."""
+    """A worker: load the pair, take tasks until there are none, or nobody is left to hear of them."""
     import torch
 
     torch.set_num_threads(1)
+    news.cancel_join_thread()  # what nobody reads must not keep the process from ending
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def done(name: str) -> None:
+        if not parent.is_alive():
+            raise SystemExit(1)
+        news.put(("step", name))
+
     try:
         pair = load_pair(options)
         news.put(("pair", pair.described()))
-        while True:
-            try:
-                index = todo.get(timeout=LOOK_AGAIN_S)
-            except Empty:
-                return
-            news.put(("part", measure(pair, options, tasks(options)[index], lambda name: news.put(("step", name)))))
+        while (index := todo.get()) is not None:
+            news.put(("part", measure(pair, options, tasks(options)[index], done)))
     except ConfigurationError as wrong:
         news.put(("wrong", (str(wrong), wrong.exit_code)))
+    parent.join()  # it reads the last message and then ends this process; or is gone itself
