@@ -118,6 +118,7 @@ def _metadata(options: Options) -> dict[str, Any]:
     return {
         **described(),
         "noise": options.noise,
+        "greedy_draft_temperature": options.greedy_draft_temperature,
         "temperatures": list(options.temperatures),
         "budgets": list(options.budgets),
         "rules": list(options.rules),

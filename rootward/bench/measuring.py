@@ -89,6 +89,7 @@ def measure(pair: Pair, options: Options, task: Task, done: Callable[[str], None
         num_atoms=options.num_atoms,
         seed=options.seed,
         first_context=task.contexts.start,
+        greedy_draft_temperature=options.greedy_draft_temperature,
     ) as rows:
         cells = list(grid.cells(rows, chosen, options.budgets, options.rules, done))
         few = max(1, len(texts) // LEVEL_SHARE)

@@ -48,6 +48,7 @@ class Options:
     quick: bool
     levels: bool
     processes: int
+    greedy_draft_temperature: float
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,6 +73,7 @@ def parsed(argv: Sequence[str]) -> Options:
     _require(num_contexts >= 2, "--num-contexts", "use at least 2")
     _require(given.num_atoms >= 2, "--num-atoms", "use at least 2")
     _require(given.noise is None or 0 <= given.noise < 1e6, "--noise", "use a standard deviation, 0 or more")
+    _require(0 < given.greedy_draft_temperature <= 100, "--greedy-draft-temperature", "use a number from 0 to 100")
     _require(given.processes >= 0, "--processes", "use 1 or more")
     _require(given.seed >= 0, "--seed", "use 0 or more")
     _require(given.noise is None or not given.draft, "--noise", "replaces the draft; leave --draft out")
@@ -91,6 +93,7 @@ def parsed(argv: Sequence[str]) -> Options:
         given.quick,
         given.levels and not given.quick,
         given.processes,
+        given.greedy_draft_temperature,
     )
 
 
@@ -117,6 +120,12 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("acceptance"), help="folder of the report (default ./acceptance)"
     )
     parser.add_argument("--quick", action="store_true", help="a small grid, under a minute on the demo pair")
+    parser.add_argument(
+        "--greedy-draft-temperature",
+        type=float,
+        default=1.0,
+        help="of the draft law at temperature 0 (default 1, as in the drafter)",
+    )
     parser.add_argument("--processes", type=int, default=0, help="one thread each (default: one per core)")
     parser.add_argument("--no-levels", dest="levels", action="store_false", help="leave out growth by draft forwards")
     return parser

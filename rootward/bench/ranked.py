@@ -70,6 +70,7 @@ class RankedRows:
         num_atoms: int = 64,
         seed: int = 0,
         first_context: int = 0,
+        greedy_draft_temperature: float = 1.0,
     ) -> None:
         self.models, self.contexts, self.first_context = (target, draft), contexts, first_context
         self.vocab = min(target.info.vocab_size, draft.info.vocab_size)

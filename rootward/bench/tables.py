@@ -82,6 +82,7 @@ def _winners(results: Results) -> str:
         "ratio [95 %]",
         "best RSD + traversal",
         "ratio [95 %]",
+        "best of all",
     ]
     rows = []
     for c in comparisons(results):
@@ -95,6 +96,7 @@ def _winners(results: Results) -> str:
                 _ratio(c.over_token),
                 f"{c.rsd_traversal.construction} {c.rsd_traversal.efficiency:.3f}",
                 _ratio(c.over_traversal),
+                f"{c.overall.name} {c.overall.efficiency:.3f}",
             ]
         )
     note = "Each side is the best of its kind at that temperature and budget, chosen on the same contexts."

@@ -15,6 +15,7 @@ class Comparison:
     best: Cell
     rsd_s_token: Cell
     rsd_traversal: Cell
+    overall: Cell  # of everything measured, baselines included
 
     @property
     def over_token(self) -> tuple[float, float, float]:
@@ -39,7 +40,7 @@ def comparisons(results: Results, *, ours: str = "") -> list[Comparison]:
             beams = [c for c in here if c.construction.startswith("rsd_s") and c.rule == token]
             trees = [c for c in here if c.construction.startswith("rsd_") and c.rule == traversal]
             if mine and beams and trees:
-                found.append(Comparison(best(mine), best(beams), best(trees)))
+                found.append(Comparison(best(mine), best(beams), best(trees), best(here)))
     return found
 
 

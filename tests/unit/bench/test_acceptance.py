@@ -132,6 +132,7 @@ def test_the_share_of_the_optimum_is_read_from_the_golden_models():
         (["--noise", "-1"], "--noise"),
         (["--noise", "1", "--draft", "tabular:vocab=5"], "--noise"),
         (["--what"], "--what"),
+        (["--greedy-draft-temperature", "0"], "--greedy-draft-temperature"),
         (["--target", "./nowhere", "--processes", "1"], "no folder"),
         ([*PAIR, "--prompts", "nowhere.txt", "--target", "tabular:vocab=x", "--processes", "1"], "is not a number"),
         (["--out", "/dev/null/x"], "--out"),
