@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP face (serving.md 6): completions, models, health, version, metrics."""
+"""The OpenAI-compatible HTTP face: completions, models, health, version, metrics."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class HttpError:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-# reason -> status, type, code (serving.md 3.4). A duplicate is 400: the openai package retries 409.
+# reason -> status, type, code. A duplicate is 400: the openai package retries 409.
 _KINDS: dict[str, tuple[int, str, str]] = {
     "INVALID_VALUE": (400, "invalid_request_error", "invalid_value"),
     "UNSUPPORTED_PARAMETER": (400, "invalid_request_error", "unsupported_parameter"),

@@ -78,7 +78,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Per-request control (serving.md 3.2). None = the server's policy."""
+    """Per-request control. None = the server's policy."""
 
     mode: SpeculationMode = SpeculationMode.AUTO
     rule: Rule | None = None
@@ -123,7 +123,7 @@ class VerifierRequest:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """Counts of one generation. Names and meanings follow vLLM's speculative-decoding metrics (serving.md 3.1)."""
+    """Counts of one generation. Names and meanings follow vLLM's speculative-decoding metrics."""
 
     num_spec_steps: int = 0  # rounds verified on a tree
     num_plain_steps: int = 0  # rounds without a tree
