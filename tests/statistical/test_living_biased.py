@@ -8,10 +8,10 @@ depend on everything drawn so far, as rule L1 allows: that is what makes most of
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from support.rounds import Chooser
 
 from rootward.core import growth as growth_module
 from rootward.core import rows as rows_module
@@ -24,33 +24,6 @@ from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, spa
 
 V, LENGTH, PROMPT = 3, 3, [0, 1]
 EXACT, SEEN = 1e-12, 1e-4
-
-
-class Chooser:
-    """Enumerates a random program: every `choose` is a branch point, walked depth first like an odometer."""
-
-    def __init__(self) -> None:
-        self.path: list[tuple[int, list[int]]] = []  # (position in options, options)
-        self.depth, self.mass = 0, 1.0
-
-    def runs(self, program: Callable[[], None]) -> None:
-        while True:
-            self.depth, self.mass = 0, 1.0
-            program()
-            while self.path and self.path[-1][0] + 1 == len(self.path[-1][1]):
-                self.path.pop()
-            if not self.path:
-                return
-            at, options = self.path[-1]
-            self.path[-1] = at + 1, options
-
-    def choose(self, law: Sequence[float] | np.ndarray) -> int:
-        if self.depth == len(self.path):
-            self.path.append((0, [int(i) for i in np.flatnonzero(law)]))
-        at, options = self.path[self.depth]
-        self.depth += 1
-        self.mass *= float(law[options[at]])
-        return options[at]
 
 
 class Model:
