@@ -46,8 +46,8 @@ class Policy:
     node_cap: int = 16
     max_depth: int = 8
     topk: int = 4
-    draws_per_level: int = 3
-    acceptance: float = 0.7
+    draws_per_level: int = 4
+    acceptance: float = 0.6
     family: int = 2
     match_scale: float = 0.0
 
