@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rootward.cli_bench import bench
 from rootward.cli_check_pair import check_pair
 from rootward.cli_generate import generate
 from rootward.cli_serve import serve
@@ -73,6 +74,7 @@ def version() -> None:
 
 
 app.add_typer(serve)
+app.add_typer(bench)
 app.command()(generate)
 app.command("check-pair")(check_pair)
 app.command()(status)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from rootward.bench.golden_share import golden_share
-from rootward.bench.results import Cell, LevelCell, Results, interval
+from rootward.bench.results import Cell, LevelCell, Results, interval, ratio
 from rootward.bench.winners import comparisons, disagreeing, pairs_of_rules, traversal_below_token
 
 LEVEL_LIMITS, LEVEL_BUDGETS = (2, 3, 4, 6, 8, 12), (8, 16, 32)
@@ -68,7 +68,11 @@ def _checks(results: Results) -> str:
         f"- Traversal is at least token-level on the same trees in {pairs - len(below)} of {pairs} cells.",
     ]
     lines += [f"  - **disagrees**: T = {c.temperature:g}, {c.budget} nodes, {c.name}, z = {c.z:.2f}" for c in wrong]
-    lines += [f"  - **below**: T = {c.temperature:g}, {c.budget} nodes, {c.construction}" for c in below]
+    for ours, theirs in below:
+        change = _ratio(ratio(ours.samples, theirs.samples), digits=5)
+        lines.append(
+            f"  - **below**: T = {ours.temperature:g}, {ours.budget} nodes, {ours.construction}: ratio {change}"
+        )
     return "\n".join(lines)
 
 
@@ -103,8 +107,9 @@ def _winners(results: Results) -> str:
     return f"## Winners at equal node budget\n\n{note}\n\n" + table(header, rows)
 
 
-def _ratio(values: tuple[float, float, float]) -> str:
-    return f"{values[0]:.3f} [{values[1]:.3f}, {values[2]:.3f}]"
+def _ratio(values: tuple[float, float, float], digits: int = 3) -> str:
+    middle, low, high = (f"{value:.{digits}f}" for value in values)
+    return f"{middle} [{low}, {high}]"
 
 
 def _efficiency(results: Results, temperature: float) -> str:

@@ -48,11 +48,11 @@ def best(cells: list[Cell]) -> Cell:
     return max(cells, key=lambda cell: cell.efficiency)
 
 
-def traversal_below_token(results: Results) -> list[Cell]:
-    """Cells of traversal that fall short of token-level on the same trees; there should be none."""
+def traversal_below_token(results: Results) -> list[tuple[Cell, Cell]]:
+    """(traversal, token) cells on the same trees where traversal falls short; there should be none."""
     token = {(c.temperature, c.budget, c.construction): c for c in results.cells if c.rule == "token"}
     return [
-        cell
+        (cell, other)
         for cell in results.select(rule="traversal")
         if (other := token.get((cell.temperature, cell.budget, cell.construction)))
         and cell.efficiency < other.efficiency - 1e-9
