@@ -46,7 +46,7 @@ class Link:
         self.draining = False
         self.sessions: dict[int, Session] = {}  # by slot
         self.avoid_until_s = 0.0
-        self.heard_s = time.monotonic()  # when the last frame came
+        self.asked_s: float | None = None  # since when something it must answer has been waiting for any answer
         self._offences = self._misses = 0
         self._rest_s = FIRST_REST_S
         self._next_slot = 1
@@ -130,8 +130,9 @@ class Link:
             self._misses, self._rest_s = 0, FIRST_REST_S
             return
         self._misses += 1
-        silent_s = time.monotonic() - self.heard_s  # one that is merely slower than patience is not broken
-        if self._misses >= MAX_MISSES and silent_s > SILENT_S:
+        # One that is merely slower than patience is not broken.
+        silent = self.asked_s is not None and time.monotonic() - self.asked_s > SILENT_S
+        if self._misses >= MAX_MISSES and silent:
             log.info("drafter_late", drafter=self.name, rest_s=self._rest_s)
             self._leave_alone(self._rest_s, "late")
             self._misses, self._rest_s = 0, min(2 * self._rest_s, LONGEST_REST_S)
@@ -157,6 +158,8 @@ class Link:
         """Send what has collected as one frame."""
         if self.ack is None or not (self._opens or self._commits or self._closes):
             return
+        if self.asked_s is None and (self._opens or self._commits):
+            self.asked_s = time.monotonic()
         frame = ToDrafter(None, tuple(self._opens), tuple(self._commits.values()), tuple(self._closes))
         self._opens, self._commits, self._closes = [], {}, []
         self._outbox.put_nowait(frame)
@@ -190,7 +193,7 @@ class Link:
             yield await self._outbox.get()
 
     def _receive(self, frame: FromDrafter) -> None:
-        self.heard_s = time.monotonic()
+        self.asked_s = None
         if frame.ack is not None:
             self._greet(frame.ack)
         if frame.load is not None and frame.load.draining and not self.draining:
@@ -244,7 +247,7 @@ class Link:
     def _lost(self) -> None:
         if self.ack is not None:
             log.warning("drafter_down", drafter=self.name, sessions=len(self.sessions))
-        self.ack = None
+        self.ack, self.asked_s = None, None
         for slot in list(self.sessions):
             self.orphan(slot, "stream lost")
         self._opens, self._commits, self._closes = [], {}, []

@@ -32,7 +32,8 @@ def reference() -> list[tuple[list[int], list[int]]]:
 
 def test_greedy_text_equals_plain_transformers_token_by_token(stack, reference) -> None:
     def served(ids: list[int]):
-        return stack.client.generate(ids, sampling=SamplingParams(temperature=0, max_tokens=LENGTH))
+        sampling = SamplingParams(temperature=0, max_tokens=LENGTH)
+        return stack.client.generate(ids, sampling=sampling, speculation="required")  # trees in every round
 
     assert len(reference) == PROMPTS
     with ThreadPoolExecutor(6) as pool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from rootward.core.frames import Hello, HelloAck
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
@@ -107,7 +108,7 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
         busy.judge(missed=True)
     assert busy.room > 0  # slower than patience, but alive
     busy.judge(missed=False)
-    busy.heard_s -= 60
+    busy.asked_s = time.monotonic() - 60
     for _ in range(4):
         busy.judge(missed=True)
     busy.judge(missed=False)
