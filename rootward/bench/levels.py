@@ -8,25 +8,33 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rootward.bench.lockstep import Grown, first, grow
+from rootward.bench.lockstep import Drafted, View, build, first, grow
 from rootward.bench.outcomes import Coins, outcome, rounds
-from rootward.bench.ranked import RankedRows
+from rootward.bench.ranked import Floats, RankedRows
 from rootward.bench.results import LevelCell
+from rootward.core import drafting
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
+from rootward.core.tree import TokenTree
 
 DRAWS, LEVELS, MOST_NODES = (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), 32
 ACCEPTANCES, FEWER_ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9), (0.6, 0.7, 0.8)
-RULE = {Law.SAMPLED: "traversal", Law.GREEDY: "traversal", Law.TOP_K: "match", Law.COUPLED: "coupled"}
+RULE = {Law.TOP_K.value: "match", Law.COUPLED.value: "coupled"}  # the others: traversal
 
 
 class Setting(NamedTuple):
-    """What a serving default fixes about growth."""
+    """What a serving default fixes about growth; `law` may instead name a fixed shape of `draws` nodes a level."""
 
-    law: Law
+    law: Law | str
     acceptance: float | None
     family: int
     draws: int
+
+
+SHAPES: dict[str, Callable[[View, np.random.Generator, int, int], tuple[TokenTree, Floats]]] = {
+    "beam": lambda row, rng, width, depth: drafting.rsd_s(row, width, depth, rng),
+    "greedy_root": lambda row, rng, width, depth: drafting.greedy(row, [width] + [1] * (depth - 1), rng),
+}
 
 
 def settings(temperature: float) -> list[Setting]:
@@ -38,33 +46,52 @@ def settings(temperature: float) -> list[Setting]:
         by_law = {Law.SAMPLED: (0.7,), Law.GREEDY: (0.7,)}
     for law, acceptances in by_law.items():
         laws += [Setting(law, a, 2 if law is Law.GREEDY else 1, d) for a in acceptances for d in DRAWS]
-    return laws
+    return laws + [Setting(name, None, 1, d) for name in SHAPES for d in DRAWS]
 
 
 def level_cells(
     rows: RankedRows, wanted: list[Setting], num_contexts: int, done: Callable[[str], None] = lambda _: None
 ) -> Iterator[LevelCell]:
     """Tokens a round after each number of levels, in closed form."""
+    few = min(num_contexts, len(rows))
     for setting in wanted:
-        deepest = max(level for level in LEVELS if level == 1 or level * setting.draws <= MOST_NODES)
-        policy = Policy(setting.law, MOST_NODES, deepest, 8, setting.draws, setting.acceptance or 0.5, setting.family)
-        trees = grow(rows, policy, deepest, min(num_contexts, len(rows)))
-        for level in (level for level in LEVELS if level <= deepest):
+        up_to = [level for level in LEVELS if level == 1 or level * setting.draws <= MOST_NODES]
+        after = (
+            _grown(rows, setting, up_to, few) if isinstance(setting.law, Law) else _shaped(rows, setting, up_to, few)
+        )
+        for level, trees in zip(up_to, after, strict=True):
             yield _cell(rows, setting, trees, level)
         rows.release()
-        done(setting.law.value)
+        done(str(setting.law))
 
 
-def _cell(rows: RankedRows, setting: Setting, trees: list[Grown], level: int) -> LevelCell:
-    rule = RULE[setting.law] if rows.temperature > 0 else "match"
+def _grown(rows: RankedRows, setting: Setting, up_to: list[int], num_contexts: int) -> list[list[Drafted]]:
+    """The trees of `Growth` after each number of levels: one growth, cut in draw order."""
+    law, deepest = Law(setting.law), max(up_to)
+    policy = Policy(law, MOST_NODES, deepest, 8, setting.draws, setting.acceptance or 0.5, setting.family)
+    trees = grow(rows, policy, deepest, num_contexts)
+    return [[first(one.drafted, one.after_level[level - 1]) for one in trees] for level in up_to]
+
+
+def _shaped(rows: RankedRows, setting: Setting, up_to: list[int], num_contexts: int) -> list[list[Drafted]]:
+    """The trees of a fixed shape of so many levels."""
+    make = SHAPES[setting.law]
+    return [
+        build(rows, lambda view, rng, level=level: make(view, rng, setting.draws, level), num_contexts=num_contexts)
+        for level in up_to
+    ]
+
+
+def _cell(rows: RankedRows, setting: Setting, trees: list[Drafted], level: int) -> LevelCell:
+    law = setting.law.value if isinstance(setting.law, Law) else setting.law
+    rule = RULE.get(law, "traversal") if rows.temperature > 0 else "match"
     samples, nodes, coins = [], [], Coins(rows.seed, rows.first_context)
-    for context, grown in enumerate(trees):
-        one = first(grown.drafted, grown.after_level[level - 1])
+    for context, one in enumerate(trees):
         nodes.append(len(one.tree) - 1)
         samples.append(outcome(rule, rows, rounds(rows, context, one), False, coins, 0).tokens)
     return LevelCell(
         rows.temperature,
-        setting.law.value,
+        law,
         setting.acceptance,
         setting.family,
         setting.draws,

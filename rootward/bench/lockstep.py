@@ -76,10 +76,12 @@ def generator(rows: RankedRows, context: int) -> np.random.Generator:
     return np.random.default_rng([rows.seed, 104, int(rows.temperature * 1000), rows.first_context + context])
 
 
-def build(rows: RankedRows, builder: Builder, *, level_order: bool = True) -> list[Drafted]:
-    """One tree per context."""
+def build(
+    rows: RankedRows, builder: Builder, *, level_order: bool = True, num_contexts: int | None = None
+) -> list[Drafted]:
+    """One tree per context, or for the first so many."""
     done: dict[int, Drafted] = {}
-    waiting = list(range(len(rows)))
+    waiting = list(range(num_contexts or len(rows)))
     while waiting:
         wanted: list[tuple[int, Path]] = []
         for context in waiting:
@@ -92,7 +94,7 @@ def build(rows: RankedRows, builder: Builder, *, level_order: bool = True) -> li
                 done[context] = Drafted(tree, draft)
         rows.fetch(wanted)
         waiting = [context for context in waiting if context not in done]
-    return [done[context] for context in range(len(rows))]
+    return [done[context] for context in sorted(done)]
 
 
 class Grown(NamedTuple):

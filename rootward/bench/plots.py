@@ -11,6 +11,7 @@ from rootward.bench.winners import best
 
 GREY = "#666666"
 BY_DEPTH_BUDGETS = (16, 32)
+NARROWEST = 7.8  # inches: the legend needs them
 
 
 class Series(NamedTuple):
@@ -59,7 +60,7 @@ def _panels(results: Results, height: float) -> tuple[Any, Any]:
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     num = len(results.temperatures)
-    figure, axes = plt.subplots(1, num, figsize=(3.3 * num + 1.2, height), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, num, figsize=(max(3.3 * num + 1.2, NARROWEST), height), sharey=True, squeeze=False)
     for axis, temperature in zip(axes[0], results.temperatures, strict=True):
         axis.set_title(f"temperature {temperature:g}", fontsize=11, loc="left")
         axis.grid(axis="y", color="#dddddd", linewidth=0.7)
@@ -82,7 +83,7 @@ def _efficiency(results: Results, path: Path) -> None:
         axis.minorticks_off()
         axis.set_xlabel("nodes per round")
     axes[0].set_ylabel("tokens per round (bonus included)")
-    _finish(figure, axes, f"Block efficiency at equal node budget · {_pair(results)}", path)
+    _finish(figure, axes, f"Block efficiency at equal node budget{_pair(results)}", path)
 
 
 def _by_depth(results: Results, budget: int, path: Path) -> None:
@@ -105,7 +106,7 @@ def _by_depth(results: Results, budget: int, path: Path) -> None:
         axis.set_xlabel("depth d")
         axis.set_ylim(0, 1.02)
     axes[0].set_ylabel("P(at least d draft tokens accepted)")
-    _finish(figure, axes, f"Acceptance by depth, {budget} nodes · {_pair(results)}", path)
+    _finish(figure, axes, f"Acceptance by depth, {budget} nodes{_pair(results)}", path)
 
 
 def _best_of(results: Results, series: Series, temperature: float, budget: int) -> Cell | None:
@@ -114,7 +115,9 @@ def _best_of(results: Results, series: Series, temperature: float, budget: int) 
 
 
 def _pair(results: Results) -> str:
-    return f"{results.metadata['target']['name']} with {results.metadata['draft']['name']}"
+    """The end of a title; on a line of its own where the figure is narrow."""
+    between = " · " if len(results.temperatures) > 2 else "\n"
+    return f"{between}{results.metadata['target']['name']} with {results.metadata['draft']['name']}"
 
 
 def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:

@@ -10,6 +10,7 @@ from rootward.bench.golden_share import golden_share
 from rootward.bench.results import Cell, LevelCell, Results, interval, ratio
 from rootward.bench.winners import comparisons, disagreeing, pairs_of_rules, traversal_below_token
 
+ROBUST_LAWS = ("sampled", "greedy", "beam", "greedy_root")
 LEVEL_LIMITS, LEVEL_BUDGETS = (2, 3, 4, 6, 8, 12), (8, 16, 32)
 
 
@@ -142,7 +143,9 @@ def _levels(results: Results) -> str:
     parts = [
         "## Growth under a limit of draft forwards",
         "",
-        "Best setting of `Growth` per law for at most so many levels (draft forwards) and nodes; draws = draws per level.",
+        "Best setting of `Growth` per law for at most so many levels (draft forwards) and nodes; draws = draws per level. "
+        "Beside it two fixed shapes of so many nodes a level: *beam* (RSD-S) and *greedy_root* (a GREEDY family at the root, "
+        "single draws below), both with traversal.",
     ]
     for temperature in sorted({cell.temperature for cell in results.level_cells}):
         here = [c for c in results.level_cells if c.temperature == temperature]
@@ -167,9 +170,9 @@ def _setting(cells: list[LevelCell]) -> str:
 
 
 def _robust(cells: list[LevelCell]) -> str:
-    """For every draws per level: tokens by acceptance at a few levels, sampled growth."""
+    """For every number of draws per level: tokens by acceptance, after a few levels."""
     rows = []
-    ordered = sorted((c for c in cells if c.law in ("sampled", "greedy") and c.levels in (2, 3, 4, 6, 8)), key=_key)
+    ordered = sorted((c for c in cells if c.law in ROBUST_LAWS and c.levels in (2, 3, 4, 6, 8)), key=_key)
     for key, group in groupby(ordered, key=_key):
         by_level = {c.levels: f"{c.efficiency:.3f}" for c in group}
         rows.append([*map(str, key), *(by_level.get(level, "–") for level in (2, 3, 4, 6, 8))])

@@ -104,14 +104,15 @@ def test_growth_by_levels(tmp_path, monkeypatch):
     from rootward.bench import levels
     from rootward.core.requests import Law
 
-    settings = [levels.Setting(law, 0.7, 2, 3) for law in Law]
+    laws = [*Law, *levels.SHAPES]
+    settings = [levels.Setting(law, 0.7, 2, 3) for law in laws]
     monkeypatch.setattr(levels, "settings", lambda temperature: settings if temperature else [])
     argv = [*PAIR, "--num-contexts", "4", "--budgets", "4", "--temperatures", "1", "--processes", "1"]
     argv += ["--drafting", "chain", "--out", str(tmp_path)]
     found = acceptance.run(options.parsed(argv))
     acceptance.write(found, tmp_path)
-    for law in Law:
-        cells = [cell for cell in found.level_cells if cell.law == law.value]
+    for law in laws:
+        cells = [cell for cell in found.level_cells if cell.law == str(getattr(law, "value", law))]
         assert [cell.levels for cell in cells] == [1, 2, 3, 4, 6, 8]
         assert cells[-1].efficiency > cells[0].efficiency > 1.0
     assert "## Growth under a limit of draft forwards" in (tmp_path / "acceptance.md").read_text()
