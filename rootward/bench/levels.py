@@ -76,10 +76,14 @@ def _grown(rows: RankedRows, setting: Setting, up_to: list[int], num_contexts: i
 def _shaped(rows: RankedRows, setting: Setting, up_to: list[int], num_contexts: int) -> list[list[Drafted]]:
     """The trees of a fixed shape of so many levels."""
     make = SHAPES[setting.law]
-    return [
-        build(rows, lambda view, rng, level=level: make(view, rng, setting.draws, level), num_contexts=num_contexts)
-        for level in up_to
-    ]
+
+    def trees(level: int) -> list[Drafted]:
+        def builder(view: View, rng: np.random.Generator) -> tuple[TokenTree, Floats]:
+            return make(view, rng, setting.draws, level)
+
+        return build(rows, builder, num_contexts=num_contexts)
+
+    return [trees(level) for level in up_to]
 
 
 def _cell(rows: RankedRows, setting: Setting, trees: list[Drafted], level: int) -> LevelCell:
