@@ -314,15 +314,16 @@ class VerifierService:
 
     def _view(self, session: Session, now_s: float, nodes: int) -> View:
         draft, most = session.draft, self.policy.num_draft_tokens
-        if session.cap is None and not session.prefill_left:  # the round begins
+        if (
+            session.cap is None and not session.prefill_left
+        ):  # the round begins: what follows must not change while a tree waits
             # Deeper than tokens_left - 1 nothing could be emitted.
-            session.cap = min(
-                session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1
-            )
+            fitting = min(session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1)
+            session.cap = fitting if session.gain.pays or session.required else 0
         return View(
             session.number,
             session.prefill_left,
-            draft is not None and (session.gain.pays or session.required),
+            draft is not None,
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
@@ -353,7 +354,7 @@ class VerifierService:
             return  # cancelled while the step ran; nothing was emitted
         draft = session.draft
         wanted = draft is not None and not draft.at_rest and bool(session.cap)
-        missed = wanted and outcome.num_nodes == 0 and (session.gain.pays or session.required)
+        missed = wanted and outcome.num_nodes == 0
         if missed or outcome.num_nodes:
             self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
