@@ -19,6 +19,7 @@ def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int
     """Run a service's main; a mistake of the operator is one line on stderr and its exit code, never a traceback."""
     try:
         asyncio.run(main())
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done: a late second signal must not spoil the exit code
     except ConfigurationError as error:
         print(f"rootward {role}: {error}", file=sys.stderr)
         return error.exit_code

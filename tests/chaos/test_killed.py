@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from support.processes import drafter, free_port, gateway, verifier, wait_until
+from support.processes import STOP_S, drafter, free_port, gateway, verifier, wait_until
 
 from rootward import Client, SamplingParams, Speculation
 from rootward.errors import BadRequestError
@@ -92,5 +92,5 @@ def test_sigterm_finishes_what_runs_and_ends_with_code_0(services) -> None:
         grower.process.terminate()
         rest = [token for delta in deltas for token in delta.token_ids]
     assert (*first.token_ids, *rest) == undisturbed
-    assert target.stop() == 0
-    assert grower.stop() == 0
+    assert target.process.wait(STOP_S) == 0
+    assert grower.process.wait(STOP_S) == 0
