@@ -20,8 +20,8 @@ from rootward.core.requests import Law
 from rootward.core.tree import TokenTree
 
 DRAWN = ("token", "traversal", "match")
-ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
-GREEDY_ACCEPTANCES = (0.6, 0.7, 0.8)
+ACCEPTANCES = (0.5, 0.6, 0.7, 0.8)
+COUPLED_ACCEPTANCES = (0.6, 0.7, 0.8)
 EAGLE_DEPTH = 8
 
 Make = Callable[[View, np.random.Generator, int], tuple[TokenTree, Floats]]
@@ -169,9 +169,9 @@ def _shaped(make: shapes.Maker, acceptance: float, family: int = 0) -> Trees:
 def _best_first(acceptances: Sequence[float]) -> list[Construction]:
     sampled = [Construction(f"best_first_{a:g}", DRAWN, _shaped(shapes.drawn, a)) for a in acceptances]
     greedy = [
-        Construction(f"best_first_greedy{k}_{a:g}", DRAWN, _shaped(shapes.greedy, a, k))
-        for k in (2, 3)
-        for a in GREEDY_ACCEPTANCES
+        Construction(f"greedy_root{k}_{a:g}", DRAWN, _shaped(shapes.greedy_root, a, k))
+        for k in shapes.FAMILIES
+        for a in (0.7, 0.8)
     ]
     measured = [
         Construction("calibrated", DRAWN, lambda rows, n: calibrated.trees(rows, n, shapes.drawn)),
@@ -193,4 +193,4 @@ def _chosen() -> list[Construction]:
 
 
 def _coupled() -> list[Construction]:
-    return [Construction(f"coupled_{a:g}", ("coupled",), _shaped(shapes.coupled, a)) for a in GREEDY_ACCEPTANCES]
+    return [Construction(f"coupled_{a:g}", ("coupled",), _shaped(shapes.coupled, a)) for a in COUPLED_ACCEPTANCES]

@@ -4,6 +4,7 @@ costs one draft forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -12,13 +13,14 @@ from rootward.bench.lockstep import Drafted, View, build, first, grow
 from rootward.bench.outcomes import Coins, outcome, rounds
 from rootward.bench.ranked import Floats, RankedRows
 from rootward.bench.results import LevelCell
+from rootward.bench.shapes import FAMILIES
 from rootward.core import drafting
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
 from rootward.core.tree import TokenTree
 
 DRAWS, LEVELS, MOST_NODES = (1, 2, 3, 4, 6), (1, 2, 3, 4, 6, 8, 12), 32
-ACCEPTANCES, FEWER_ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9), (0.6, 0.7, 0.8)
+ACCEPTANCES, FEWER_ACCEPTANCES = (0.5, 0.6, 0.7, 0.8), (0.6, 0.7, 0.8)
 RULE = {Law.TOP_K.value: "match", Law.COUPLED.value: "coupled"}  # the others: traversal
 
 
@@ -40,13 +42,13 @@ SHAPES: dict[str, Callable[[View, np.random.Generator, int, int], tuple[TokenTre
 def settings(temperature: float) -> list[Setting]:
     """What is tried. At temperature 0 every law is verified by the longest match and chosen trees are the ones that
     matter; shared noise decides nothing there."""
-    laws = [Setting(Law.TOP_K, None, 1, d) for d in DRAWS]
+    laws = [Setting(Law.TOP_K, None, 0, d) for d in DRAWS]
     by_law = {Law.SAMPLED: ACCEPTANCES, Law.GREEDY: FEWER_ACCEPTANCES, Law.COUPLED: FEWER_ACCEPTANCES}
     if temperature == 0:
         by_law = {Law.SAMPLED: (0.7,), Law.GREEDY: (0.7,)}
     for law, acceptances in by_law.items():
-        laws += [Setting(law, a, 2 if law is Law.GREEDY else 1, d) for a in acceptances for d in DRAWS]
-    return laws + [Setting(name, None, 1, d) for name in SHAPES for d in DRAWS]
+        laws += [Setting(law, a, 3 if law is Law.GREEDY else 0, d) for a in acceptances for d in DRAWS]
+    return laws + [Setting(name, None, 0, d) for name in SHAPES for d in DRAWS]
 
 
 def level_cells(
@@ -68,7 +70,9 @@ def level_cells(
 def _grown(rows: RankedRows, setting: Setting, up_to: list[int], num_contexts: int) -> list[list[Drafted]]:
     """The trees of `Growth` after each number of levels: one growth, cut in draw order."""
     law, deepest = Law(setting.law), max(up_to)
-    policy = Policy(law, MOST_NODES, deepest, 8, setting.draws, setting.acceptance or 0.5, setting.family)
+    policy = Policy(law, MOST_NODES, deepest, 8, setting.draws, setting.acceptance or 0.5)
+    if setting.family:
+        policy = replace(policy, family=FAMILIES[setting.family])
     trees = grow(rows, policy, deepest, num_contexts)
     return [[first(one.drafted, one.after_level[level - 1]) for one in trees] for level in up_to]
 

@@ -136,8 +136,6 @@ class _Plant:
             found = self.rows.at(self.context, self.path[node])
             support = int(np.count_nonzero(found.weight))
             row = Row(np.arange(support), found.weight[:support])
-            if self.growth.policy.law is Law.SAMPLED:
-                self.tree.at(node).row = (row.ids, row.weight)
             self.growth.expand(node, row, found.noise[:support].astype(np.float64))
         for node in self.growth.draw(self._words):
             record = self.tree.nodes[node]

@@ -22,7 +22,7 @@ QUICK_DRAFTING = (
     "iid_copies",
     "best_first_0.7",
     "best_first_0.8",
-    "best_first_greedy2_0.7",
+    "greedy_root3_0.7",
     "top_k_best_first",
     "coupled_0.7",
 )
@@ -123,8 +123,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--greedy-draft-temperature",
         type=float,
-        default=1.0,
-        help="of the draft law at temperature 0 (default 1, as in the drafter)",
+        default=0.5,
+        help="of the draft law at temperature 0 (default 0.5, as in the drafter)",
     )
     parser.add_argument("--processes", type=int, default=0, help="one thread each (default: one per core)")
     parser.add_argument("--no-levels", dest="levels", action="store_false", help="leave out growth by draft forwards")

@@ -32,7 +32,7 @@ def _is(prefixes: tuple[str, ...], rule: str) -> Callable[[Cell], bool]:
 
 SERIES = (
     Series("best-first + traversal", "#0072B2", "-", _is(("best_first_0", "calibrated"), "traversal")),
-    Series("GREEDY families + traversal", "#009E73", "-", _is(("best_first_greedy", "greedy_"), "traversal")),
+    Series("GREEDY families + traversal", "#009E73", "-", _is(("greedy_",), "traversal")),
     Series("coupled best-first", "#CC79A7", "-", _is(("coupled",), "coupled")),
     Series("chosen best-first + match", "#E69F00", "-", _is(("top_k",), "match")),
     Series("RSD + traversal", "#56B4E9", "--", _is(("rsd_",), "traversal")),

@@ -70,15 +70,12 @@ class RankedRows:
         num_atoms: int = 64,
         seed: int = 0,
         first_context: int = 0,
-        greedy_draft_temperature: float = 1.0,
+        greedy_draft_temperature: float = 0.5,
     ) -> None:
         self.models, self.contexts, self.first_context = (target, draft), contexts, first_context
         self.vocab = min(target.info.vocab_size, draft.info.vocab_size)
         self.num_atoms, self.seed, self.temperature = min(num_atoms, self.vocab), seed, temperature
-        self.laws = (
-            Sampling(temperature),
-            Sampling(temperature or 1.0),
-        )  # greedy requests are drafted at temperature 1
+        self.laws = Sampling(temperature), Sampling(temperature or greedy_draft_temperature)
         self._known: list[dict[Path, Expansion]] = [{} for _ in contexts]
         self._held: list[dict[Path, int]] = [{} for _ in contexts]  # KV node by rank path
         self._noise: dict[tuple[int, int], NDArray[np.float32]] = {}

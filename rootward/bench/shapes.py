@@ -6,6 +6,7 @@ A shape is int[N] of parents in draw order; -1 at the root. `drawn_in_shape` fil
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,13 +23,17 @@ from rootward.core.tree import TokenTree
 
 Maker = Callable[[View, Path, int, np.random.Generator], Family]
 WIDEST, DEEPEST = 8, 32
+FAMILIES = {  # size of a GREEDY family at the root: what its children take, in order of trial (measured on the demo pair)
+    2: (0.37, 0.27),
+    3: (0.33, 0.27, 0.11),
+    5: (0.27, 0.27, 0.11, 0.06, 0.03),
+}
 
 
 @lru_cache(maxsize=256)
 def best_first(num_nodes: int, acceptance: float, family: int = 0) -> tuple[int, ...]:
-    """The shape `Growth` takes when every draw goes to the best place; family > 0: GREEDY families of that size."""
-    law = Law.GREEDY if family else Law.SAMPLED
-    policy = Policy(law, num_nodes, min(DEEPEST, num_nodes), WIDEST, 1, acceptance, max(family, 1))
+    """The shape `Growth` takes when every draw goes to the best place; family > 0: a GREEDY family of that size at the root."""
+    policy = policy_of(Law.GREEDY if family else Law.SAMPLED, num_nodes, acceptance, family)
     tree = LivingTree(1, 0, vocab_size=64, node_cap=num_nodes + family)
     growth = Growth(tree, policy)
     row = Row(np.arange(64), np.full(64, 1))
@@ -36,12 +41,16 @@ def best_first(num_nodes: int, acceptance: float, family: int = 0) -> tuple[int,
     frontier = [ROOT]
     while frontier:
         for node in frontier:
-            if law is Law.SAMPLED:
-                tree.at(node).row = (row.ids, row.weight)
             growth.expand(node, row)
         growth.draw(lambda n: rng.integers(1 << 64, size=n, dtype=np.uint64))
         frontier = growth.frontier(1 << 30)
     return (-1, *(record.parent for record in tree.nodes.values()))
+
+
+def policy_of(law: Law, num_nodes: int, acceptance: float, family: int = 0) -> Policy:
+    """One draw at a time, as deep as the budget allows."""
+    policy = Policy(law, num_nodes, min(DEEPEST, num_nodes), WIDEST, 1, acceptance)
+    return replace(policy, family=FAMILIES[family]) if family else policy
 
 
 def drawn(view: View, path: Path, k: int, rng: np.random.Generator) -> Family:
@@ -50,6 +59,11 @@ def drawn(view: View, path: Path, k: int, rng: np.random.Generator) -> Family:
 
 def greedy(view: View, path: Path, k: int, rng: np.random.Generator) -> Family:
     return greedy_family(view(path), k, rng)
+
+
+def greedy_root(view: View, path: Path, k: int, rng: np.random.Generator) -> Family:
+    """A GREEDY family at the root, draws without replacement below it."""
+    return drawn(view, path, k, rng) if path else greedy(view, path, k, rng)
 
 
 def likeliest(view: View, path: Path, k: int, rng: np.random.Generator) -> Family:

@@ -45,7 +45,7 @@ class Calibration:
 
     def __init__(
         self,
-        prior: ArrayLike = 0.7,
+        prior: ArrayLike = ((0.7, 0.2),),
         *,
         strength: float = 8.0,
         decay: float = 0.98,

@@ -3,10 +3,12 @@
 Every policy is "the place with the best score gets the next draw". A *place* is (expanded node, next rank); a *level* is one draft
 forward over the frontier followed by a fixed number of draws.
 
-Non-anticipation (rule L1). Under ratio tests (SAMPLED, GREEDY) a score is a function of ranks, depths and past rounds alone: with a
-constant acceptance a, the child of rank r is reached with a·(1 − a)^r times the probability of its parent; with a `Calibration`,
-learned from past rounds, with a(r, d)·Π_{j<r} (1 − a(j, d)). Chosen and coupled trees are verified by target matching, so their scores
-may look at anything: the probability of the path, or of a match under the shared noise.
+Non-anticipation (rule L1). Under ratio tests (SAMPLED, GREEDY) a score is a function of ranks, depths and past rounds alone: the child
+of rank r is reached with a(r)·Π_{j<r} (1 − a(j)) times the probability of its parent, where a is one constant for first children and one
+for all later ones, or a `Calibration` by rank and depth, learned from past rounds. Chosen and coupled trees are verified by target
+matching, so their scores may look at anything: the probability of the path, or of a match under the shared noise.
+
+GREEDY is SAMPLED with a GREEDY family (algorithms.md 5.7) at the root, where every round begins: below it branching pays less.
 """
 
 from __future__ import annotations
@@ -37,8 +39,10 @@ class Policy:
     max_depth         longest path below the root
     topk              most children per node
     draws_per_level   nodes drawn after each draft forward
-    acceptance        the constant a of the scores, in (0, 1)
-    family            children of a GREEDY family near the root
+    acceptance        of a first child, in (0, 1)
+    later             of a later child, once all before it have failed, in (0, 1)
+    family            GREEDY: the probability that the round stops below each child of the root's family, in order of trial; as many
+                      children as numbers
     match_scale       COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
     """
 
@@ -47,14 +51,18 @@ class Policy:
     max_depth: int = 8
     topk: int = 4
     draws_per_level: int = 4
-    acceptance: float = 0.6
-    family: int = 2
+    acceptance: float = 0.7
+    later: float = 0.2
+    family: tuple[float, ...] = (0.33, 0.27, 0.11)
     match_scale: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.acceptance < 1:
-            raise ValueError(f"acceptance: {self.acceptance} is outside (0, 1)")
-        for name in ("node_cap", "max_depth", "topk", "draws_per_level", "family"):
+        for name, value in (("acceptance", self.acceptance), ("later", self.later)):
+            if not 0 < value < 1:
+                raise ValueError(f"{name}: {value} is outside (0, 1)")
+        if not self.family or min(self.family) <= 0 or sum(self.family) > 1:
+            raise ValueError(f"family: {self.family}; give probabilities above 0 that sum to at most 1")
+        for name in ("node_cap", "max_depth", "topk", "draws_per_level"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
         if not 0 <= self.match_scale < math.inf:
@@ -124,6 +132,8 @@ class Growth:
         if len(row) == 0 or not self._can_have_children(record):
             return
         place = _Place(row)
+        if self._ratio:
+            record.row = row.ids, row.weight  # a GREEDY family declares another one, when it is made
         if self.policy.law is Law.TOP_K:  # atoms are sorted
             place.order, place.chance = row.ids.tolist(), row.law.tolist()
         elif self.policy.law is Law.COUPLED:
@@ -171,43 +181,35 @@ class Growth:
     # -- children -----------------------------------------------------------------------------------------------------
 
     def _children(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
-        if self.policy.law is Law.SAMPLED:
+        if self.policy.law is Law.GREEDY and node == self.tree.root_id and not place.rank:
+            return self._family(node, place, new_words)
+        if self._ratio:
             token = int(draw_children(place.row, 1, new_words(4))[0])
             place.row = place.row.without([token])
-            child = self._attach(node, token, place.rank, sampled=True)
-            place.rank += 1
-            self._push(node, place)
-            return [child]
-        if self.policy.law is Law.GREEDY:
-            return self._greedy(node, place, new_words)
-        child = self._attach(node, place.order[place.rank], place.rank, sampled=False)
+        else:
+            token = place.order[place.rank]
+        child = self._attach(node, token, place.rank, sampled=self._ratio, gain=self._gain(node, place.rank))
         place.rank += 1
         self._push(node, place)
         return [child]
 
-    def _greedy(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
-        """The whole family at once: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
-        size = min(self._family_size(node), self.policy.topk, self.room)
-        family = greedy_family(place.row, size, new_words(4))
+    def _family(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
+        """A GREEDY family, whole: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
+        masses = self.policy.family
+        made = greedy_family(place.row, min(len(masses), self.policy.topk, self.room), new_words(4))
         del self._places[node]
-        self.tree.at(node).row = (family.row.ids, family.row.weight) if len(family.row) else None
-        # The sampled child is drawn first but reached last: the chosen ones are the likelier ones.
-        # A calibration has learned by order of trial, and knows.
-        last, first = len(family.token) - 1, int(family.sampled[:1].sum())
-        trial = self._calibrated
+        self.tree.at(node).row = (made.row.ids, made.row.weight) if len(made.row) else None
+        children = zip(made.token.tolist(), made.sampled.tolist(), masses, strict=False)
         return [
-            self._attach(node, int(t), i if trial else last if s else i - first, sampled=bool(s))
-            for i, (t, s) in enumerate(zip(family.token, family.sampled, strict=True))
+            self._attach(
+                node, t, i, sampled=s, gain=self._calibrated_gain(node, i) if self._calibrated else math.log(m)
+            )
+            for i, (t, s, m) in enumerate(children)
         ]
 
-    def _family_size(self, node: int) -> int:
-        """By structure only: branch where the node is likely to be reached at all."""
-        depth = self.tree.at(node).depth - self.tree.length
-        return self.policy.family if depth <= self.policy.family else 1
-
-    def _attach(self, node: int, token: int, rank: int, *, sampled: bool) -> int:
+    def _attach(self, node: int, token: int, rank: int, *, sampled: bool, gain: float) -> int:
         child = self.tree.draw(node, token, sampled=sampled)
-        self._score[child] = self._score[node] + self._gain(node, rank)
+        self._score[child] = self._score[node] + gain
         self._rank[child] = rank
         return child
 
@@ -239,7 +241,8 @@ class Growth:
             return math.log(max(self._places[node].chance[rank], sys.float_info.min))
         if self._calibrated:
             return self._calibrated_gain(node, rank)
-        return math.log(self.policy.acceptance) + rank * math.log1p(-self.policy.acceptance)
+        a, later = self.policy.acceptance, self.policy.later
+        return math.log(a) if rank == 0 else math.log1p(-a) + (rank - 1) * math.log1p(-later) + math.log(later)
 
     def _calibrated_gain(self, node: int, rank: int) -> float:
         """log of a(r, d)·Π_{j<r} (1 − a(j, d)), depths below the root."""

@@ -57,11 +57,11 @@ def error(
         text = list(prompt)
         tree, growth = start(text, law)
         for _ in range(levels[0]):
-            grow_level(model, tree, growth, text, law)
+            grow_level(model, tree, growth, text)
         first = tree.snapshot(cap(model, tree, caps[0]))
         verdict, target = decide(model, first, text)
         for _ in range(levels[1]):
-            grow_level(model, tree, growth, text, law)
+            grow_level(model, tree, growth, text)
         stop = chooser.choose(verdict.stop)
         bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))
         run = [*first.tree.path(stop), bonus]
@@ -72,7 +72,7 @@ def error(
             put(out, model, text, len(prompt), chooser.mass)
             return
         for _ in range(levels[2]):
-            grow_level(model, tree, growth, text, law)
+            grow_level(model, tree, growth, text)
         second = tree.snapshot(cap(model, tree, caps[1]))
         verdict, target = decide(model, second, text)
         for stop in np.flatnonzero(verdict.stop).tolist():

@@ -55,7 +55,7 @@ def error(seed: int, law: Law, event: str, levels: int, monkeypatch: pytest.Monk
         cap = None
         for _ in range(levels):
             if cap is None:
-                grow_level(model, tree, growth, prompt, law)
+                grow_level(model, tree, growth, prompt)
                 cap = launched(tree, at_rest=growth.at_rest)
         first = tree.snapshot(after(event, tree) if cap is None else cap)
         verdict, target = decide(model, first, prompt)

@@ -279,7 +279,7 @@ class Calibrated(Session):
     def plant(self) -> None:
         super().plant()
         self.calibration = Calibration([[0.6, 0.5], [0.5, 0.5]], strength=0.3)
-        policy = Policy(self.made, node_cap=4, max_depth=3, topk=3, draws_per_level=1, family=2)
+        policy = Policy(self.made, node_cap=4, max_depth=3, topk=3, draws_per_level=1, family=(0.4, 0.3))
         self.growth = Growth(self.tree, policy, calibration=self.calibration)
 
     def after_commit(self, law: SparseLaw) -> None:
@@ -291,8 +291,6 @@ class Calibrated(Session):
             at_root = [] if self.growth.root_expanded else [self.tree.root_id]
             for node in at_root or self.growth.frontier(8):
                 row = self.model.q[tuple((self.text + self.path(node))[-2:])]
-                if self.made is Law.SAMPLED:
-                    self.tree.at(node).row = (row.ids, row.weight)
                 self.growth.expand(node, row)
             self.growth.draw(lambda n: np.zeros(n, np.uint64))
 

@@ -64,17 +64,14 @@ class Model:
 
 def start(text: list[int], law: Law) -> tuple[LivingTree, Growth]:
     tree = LivingTree(len(text), 0, vocab_size=V)
-    return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=2))
+    return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=(0.4, 0.3)))
 
 
-def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int], law: Law) -> None:
+def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) -> None:
     """One level as the drafter does it."""
 
     def expand(node: int, path: list[int]) -> None:
-        row = model.q[tuple((text + path)[-2:])]
-        if law is Law.SAMPLED:
-            tree.at(node).row = (row.ids, row.weight)
-        growth.expand(node, row)
+        growth.expand(node, model.q[tuple((text + path)[-2:])])
 
     if not growth.root_expanded:
         expand(tree.root_id, [])

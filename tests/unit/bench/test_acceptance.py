@@ -12,7 +12,7 @@ from rootward.bench.winners import comparisons, disagreeing, traversal_below_tok
 
 PAIR = ["--target", "tabular:vocab=12,seed=1,sharpness=2", "--draft", "tabular:vocab=12,seed=1,sharpness=2,noise=1"]
 KINDS = (
-    "chain,rsd_c_narrow,rsd_s_w2,iid_paths,iid_copies,greedy_bushy,best_first_0.7,best_first_greedy2_0.7,"
+    "chain,rsd_c_narrow,rsd_s_w2,iid_paths,iid_copies,greedy_bushy,best_first_0.7,greedy_root3_0.7,"
     "top_k_best_first,eagle2,coupled_0.7"
 )
 SMALL = [*PAIR, "--num-contexts", "24", "--budgets", "4,8", "--temperatures", "0,1", "--processes", "1", "--no-levels"]

@@ -50,14 +50,14 @@ def test_no_tree_exceeds_its_budget(rows, name, budget):
 
 @pytest.mark.parametrize(("family", "law"), [(0, Law.SAMPLED), (2, Law.GREEDY)])
 def test_a_shape_is_what_growth_grows(rows, family, law):
-    policy = Policy(law, 10, 10, shapes.WIDEST, 1, 0.6, max(family, 1))
+    policy = shapes.policy_of(law, 10, 0.6, family)
     for one in grow(rows, policy, 10):
         assert tuple(one.drafted.tree.parent) == shapes.best_first(10, 0.6, family)
 
 
 def test_growth_declares_the_row_of_every_family(rows):
     for law in (Law.SAMPLED, Law.GREEDY):
-        for one in grow(rows, Policy(law, 8, 4, 4, 3, 0.7, 2), 3):
+        for one in grow(rows, Policy(law, 8, 4, 4, 3, 0.7, family=(0.4, 0.3)), 3):
             tree, draft = one.drafted
             inner = np.unique(tree.parent[1:])
             np.testing.assert_allclose(draft[inner].sum(axis=1), 1.0)

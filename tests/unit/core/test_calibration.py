@@ -142,7 +142,7 @@ def expand(tree: LivingTree, growth: Growth, node: int) -> None:
 
 def test_a_constant_calibration_grows_as_the_constant_does():
     for a in (0.35, 0.55, 0.8):
-        plain, learned = grown(None, 8, acceptance=a), grown(Calibration(a), 8)
+        plain, learned = grown(None, 8, acceptance=a, later=a), grown(Calibration(a), 8)
         assert plain.snapshot(8).tree == learned.snapshot(8).tree
 
 
@@ -169,7 +169,7 @@ def test_what_is_kept_is_scored_by_its_new_depth_and_by_what_was_learned():
 
 
 def test_greedy_families_are_scored_by_order_of_trial():
-    tree = grown(Calibration([[0.9, 0.5], [0.5, 0.5]]), 5, law=Law.GREEDY, family=2)
+    tree = grown(Calibration([[0.9, 0.5], [0.5, 0.5]]), 5, law=Law.GREEDY, family=(0.3, 0.3))
     assert len(tree) == 5
     assert tree.growth._score[1] > tree.growth._score[2]
 
