@@ -7,28 +7,33 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from drafter_service.growing import Grower
+from drafter_service.lookup import Lookup
+from drafter_service.pairing import without_model
 from drafter_service.service import DrafterService, Key
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
+from rootward.core.drafting.lookup import Recipe, parse_recipe
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
-from rootward.engine.loading import load_model
-from rootward.engine.threads import use_threads
-from rootward.ports import LanguageModel
+from rootward.errors import ConfigurationError
+from rootward.ports import LanguageModel, ModelInfo
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 
+LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
+
 
 def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
-    """The drafter that these settings describe."""
+    """The drafter that grows trees with a model."""
+    from drafter_service.growing import Grower  # torch takes seconds to import, and lookups do without
+
     policy = Policy(
         Law.SAMPLED,
         draws_per_level=settings.draws_per_level,
         acceptance=settings.acceptance,
-        family=settings.family,
+        later=settings.later_acceptance,
     )
     incarnation = secrets.randbits(64)
     rows = settings.max_num_batched_tokens
@@ -37,9 +42,35 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     return DrafterService(model, grower, worker=worker, capacity=settings.max_num_seqs, max_atoms=settings.law_atoms)
 
 
-async def serve(settings: DrafterSettings) -> None:
+def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
+    """The drafter that looks trees up. What is learned from the sessions of one verifier serves that verifier."""
+    incarnation = secrets.randbits(64)
+    lookup: Lookup[Key] = Lookup(
+        ModelInfo(recipe.name, recipe.vocab_size, settings.max_model_len or LONGEST_TEXT),
+        lambda message, shared: recipe.source(message.law, shared),
+        recipe.memory,
+        incarnation=incarnation,
+        group=lambda key: key[0],
+    )
+    worker = f"drafter-{incarnation:016x}"
+    return DrafterService(lookup, lookup, worker=worker, capacity=settings.max_num_seqs, agree=without_model)
+
+
+def recipe_of(spec: str) -> Recipe | None:
+    """What a model setting says to look up, if it does."""
+    try:
+        return parse_recipe(spec)
+    except ValueError as wrong:
+        raise ConfigurationError(str(wrong)) from wrong
+
+
+async def load(settings: DrafterSettings) -> LanguageModel:
+    """The draft model that these settings name."""
+    from rootward.engine.loading import load_model
+    from rootward.engine.threads import use_threads
+
     use_threads(settings.num_threads)
-    model = await asyncio.to_thread(
+    return await asyncio.to_thread(
         load_model,
         settings.model,
         device=settings.device,
@@ -48,7 +79,11 @@ async def serve(settings: DrafterSettings) -> None:
         max_len=settings.max_model_len,
         require_trees=True,
     )
-    drafter = build(model, settings)
+
+
+async def serve(settings: DrafterSettings) -> None:
+    recipe = recipe_of(settings.model)
+    drafter = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
     async with drafter, RpcServer(settings.listen, transport=DRAFTING, grace_s=1.0) as server:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()

@@ -1,6 +1,6 @@
 """The drafter as an object: streams in, frames out, one growth loop for all of them.
 
-The event loop moves frames; the model runs on one worker thread. Between two levels the mailbox is emptied, so a Commit is never
+The event loop moves frames; growth runs on one worker thread. Between two levels the mailbox is emptied, so a Commit is never
 older than one draft forward when it is applied, and work for a branch that died stops there.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from drafter_service.growing import Grower
-from rootward.core.frames import PROTOCOL as PROTOCOL_VERSION
+from drafter_service.pairing import Agree, with_model
+from drafter_service.trees import Described, Trees
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.requests import Law
-from rootward.ports import LanguageModel, ModelInfo
+from rootward.ports import ModelInfo
 from rootward.rpc.info import DrafterInfo
 
 log = structlog.get_logger("drafter")
@@ -52,19 +52,30 @@ class _Stream:
 
 
 class DrafterService:
-    """Implements `ports.Drafter` around a model. Use as an async context manager: it owns the growth loop and its thread."""
+    """Implements `ports.Drafter` around whatever grows its trees. Use as an async context manager: it owns the growth loop and its thread.
+
+    model: what the drafter is described as. agree: which verifiers it works with.
+    """
 
     def __init__(
-        self, model: LanguageModel, grower: Grower[Key], *, worker: str, capacity: int, max_atoms: int = 64
+        self,
+        model: Described,
+        grower: Trees[Key],
+        *,
+        worker: str,
+        capacity: int,
+        max_atoms: int = 64,
+        agree: Agree = with_model,
     ) -> None:
         self.model, self.grower, self.worker = model, grower, worker
         self.capacity, self.max_atoms = capacity, max_atoms
+        self._agree = agree
         self.draining = False
         self._mailbox: list[tuple[_Stream, ToDrafter | None]] = []  # None: the stream ended
         self._streams: dict[int, _Stream] = {}
         self._num_streams = 0
         self._wake = asyncio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft-model")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._loop_task: asyncio.Task[None] | None = None
 
     @property
@@ -138,15 +149,15 @@ class DrafterService:
         self._wake.set()
 
     def _answer(self, hello: Hello | None) -> HelloAck:
-        refusal = pairing_refusal(hello, self.info) if hello is not None else ""
+        info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
         if refusal and hello is not None:
             log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
             self.worker,
             self.grower.incarnation,
-            self.info.tokenizer_hash,
-            self.info.vocab_size,
-            self.info.max_positions,
+            info.tokenizer_hash,
+            info.vocab_size,
+            info.max_positions,
             tuple(Law),
             self.capacity,
             self.max_atoms,
@@ -230,17 +241,3 @@ class DrafterService:
         else:
             stream.rejects.append(message)
         stream.ready.set()
-
-
-def pairing_refusal(hello: Hello, info: ModelInfo) -> str:
-    """Why this verifier and this drafter cannot work together; "" if they can. Names both values."""
-    if hello.protocol != PROTOCOL_VERSION:
-        return f"protocol: verifier speaks {hello.protocol}, drafter {PROTOCOL_VERSION}; run the same release on both sides"
-    if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
-        return (
-            f"tokenizer: target has {hello.tokenizer_hash[:12]}, draft {info.tokenizer_hash[:12]}; "
-            "use a draft model with the target's tokenizer (`rootward check-pair` shows the first differing token)"
-        )
-    if not hello.tokenizer_hash and hello.vocab_size != info.vocab_size:
-        return f"vocab_size: target has {hello.vocab_size}, draft {info.vocab_size}; use models of one vocabulary"
-    return ""

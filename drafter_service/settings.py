@@ -10,9 +10,12 @@ from rootward.settings import ServiceSettings
 
 
 class DrafterSettings(ServiceSettings):
-    """Rootward drafter: grows token trees for verifiers with a small model."""
+    """Rootward drafter: grows token trees for verifiers with a small model, or without one."""
 
-    model: str = Field(description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…")
+    model: str = Field(
+        description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…; "
+        "without a model: ngram:, recycling:, ngram+recycling:, random:vocab=…"
+    )
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
@@ -22,9 +25,9 @@ class DrafterSettings(ServiceSettings):
     law_atoms: int = Field(64, ge=1, le=4096, description="largest support of a declared row (K)")
     draws_per_level: int = Field(4, ge=1, description="nodes drawn for a tree after each draft forward")
     acceptance: float = Field(
-        0.7, gt=0, lt=1, description="assumed acceptance of a child: higher grows deeper, lower wider"
+        0.7, gt=0, lt=1, description="assumed acceptance of a first child: higher grows deeper, lower wider"
     )
-    family: int = Field(2, ge=1, description="children of a GREEDY family near the root")
+    later_acceptance: float = Field(0.2, gt=0, lt=1, description="the same of its later siblings, once it has failed")
     num_threads: int = Field(1, ge=1, description="CPU threads of the model")
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"

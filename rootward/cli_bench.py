@@ -17,13 +17,23 @@ bench = typer.Typer(
 )
 
 
-@bench.command(
-    "acceptance",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)
+_OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+@bench.command("acceptance", context_settings=_OWN_FLAGS)
 def acceptance(ctx: typer.Context) -> None:
     """Expected tokens per pass in closed form: rules × drafting × temperatures × tree sizes, for any pair of models."""
+    _become("acceptance", ctx)
+
+
+@bench.command("lookup", context_settings=_OWN_FLAGS)
+def lookup(ctx: typer.Context) -> None:
+    """Tokens per pass with drafters without a model (n-gram, recycling), replayed on the target's own texts."""
+    _become("lookup", ctx)
+
+
+def _become(name: str, ctx: typer.Context) -> None:
     if find_spec("torch") is None:
-        raise ConfigurationError("bench acceptance: needs more packages; run pip install 'rootward[worker]'")
+        raise ConfigurationError(f"bench {name}: needs more packages; run pip install 'rootward[worker]'")
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "rootward.bench.acceptance", *ctx.args])
+    os.execv(sys.executable, [sys.executable, "-m", f"rootward.bench.{name}", *ctx.args])

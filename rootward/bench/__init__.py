@@ -10,4 +10,5 @@ outcomes.py       the closed form of every rule on a tree, and verdicts drawn wi
 grid.py           constructions × rules × budgets; levels.py: growth under a limit of draft forwards
 results.py        what was measured, as values and JSON; tables.py, winners.py, plots.py: how it is shown
 options.py, measuring.py, workers.py, acceptance.py: the command, its parts, its processes
+lookup.py         drafters without a model, replayed on the target's own texts
 """

@@ -1,0 +1,160 @@
+"""All living trees of a drafter without a model: looked up in what was seen before.
+
+The same commands as `growing.Grower`. A level: feed texts to their sources, a bounded piece at a time; where a text is complete, draw
+the best paths up to the cap of the tree and say that it is at rest. Every node is chosen, a deterministic function of the text, so any law
+can be served: matching takes it as it is, ratio tests under one-hot laws.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from drafter_service.trees import Heard, K, heard, shape_fault
+from rootward.core.drafting.lookup import Shape, Source, Successors, extend_tree
+from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
+from rootward.core.living_tree import LivingTree
+from rootward.ports import ModelInfo
+
+MAX_NODES = 1024  # of a tree, whatever a verifier asks for
+MAX_MEMORIES = 16  # groups whose shared memory is kept, the last used ones
+TREES_PER_LEVEL = 8  # one tree takes well below a millisecond; commits wait no longer than this
+
+Sources = Callable[[Open, Successors], Source]  # for a new text; what the texts of its group share
+
+
+@dataclass(slots=True, eq=False)
+class LookupTree:
+    """One slot of one stream. `pending`: committed tokens that the source has not been fed yet."""
+
+    open: Open
+    tree: LivingTree
+    source: Source
+    shape: Shape
+    pending: list[int]
+    arrived_s: float
+    at_rest: bool = False  # and said so
+
+
+class Lookup(Generic[K]):
+    """Trees by key. info.max_positions: longest text that is taken on; a text costs about 0.6 kB per token.
+
+    group: keys with equal groups share a memory; they must speak of one vocabulary.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        sources: Sources,
+        memory: Callable[[], Successors],
+        *,
+        incarnation: int,
+        group: Callable[[K], Hashable],
+        chunk: int = 4096,
+        least_score: float = 0.02,
+    ) -> None:
+        self.info, self.incarnation = info, incarnation
+        self.chunk, self.least_score = chunk, least_score
+        self.trees: dict[K, LookupTree] = {}
+        self._sources, self._memory, self._group = sources, memory, group
+        self._memories: OrderedDict[Hashable, Successors] = OrderedDict()
+
+    # -- what a verifier says -----------------------------------------------------------------------------------------
+
+    def open(self, key: K, message: Open) -> Reject | None:
+        """Start a tree; the answer is a Reject when it cannot be taken."""
+        if key in self.trees:
+            return Reject(message.slot, "slot is open already; use a new number")
+        if fault := shape_fault(message, MAX_NODES):
+            return Reject(message.slot, fault)
+        if len(message.prefix) > self.info.max_positions:
+            return Reject(
+                message.slot,
+                f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are held here, "
+                "see --max-model-len",
+            )
+        hash_ = 0
+        for token in message.prefix:
+            hash_ = extend_hash(hash_, token)
+        cap = message.node_cap
+        tree = LivingTree(len(message.prefix), hash_, vocab_size=1 << 32, node_cap=cap, eos_ids=message.eos_ids)
+        tree.root.token = message.prefix[-1]
+        shape = Shape(cap, message.max_depth, message.topk, self.least_score)
+        source = self._sources(message, self._shared(self._group(key)))
+        self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
+        return None
+
+    def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
+        """The truth advanced. The answer: nothing, or a plea for the prefix."""
+        growing = self.trees.get(key)
+        if growing is None:
+            return [NeedSync(message.slot, 0, 0)]
+        fit = heard(growing.tree, message)
+        if fit is Heard.LOST:
+            return [NeedSync(message.slot, growing.tree.length, growing.tree.hash)]
+        if fit is Heard.NEWS:
+            growing.tree.commit(message.tokens)
+            growing.pending += message.tokens
+            growing.at_rest, growing.arrived_s = False, time.monotonic()
+        return []
+
+    def close(self, key: K) -> None:
+        self.trees.pop(key, None)
+
+    # -- growth -------------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return all(growing.at_rest for growing in self.trees.values())
+
+    def level(self) -> list[tuple[K, Grow]]:
+        """Grow the trees that have waited longest; the frames they make."""
+        waiting = [(key, growing) for key, growing in self.trees.items() if not growing.at_rest]
+        waiting.sort(key=lambda item: item[1].arrived_s)
+        frames: list[tuple[K, Grow]] = []
+        for key, growing in waiting[:TREES_PER_LEVEL]:
+            if (frame := self._grow(growing)) is not None:
+                frames.append((key, frame))
+        return frames
+
+    def _grow(self, growing: LookupTree) -> Grow | None:
+        start_s = time.monotonic()
+        growing.source.extend(growing.pending[: self.chunk])
+        del growing.pending[: self.chunk]
+        if growing.pending:
+            growing.arrived_s = start_s  # a long prompt lets the others go first
+            return None
+        first = growing.tree.next_id
+        extend_tree(growing.tree, growing.source, growing.shape)
+        growing.at_rest = True
+        return _frame(growing, first, start_s)
+
+    def _shared(self, group: Hashable) -> Successors:
+        memory = self._memories.pop(group) if group in self._memories else self._memory()
+        self._memories[group] = memory  # the last used one is last
+        if len(self._memories) > MAX_MEMORIES:
+            self._memories.popitem(last=False)
+        return memory
+
+
+def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:
+    """The nodes from `first` on, and that there will be no more."""
+    tree, now_s = growing.tree, time.monotonic()
+    records = [tree.nodes[node] for node in range(first, tree.next_id)]
+    return Grow(
+        growing.open.slot,
+        tree.length,
+        tree.hash,
+        first,
+        np.array([r.parent for r in records], dtype=np.int64),
+        np.array([r.token for r in records], dtype=np.int64),
+        np.zeros(len(records), dtype=np.bool_),
+        at_rest=True,
+        draft_us=int((now_s - start_s) * 1e6),
+        queue_us=int((now_s - growing.arrived_s) * 1e6),
+    )

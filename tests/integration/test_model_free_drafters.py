@@ -1,0 +1,293 @@
+"""Drafters without a model under the real verifier: the same text, the same law, in fewer passes where text repeats."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from scipy.stats import chi2
+from support.processes import drafter as drafter_process
+from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
+from transformers import AutoTokenizer
+
+from drafter_service.__main__ import build_lookup, recipe_of
+from drafter_service.lookup import Lookup
+from drafter_service.pairing import without_model
+from drafter_service.service import DrafterService
+from drafter_service.servicer import DrafterServicer
+from drafter_service.settings import DrafterSettings
+from rootward import demo
+from rootward.bench.lookup import replayed
+from rootward.bench.noisy import NoisyModel
+from rootward.core.drafting.lookup import Prediction, Recycling, Shape, Successors
+from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.engine.loading import load_model
+from rootward.engine.tabular import TabularModel
+from rootward.ports import Drafter, LanguageModel, ModelInfo
+from rootward.rpc.channel import DRAFTING
+from rootward.rpc.clients import RemoteDrafter
+from rootward.rpc.server import RpcServer
+from verifier_service.service import VerifierService
+
+SPECS = ["ngram:", "recycling:", "ngram+recycling:", "random:vocab=5,seed=1"]
+PERIODIC = {"sharpness": 6.0}  # its greedy text runs into a circle soon
+PROMPT = (1, 2, 3)
+
+
+def lookup_of(spec: str, **settings) -> DrafterService:
+    return build_lookup(recipe_of(spec), DrafterSettings(model=spec, **settings))
+
+
+def predicting(text: list[int]) -> DrafterService:
+    """A drafter that is told what will be said."""
+    lookup = Lookup(
+        ModelInfo("prediction", 0, 4096),
+        lambda message, _: Prediction(text, prefix=len(PROMPT)),
+        Successors,
+        incarnation=1,
+        group=lambda key: key[0],
+    )
+    return DrafterService(lookup, lookup, worker="prediction", capacity=8, agree=without_model)
+
+
+@asynccontextmanager
+async def in_process(target: LanguageModel, drafter: DrafterService, **policy) -> AsyncIterator[VerifierService]:
+    verifier = verifier_of(target, {"d": drafter}, **policy)
+    async with drafter, verifier:
+        await until(lambda: verifier.pool.up)
+        yield verifier
+        await until(lambda: not verifier._running and not drafter.grower.trees)
+
+
+@asynccontextmanager
+async def over_grpc(target: LanguageModel, drafter: DrafterService, **policy) -> AsyncIterator[VerifierService]:
+    async with drafter, RpcServer("127.0.0.1:0", transport=DRAFTING, grace_s=0.1) as server:
+        DrafterServicer(drafter, drafter.describe).register(server)
+        await server.start()
+        async with RemoteDrafter(server.address) as remote, verifier_of(target, {"d": remote}, **policy) as verifier:
+            await until(lambda: verifier.pool.up)
+            yield verifier
+            await until(lambda: not verifier._running and not drafter.grower.trees)
+
+
+def greedy_text(model: TabularModel, length: int) -> list[int]:
+    text = list(PROMPT)
+    while len(text) < len(PROMPT) + length:
+        text.append(int(np.argmax(model.law(text))))
+    return text[len(PROMPT) :]
+
+
+@pytest.mark.parametrize("connect", [in_process, over_grpc])
+@pytest.mark.parametrize("spec", SPECS)
+async def test_greedy_text_is_the_target_s_own(spec: str, connect) -> None:
+    target, _ = tabular_pair()
+    async with connect(target, lookup_of(spec)) as verifier:
+        tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=60))
+        assert tokens == greedy_text(target, 60)
+        assert last.finish.stats.num_spec_steps > 0
+
+
+@pytest.mark.parametrize("spec", ["ngram:", "recycling:", "ngram+recycling:"])
+@pytest.mark.parametrize("law", [Law.TOP_K, Law.COUPLED, None])
+async def test_text_that_repeats_comes_several_tokens_per_pass(spec: str, law: Law | None) -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    async with in_process(target, lookup_of(spec)) as verifier:
+        wanted = request(temperature=0.0, max_tokens=120, law=law)
+        tokens, last = await collect(verifier, wanted)
+        assert tokens == greedy_text(target, 120)
+        assert last.finish.stats.block_efficiency > 1.5
+
+
+@pytest.mark.parametrize("spec", ["ngram:", "ngram+recycling:"])
+async def test_the_benchmark_counts_the_rounds_of_the_verifier(spec: str) -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    recipe = recipe_of(spec)
+    async with in_process(target, lookup_of(spec), num_draft_tokens=8, max_depth=8, topk=4) as verifier:
+        tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=120))
+    counted = replayed(recipe.source(Law.TOP_K, recipe.memory()), PROMPT, tokens, Shape(8, 8, 4))
+    stats = last.finish.stats
+    assert counted.rounds == stats.num_spec_steps + stats.num_plain_steps
+    assert counted.block_efficiency == pytest.approx(stats.block_efficiency, abs=0.02)  # the last bonus may be cut off
+
+
+@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY])
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN])
+async def test_chosen_nodes_are_accepted_by_ratio_tests(law: Law, rule: Rule) -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    async with in_process(target, lookup_of("ngram:")) as verifier:
+        _, last = await collect(verifier, request(max_tokens=200, law=law, rule=rule))
+        assert last.finish.stats.block_efficiency > 1.5
+
+
+async def test_a_right_prediction_is_accepted_whole_and_a_wrong_one_changes_nothing() -> None:
+    target, _ = tabular_pair()
+    text = greedy_text(target, 60)
+    for predicted, least in ((text, 4.0), ([(t + 1) % 5 for t in text], 1.0)):
+        async with in_process(target, predicting(predicted)) as verifier:
+            tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=60))
+            assert tokens == text
+            assert last.finish.stats.block_efficiency >= least
+
+
+async def test_many_sessions_share_a_drafter_and_leave_nothing_behind() -> None:
+    target, _ = tabular_pair(slots=4, **PERIODIC)
+    async with in_process(target, lookup_of("ngram+recycling:")) as verifier:
+        jobs = [
+            collect(verifier, request(f"r{i}", temperature=float(i % 2), max_tokens=1 + 5 * i, seed=i))
+            for i in range(12)
+        ]
+        results = await asyncio.gather(*jobs)
+        assert [len(tokens) for tokens, _ in results] == [1 + 5 * i for i in range(12)]
+
+
+async def test_a_draining_drafter_hands_its_sessions_to_another() -> None:
+    target, _ = tabular_pair()
+    first, second = lookup_of("ngram:"), lookup_of("recycling:")
+    verifier = verifier_of(target, {"one": first, "two": second})
+    async with first, second, verifier:
+        await until(lambda: len(verifier.pool.up) == 2)
+        running = asyncio.create_task(collect(verifier, request(temperature=0.0, max_tokens=600)))
+        await until(lambda: first.grower.trees or second.grower.trees)
+        busy, spare = (first, second) if first.grower.trees else (second, first)
+        await busy.drain()
+        await until(lambda: spare.grower.trees or running.done())
+        tokens, _ = await running
+        assert tokens == greedy_text(target, 600)
+
+
+async def test_more_random_tokens_than_the_target_has_are_refused() -> None:
+    target, _ = tabular_pair()
+    drafter = lookup_of("random:vocab=9")
+    async with drafter, verifier_of(target, {"d": drafter}) as verifier:
+        await until(lambda: verifier.pool.links[0].refusal)
+        assert "target has 5, random:vocab=9 proposes 9" in verifier.pool.links[0].refusal
+
+
+async def test_the_same_drafter_as_a_process() -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    with drafter_process("ngram:") as process:
+        async with RemoteDrafter(process.address) as remote, verifier_of(target, {"d": remote}) as verifier:
+            await until(lambda: verifier.pool.up)
+            tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=120))
+            assert tokens == greedy_text(target, 120)
+            assert last.finish.stats.block_efficiency > 1.5
+        assert process.stop() == 0
+
+
+# -- the law ----------------------------------------------------------------------------------------------------------
+
+ALPHA = 1e-4
+
+
+def p_value(target: TabularModel, texts: list[list[int]]) -> float:
+    """χ² of the next token after every context of three tokens (the target looks at two) against its exact law."""
+    vocab = target.info.vocab_size
+    counts: dict[tuple[int, ...], np.ndarray] = {}
+    for text in texts:
+        for i in range(3, len(text)):
+            counts.setdefault(tuple(text[i - 3 : i]), np.zeros(vocab))[text[i]] += 1
+    wanted = {context: target.law(context) * seen.sum() for context, seen in counts.items()}
+    usable = [context for context, law in wanted.items() if law.min() >= 5]
+    statistic = sum(float(((counts[c] - wanted[c]) ** 2 / wanted[c]).sum()) for c in usable)
+    assert len(usable) >= 10
+    return float(chi2.sf(statistic, (vocab - 1) * len(usable)))
+
+
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN])
+async def test_the_law_under_ratio_tests_is_the_target_s(rule: Rule) -> None:
+    target, _ = tabular_pair(vocab=4, slots=16)
+    async with in_process(target, lookup_of("ngram+recycling:")) as verifier:
+        wishes = [request(f"r{i}", max_tokens=400, seed=i, rule=rule, law=Law.SAMPLED) for i in range(32)]
+        results = await asyncio.gather(*(collect(verifier, wish) for wish in wishes))
+    assert sum(last.finish.stats.num_spec_steps for _, last in results) > 32 * 100
+    assert p_value(target, [[*PROMPT, *tokens] for tokens, _ in results]) > ALPHA / 2
+
+
+async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: TabularModel) -> np.ndarray:
+    """Pairs of requests with one seed, one after the other: what the second says first."""
+    counts = np.zeros(target.info.vocab_size)
+    async with in_process(target, drafter, topk=1) as verifier:
+        for seed in range(300):
+            for name in ("first", "second"):
+                wish = request(f"{seed} {name}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=Law.SAMPLED)
+                tokens, _ = await collect(verifier, wish)
+            counts[tokens[0]] += 1
+    return counts
+
+
+async def test_a_memory_must_not_tell_a_session_of_its_own_coins() -> None:
+    """Requests with one seed share their coins, so what one has said must not decide the tree of the other."""
+    target = TabularModel(5, seed=4, sharpness=0.5)
+    wanted = target.law(PROMPT) * 300
+
+    def p(counts: np.ndarray) -> float:
+        return float(chi2.sf(float(((counts - wanted) ** 2 / wanted).sum()), 4))
+
+    lookup = Lookup(
+        ModelInfo("recycling:", 0, 4096),
+        lambda message, shared: Recycling(shared),  # wrong: whatever the law
+        Successors,
+        incarnation=1,
+        group=lambda key: key[0],
+    )
+    wrong = DrafterService(lookup, lookup, worker="wrong", capacity=8, agree=without_model)
+    assert p(await first_tokens_of_the_second_of_two(lookup_of("recycling:"), target)) > ALPHA
+    assert p(await first_tokens_of_the_second_of_two(wrong, target)) < 1e-6
+
+
+# -- five drafters, one text ------------------------------------------------------------------------------------------
+
+
+async def text_under(target: LanguageModel, drafter: Drafter | None, prompt: tuple[int, ...], length: int, **wish):
+    """Tokens and statistics of one request at temperature 1 with a seed."""
+    drafters = {} if drafter is None else {"d": drafter}
+    mode = SpeculationMode.DISABLED if drafter is None else SpeculationMode.REQUIRED
+    async with verifier_of(target, drafters) as verifier:
+        await until(lambda: verifier.pool.up or drafter is None)
+        tokens, last = await collect(
+            verifier, request("r", prompt, seed=11, max_tokens=length, mode=mode, rule=Rule.MATCH, **wish)
+        )
+        await until(lambda: not verifier._running)  # the slot is free again
+    return tokens, last.finish.stats
+
+
+async def one_text(target: LanguageModel, drafters: dict[str, DrafterService | None], prompt, length: int) -> None:
+    texts = {}
+    for name, drafter in drafters.items():
+        if drafter is None:
+            texts[name], _ = await text_under(target, None, prompt, length)
+            continue
+        async with drafter:
+            texts[name], stats = await text_under(target, drafter, prompt, length, law=Law.COUPLED)
+        assert stats.num_spec_steps > 0, name
+    assert all(len(text) == length for text in texts.values())
+    assert len({tuple(text) for text in texts.values()}) == 1, texts
+
+
+async def test_five_drafters_one_text() -> None:
+    target, draft = tabular_pair(vocab=20, sharpness=2.0)
+    drafters = {
+        "none": None,
+        "draft": drafter_of(draft),
+        "noisy": drafter_of(TabularModel.perturbed(target, 2.0, seed=9)),
+        "ngram": lookup_of("ngram:"),
+        "random": lookup_of("random:vocab=20,seed=1"),
+    }
+    await one_text(target, drafters, PROMPT, 120)
+
+
+async def test_five_drafters_one_text_with_the_demo_pair() -> None:
+    paths = demo.paths()
+    target = load_model(str(paths.target), max_slots=1)
+    drafters = {
+        "none": None,
+        "draft": drafter_of(load_model(str(paths.draft), max_slots=1)),
+        "noisy": drafter_of(NoisyModel(load_model(str(paths.target), max_slots=1), 1.0, seed=3)),
+        "ngram": lookup_of("ngram:"),
+        "random": lookup_of(f"random:vocab={target.info.vocab_size},seed=1"),
+    }
+    prompt = tuple(AutoTokenizer.from_pretrained(paths.target)(demo.prompts()[0])["input_ids"])
+    await one_text(target, drafters, prompt, 40)
