@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,9 +28,7 @@ K = TypeVar("K")  # what names a slot of a stream
 
 CHAIN_IDS = 1 << 40  # node ids of catch-up tokens in the KV tree; drawn nodes count up from 1 and never get there
 MAX_NODES = 240  # of a tree, whatever a verifier asks for: a KV slot has 256 cells beyond the context
-PLAIN_LAW = Sampling(
-    temperature=0.5
-)  # what chosen trees rank by when the target decodes greedily: sharper than 1 (measured)
+GREEDY_TEMPERATURE = 0.5  # what chosen trees rank by when the target decodes greedily: better than 1 (measured)
 
 
 @dataclass(slots=True)
@@ -252,7 +250,10 @@ class Grower(Generic[K]):
 
     @staticmethod
     def _processors(growing: GrowingTree) -> Sampling:
-        return PLAIN_LAW if growing.open.sampling.greedy else growing.open.sampling
+        wanted = growing.open.sampling
+        if not wanted.greedy:
+            return wanted
+        return replace(wanted, temperature=GREEDY_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
     def _new_words(self, growing: GrowingTree, num_words: int) -> NDArray[np.uint64]:
         self._num_draws += 1

@@ -16,7 +16,14 @@ from gateway.requests import Delta, Ending, Timing, Usage
 from gateway.stops import Output, Span
 from gateway.tally import derived, joined
 from gateway.upstreams import Upstream, Upstreams
-from rootward.core.requests import Committed, Finish, FinishReason, SpeculationStats, VerifierRequest
+from rootward.core.requests import (
+    Committed,
+    Finish,
+    FinishReason,
+    SpeculationStats,
+    TokenLogprob,
+    VerifierRequest,
+)
 from rootward.errors import Overloaded, Unavailable
 from rootward.rpc.streams import closing
 
@@ -134,13 +141,20 @@ class Generation:
         if run.offset > known:
             raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
         tokens, flags = list(run.tokens[known - run.offset :]), list(run.accepted[known - run.offset :])
+        logprobs = self._logprobs(run)[known - run.offset :]
         self._note(tokens, flags)
         if tokens and tokens[-1] in self._plan.stop_ids:
-            self._hidden = Span(tokens.pop(), "", flags.pop())
-        spans = self._output.push(tokens, flags)
+            self._hidden = Span(tokens.pop(), "", flags.pop(), logprobs.pop() if logprobs else None)
+        spans = self._output.push(tokens, flags, logprobs)
         if run.finish is None and self._output.stop is None:
             return self._delta(spans)
         return self._last(run.finish, spans)
+
+    def _logprobs(self, run: Committed) -> list[TokenLogprob]:
+        """One per token where the client asked for them."""
+        if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
+            raise Unavailable(f"the verifier sent {len(run.logprobs)} logprobs for {len(run.tokens)} tokens")
+        return list(run.logprobs)
 
     def _note(self, tokens: list[int], flags: list[bool]) -> None:
         if tokens:

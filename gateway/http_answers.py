@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
+from gateway.detokenizer import REPLACEMENT
 from gateway.requests import Ending, Usage
 from gateway.stops import Span
 from rootward.core.requests import SpeculationStats
 from rootward.ports import ModelInfo
 
+LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The parts that all chunks of one answer share."""
+    """The parts that all chunks of one answer share. `decode` gives the text of one token."""
 
     request_id: str
     model: str
     fingerprint: str
+    decode: Callable[[int], str]
     return_token_ids: bool = False
     report_speculation: bool = False
+    logprobs: bool = False
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
 
     def completion(self, spans: Sequence[Span], ending: Ending) -> dict[str, object]:
@@ -30,9 +36,9 @@ class Answer:
             body["metrics"] = {"speculative_decoding": speculation(ending.stats)}
         return body
 
-    def chunk(self, spans: Sequence[Span], ending: Ending | None) -> dict[str, object]:
-        """A part of the stream. `usage` is null until the usage chunk."""
-        return self._body([self._choice(spans, ending)]) | {"usage": None}
+    def chunk(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int = 0) -> dict[str, object]:
+        """A part of the stream, from character `text_at` on. `usage` is null until the usage chunk."""
+        return self._body([self._choice(spans, ending, text_at)]) | {"usage": None}
 
     def usage_chunk(self, ending: Ending) -> dict[str, object]:
         """The extra chunk that `stream_options.include_usage` asks for."""
@@ -51,11 +57,11 @@ class Answer:
             "system_fingerprint": self.fingerprint,
         }
 
-    def _choice(self, spans: Sequence[Span], ending: Ending | None) -> dict[str, object]:
+    def _choice(self, spans: Sequence[Span], ending: Ending | None, text_at: int = 0) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": 0,
             "text": "".join(s.text for s in spans),
-            "logprobs": None,
+            "logprobs": logprobs(spans, text_at, self.decode) if self.logprobs else None,
             "finish_reason": ending.reason.value if ending else None,
             "stop_reason": (ending.stop_string if ending.stop_token_id is None else ending.stop_token_id)
             if ending
@@ -65,6 +71,34 @@ class Answer:
             choice["token_ids"] = [s.token for s in spans]
             choice["accepted"] = [s.accepted for s in spans]
         return choice
+
+
+def logprobs(spans: Sequence[Span], text_at: int, decode: Callable[[int], str]) -> dict[str, object]:
+    """One entry per token. The emitted token is always among its top ones."""
+    given = [(span.token, span.logprob) for span in spans if span.logprob is not None]
+    return {
+        "tokens": [_name(token, decode) for token, _ in given],
+        "token_logprobs": [max(of.logprob, LEAST_LOGPROB) for _, of in given],
+        "top_logprobs": [_top([*of.top, (token, of.logprob)], decode) for token, of in given],
+        "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
+    }
+
+
+def _top(pairs: Sequence[tuple[int, float]], decode: Callable[[int], str]) -> dict[str, float]:
+    """Logprob by text. Of two tokens with the same text the later one goes by its id."""
+    named: dict[str, tuple[int, float]] = {}
+    for token, logprob in pairs:
+        name = _name(token, decode)
+        if named.get(name, (token, 0.0))[0] != token:
+            name = f"token_id:{token}"
+        named[name] = token, max(logprob, LEAST_LOGPROB)
+    return {name: logprob for name, (_, logprob) in named.items()}
+
+
+def _name(token: int, decode: Callable[[int], str]) -> str:
+    """The text of a token; its id where it holds but a part of a character."""
+    text = decode(token)
+    return f"token_id:{token}" if REPLACEMENT in text else text
 
 
 def usage(counts: Usage) -> dict[str, object]:

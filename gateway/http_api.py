@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
+from functools import lru_cache
 from traceback import format_tb
 from typing import Any
 
@@ -93,7 +94,9 @@ class _Completions:
     """POST /v1/completions as an ASGI endpoint: it watches for a disconnect while it works, and then stops working."""
 
     def __init__(self, api: HttpApi):
-        self._service = api.service
+        self._service = service = api.service
+        text = lru_cache(maxsize=1 << 16)  # log-probabilities name the same tokens again and again
+        self._decode = text(lambda token: service.tokenizer.decode([token], skip_special_tokens=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -147,11 +150,13 @@ class _Completions:
     async def _events(
         self, wanted: Completion, first: Delta, deltas: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[bytes, None]:
-        answer = self._answer(wanted, first.request_id)
+        answer, text_at = self._answer(wanted, first.request_id), 0
         try:
             delta: Delta | None = first
             while delta is not None:
-                yield _event(answer.chunk(delta.spans, delta.ending), delta.offset + len(delta.spans))
+                chunk = answer.chunk(delta.spans, delta.ending, text_at=text_at)
+                text_at += len(delta.text)
+                yield _event(chunk, delta.offset + len(delta.spans))
                 if delta.ending is not None and wanted.include_usage:
                     yield _event(answer.usage_chunk(delta.ending))
                 delta = None if delta.ending is not None else await anext(deltas, None)
@@ -166,8 +171,10 @@ class _Completions:
             request_id,
             self._service.served_model,
             fingerprint(self._service.model, rootward.__version__),
+            self._decode,
             wanted.return_token_ids,
             wanted.report_speculation,
+            wanted.request.logprobs is not None,
         )
 
 

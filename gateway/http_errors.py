@@ -18,6 +18,7 @@ class HttpError:
 _KINDS: dict[str, tuple[int, str, str]] = {
     "INVALID_VALUE": (400, "invalid_request_error", "invalid_value"),
     "UNSUPPORTED_PARAMETER": (400, "invalid_request_error", "unsupported_parameter"),
+    "INVALID_GRAMMAR": (400, "invalid_request_error", "invalid_json_schema"),
     "CONTEXT_LENGTH_EXCEEDED": (400, "invalid_request_error", "context_length_exceeded"),
     "NOT_FOUND": (404, "invalid_request_error", "model_not_found"),
     "DUPLICATE_REQUEST_ID": (400, "invalid_request_error", "duplicate_request_id"),

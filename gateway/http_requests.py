@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
+from gateway.http_structure import structure
+from gateway.http_values import boolean, integer, number, one, short, string, strings, token_ids, token_numbers
 from gateway.planning import refusing
 from gateway.requests import GenerateRequest
 from rootward.core.requests import Law, Rule, Sampling, Speculation, SpeculationMode
@@ -14,28 +15,15 @@ from rootward.errors import InvalidRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
-T = TypeVar("T")
-
 # Known names that are not served, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    "logprobs": (False,),
     "prompt_logprobs": (False,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -71,31 +59,35 @@ def parse_completion(data: bytes, headers: Mapping[str, str]) -> Completion:
     for name, harmless in _UNSUPPORTED.items():
         value = body.get(name)
         if value is not None and not any(value == h and type(value) in (type(h), float) for h in harmless):
-            raise UnsupportedParameter(name, _short(value), "is not supported by this server; leave it out")
-    stream = _one(body, "stream", _boolean, False)
+            raise UnsupportedParameter(name, short(value), "is not supported by this server; leave it out")
+    stream = one(body, "stream", boolean, False)
     options = _stream_options(body, stream)
     with refusing():
         request = GenerateRequest(
             prompt=_prompt(body.get("prompt")),
-            request_id=_one(body, "request_id", _string, "") or headers.get("x-request-id", ""),
-            model=_one(body, "model", _string, ""),
+            request_id=one(body, "request_id", string, "") or headers.get("x-request-id", ""),
+            model=one(body, "model", string, ""),
             sampling=_sampling(body),
             max_tokens=_max_tokens(body),
             stop=_stop(body.get("stop")),
-            stop_token_ids=_one(body, "stop_token_ids", _token_ids, ()),
-            include_stop=_one(body, "include_stop_str_in_output", _boolean, False),
-            ignore_eos=_one(body, "ignore_eos", _boolean, False),
-            skip_special_tokens=_one(body, "skip_special_tokens", _boolean, True),
+            stop_token_ids=one(body, "stop_token_ids", token_ids, ()),
+            include_stop=one(body, "include_stop_str_in_output", boolean, False),
+            ignore_eos=one(body, "ignore_eos", boolean, False),
+            skip_special_tokens=one(body, "skip_special_tokens", boolean, True),
             seed=_seed(body),
             speculation=_speculation(body.get("speculation")),
-            session_id=_one(body, "session_id", _string, "") or headers.get("x-session-id", ""),
+            session_id=one(body, "session_id", string, "") or headers.get("x-session-id", ""),
             deadline_s=_deadline_s(headers.get("x-request-timeout-ms")),
+            min_tokens=one(body, "min_tokens", integer, 0),
+            structure=structure(body),
+            bad_words=one(body, "bad_words", strings, ()),
+            logprobs=_logprobs(body.get("logprobs")),
         )
     return Completion(
         request,
         stream,
         include_usage=options,
-        return_token_ids=_one(body, "return_token_ids", _boolean, False),
+        return_token_ids=one(body, "return_token_ids", boolean, False),
         report_speculation=body.get("speculation") is not None,
     )
 
@@ -110,44 +102,6 @@ def _object(data: bytes) -> dict[str, object]:
     return body
 
 
-def _one(body: Mapping[str, object], name: str, read: Callable[[str, object], T], default: T) -> T:
-    """The value of an optional parameter; null means absent, as in OpenAI's API."""
-    value = body.get(name)
-    return default if value is None else read(name, value)
-
-
-def _boolean(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(name, _short(value), "is not a boolean; use true or false")
-    return value
-
-
-def _string(name: str, value: object) -> str:
-    if not isinstance(value, str):
-        raise InvalidRequest(name, _short(value), "is not a string")
-    return value
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(name, _short(value), "is not an integer")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-        raise InvalidRequest(name, _short(value), "is not a number")
-    return float(value)
-
-
-def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(v) is int for v in value):
-        raise InvalidRequest(name, _short(value), "is not a list of token ids")
-    return tuple(value)
-
-
 def _prompt(value: object) -> str | tuple[int, ...]:
     """A text, a list of token ids, or a list with one of these."""
     if isinstance(value, list) and value and not isinstance(value[0], int):
@@ -157,22 +111,33 @@ def _prompt(value: object) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value:
-        return _token_ids("prompt", value)
-    raise InvalidRequest("prompt", _short(value), "is missing or empty; send a string or a list of token ids")
+        return token_ids("prompt", value)
+    raise InvalidRequest("prompt", short(value), "is missing or empty; send a string or a list of token ids")
 
 
 def _sampling(body: Mapping[str, object]) -> Sampling:
-    top_k = _one(body, "top_k", _integer, 0)
+    top_k = one(body, "top_k", integer, 0)
     return Sampling(
-        temperature=_one(body, "temperature", _number, 1.0),
+        temperature=one(body, "temperature", number, 1.0),
         top_k=0 if top_k == -1 else top_k,  # vLLM writes "all" as -1
-        top_p=_one(body, "top_p", _number, 1.0),
+        top_p=one(body, "top_p", number, 1.0),
+        min_p=one(body, "min_p", number, 0.0),
+        repetition_penalty=one(body, "repetition_penalty", number, 1.0),
+        presence_penalty=one(body, "presence_penalty", number, 0.0),
+        frequency_penalty=one(body, "frequency_penalty", number, 0.0),
+        logit_bias=one(body, "logit_bias", token_numbers, ()),
+        allowed_token_ids=one(body, "allowed_token_ids", token_ids, ()),
     )
 
 
+def _logprobs(value: object) -> int | None:
+    """How many likely tokens to tell of. False means none, as in the chat API."""
+    return None if value is None or value is False else integer("logprobs", value)
+
+
 def _max_tokens(body: Mapping[str, object]) -> int:
-    old = _one(body, "max_tokens", _integer, None)
-    new = _one(body, "max_completion_tokens", _integer, None)
+    old = one(body, "max_tokens", integer, None)
+    new = one(body, "max_completion_tokens", integer, None)
     if old is not None and new is not None and old != new:
         raise InvalidRequest("max_tokens", old, f"disagrees with max_completion_tokens {new}; send one of them")
     wanted = old if old is not None else new
@@ -182,13 +147,13 @@ def _max_tokens(body: Mapping[str, object]) -> int:
 def _stop(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
-        raise InvalidRequest("stop", _short(value), "is not a string or a list of strings")
+        raise InvalidRequest("stop", short(value), "is not a string or a list of strings")
     return tuple(stops)
 
 
 def _seed(body: Mapping[str, object]) -> int | None:
     """An int64 or uint64; negative ones are taken modulo 2^64."""
-    seed = _one(body, "seed", _integer, None)
+    seed = one(body, "seed", integer, None)
     if seed is not None and not -(2**63) <= seed < 2**64:
         raise InvalidRequest("seed", seed, "does not fit 64 bits")
     return None if seed is None else seed % 2**64
@@ -203,12 +168,12 @@ def _speculation(value: object) -> Speculation:
     if isinstance(value, str):
         return Speculation(_mode(value))
     if not isinstance(value, dict):
-        raise InvalidRequest("speculation", _short(value), "is neither a boolean nor a mode nor an object")
+        raise InvalidRequest("speculation", short(value), "is neither a boolean nor a mode nor an object")
     odd = next((name for name in value if name not in _SPECULATION_NAMES), None)
     if odd is not None:
-        raise UnsupportedParameter(f"speculation.{odd}", _short(value[odd]), "is not supported; leave it out")
+        raise UnsupportedParameter(f"speculation.{odd}", short(value[odd]), "is not supported; leave it out")
     rule, law = _verification(value.get("verification"))
-    sizes = {name: _one(value, name, _integer, None) for name in ("num_draft_tokens", "max_depth", "topk")}
+    sizes = {name: one(value, name, integer, None) for name in ("num_draft_tokens", "max_depth", "topk")}
     return Speculation(_mode(value.get("mode", "auto")), rule, law, **sizes)
 
 
@@ -217,7 +182,7 @@ def _mode(value: object) -> SpeculationMode:
         return SpeculationMode(value)
     except ValueError:
         fix = "is unknown; use 'auto', 'disabled' or 'required'"
-        raise InvalidRequest("speculation.mode", _short(value), fix) from None
+        raise InvalidRequest("speculation.mode", short(value), fix) from None
 
 
 def _verification(value: object) -> tuple[Rule | None, Law | None]:
@@ -225,7 +190,7 @@ def _verification(value: object) -> tuple[Rule | None, Law | None]:
         return None, None
     if not isinstance(value, str) or value not in _RULES:
         fix = "is unknown; use 'traversal', 'coupled' or 'token'"
-        raise InvalidRequest("speculation.verification", _short(value), fix)
+        raise InvalidRequest("speculation.verification", short(value), fix)
     return _RULES[value]
 
 
@@ -237,10 +202,10 @@ def _stream_options(body: Mapping[str, object], stream: bool) -> bool:
     if not stream:
         raise InvalidRequest("stream_options", "given", "without 'stream': true; leave it out")
     if not isinstance(options, dict):
-        raise InvalidRequest("stream_options", _short(options), "is not an object")
+        raise InvalidRequest("stream_options", short(options), "is not an object")
     if options.get("continuous_usage_stats"):
         raise UnsupportedParameter("stream_options.continuous_usage_stats", True, "is not supported; leave it out")
-    return _one(options, "include_usage", _boolean, False)
+    return one(options, "include_usage", boolean, False)
 
 
 def _deadline_s(header: str | None) -> float | None:
@@ -249,10 +214,3 @@ def _deadline_s(header: str | None) -> float | None:
     if not header.isdecimal() or int(header) < 1:
         raise InvalidRequest("x-request-timeout-ms", header[:16], "is no number of milliseconds above 0")
     return int(header) / 1000
-
-
-def _short(value: object) -> object:
-    """A value that is fit for a message: scalars as they are, texts cut, the rest by its type."""
-    if isinstance(value, str):
-        return value[:32]
-    return value if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -16,6 +16,7 @@ from rootward.rpc.status import invalid_request
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORD_CHARACTERS = 64
 MAX_ID_CHARACTERS = 128
 
 
@@ -59,6 +60,21 @@ def check_model(name: str, served: str) -> None:
         raise NotFound(f"model: {name!r} is not served here; use {served!r}", metadata={"field": "model"})
 
 
+def without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
+    """The request with its bad words as token sequences: each as it is tokenised at the beginning and after a blank."""
+    if not request.bad_words:
+        return request
+    found = dict.fromkeys(request.sampling.bad_sequences)
+    for word in request.bad_words:
+        if not 1 <= len(word.strip()) <= MAX_BAD_WORD_CHARACTERS:
+            fix = f"is not 1 to {MAX_BAD_WORD_CHARACTERS} characters long, blanks aside"
+            raise InvalidRequest("bad_words", word[:16], fix)
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            found[tokenizer.encode(text, add_special_tokens=False)] = None
+    with refusing():
+        return replace(request, sampling=replace(request.sampling, bad_sequences=tuple(found)))
+
+
 def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> Plan:
     """Check everything that can be known before a verifier sees the request."""
     check_name("request_id", request.request_id)
@@ -66,9 +82,13 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
     _check_stops(request)
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
+    check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
+    check_ids("allowed_token_ids", request.sampling.allowed_token_ids, model.vocab_size)
+    check_ids("bad_words", [token for run in request.sampling.bad_sequences for token in run], model.vocab_size)
     speculation = _speculation(request)
     with refusing():
-        stopping = Stopping(_max_tokens(request, len(prompt), model), request.stop_token_ids, request.ignore_eos)
+        most = _max_tokens(request, len(prompt), model)
+        stopping = Stopping(most, request.stop_token_ids, request.ignore_eos, request.min_tokens)
         first = VerifierRequest(
             request_id=request.request_id,
             prompt=prompt,
@@ -76,6 +96,8 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             stopping=stopping,
             speculation=speculation,
             seed=secrets.randbits(64) if request.seed is None else request.seed,
+            structure=request.structure,
+            logprobs=request.logprobs,
         )
     eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
     return Plan(request, first, eos_ids, _warnings(request))

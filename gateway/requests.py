@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.stops import Span
-from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats
+from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats, Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,10 @@ class GenerateRequest:
     speculation: Speculation = field(default_factory=Speculation)
     session_id: str = ""
     deadline_s: float | None = None  # seconds from now
+    min_tokens: int = 0  # no stop of any kind before this many
+    structure: Structure | None = None
+    bad_words: tuple[str, ...] = ()  # texts that the output must not have
+    logprobs: int | None = None  # None = none; k = of each token and of the k most likely ones
 
 
 @dataclass(frozen=True, slots=True)

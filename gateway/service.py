@@ -14,7 +14,7 @@ from gateway.cutoff import Aborted, Cutoff
 from gateway.generation import Generation
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, make_plan, prompt_ids
+from gateway.planning import Plan, check_ids, check_model, make_plan, prompt_ids, without_bad_words
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
 from gateway.sessions import Store, duplicate
 from gateway.stops import Output, Span
@@ -136,6 +136,7 @@ class GatewayService:
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
+        request = without_bad_words(request, self.tokenizer)
         plan = make_plan(request, await self._prompt_ids(request), self.model)
         cutoff = Cutoff(arrived + limit)
         try:
@@ -246,7 +247,7 @@ class GatewayService:
         return Generation(
             plan,
             entry,
-            Output(detokenizer, request.stop, include_stop=request.include_stop),
+            Output(detokenizer, request.stop, include_stop=request.include_stop, min_tokens=request.min_tokens),
             cutoff,
             upstreams=self.upstreams,
             ledger=self._ledger,

@@ -12,7 +12,15 @@ import rootward
 from gateway.planning import check_model
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.service import GatewayService
-from gateway.servicer_codec import chat_from_pb, chunk_to_pb, columns, finish_to_pb, request_from_pb, usage_to_pb
+from gateway.servicer_codec import (
+    chat_from_pb,
+    chunk_to_pb,
+    columns,
+    finish_to_pb,
+    logprobs_of,
+    request_from_pb,
+    usage_to_pb,
+)
 from gateway.stops import Span
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
@@ -22,7 +30,17 @@ from rootward.rpc.status import errors_as_status
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
-FEATURES = ("abort", "chat_template", "coupled", "speculation_control", "stop_strings", "text_ends")
+FEATURES = (
+    "abort",
+    "chat_template",
+    "coupled",
+    "logprobs",
+    "penalties",
+    "speculation_control",
+    "stop_strings",
+    "structured_output",
+    "text_ends",
+)
 
 
 def register(service: GatewayService, server: RpcServer, *, shutdown_timeout_s: float) -> None:
@@ -48,6 +66,8 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             generated = await self._service.collect(_request(request, context))
         choice = generate_pb2.Choice(text=generated.text if _wants_text(request) else "")
         choice.token_ids, choice.accepted = columns(generated.spans) if _wants_ids(request) else (b"", b"")
+        if request.response.HasField("logprobs"):
+            choice.logprobs.CopyFrom(logprobs_of(generated.spans))
         choice.finish.CopyFrom(finish_to_pb(generated.ending, detail=request.response.speculation_detail))
         return generate_pb2.GenerateResponse(
             request_id=generated.request_id,

@@ -10,9 +10,10 @@ from itertools import accumulate
 from gateway.planning import refusing
 from gateway.requests import Chat, Ending, GenerateRequest, Usage
 from gateway.stops import Span
-from rootward.core.requests import Law, Rule, Sampling, Speculation, SpeculationMode
+from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
 from rootward.errors import InvalidRequest, UnsupportedParameter
 from rootward.rpc.codec_common import REASONS, stats_to_pb
+from rootward.rpc.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
 from rootward.rpc.columns import pack_u32
 from rootward.v1 import generate_pb2 as pb
 
@@ -42,7 +43,7 @@ def request_from_pb(
             prompt=_prompt(message),
             request_id=message.request_id or headers.get("x-request-id", ""),
             model=message.model,
-            sampling=_sampling(message.sampling),
+            sampling=processors_from_pb(message.sampling, message.decoding),
             max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
             stop=tuple(stopping.stop),
             stop_token_ids=tuple(stopping.stop_token_ids),
@@ -53,6 +54,10 @@ def request_from_pb(
             speculation=_speculation(message.speculation),
             session_id=message.session_id or headers.get("x-session-id", ""),
             deadline_s=deadline_s,
+            min_tokens=stopping.min_tokens,
+            structure=structure_from_pb(message.decoding),
+            bad_words=tuple(message.decoding.bad_words),
+            logprobs=response.logprobs if response.HasField("logprobs") else None,
         )
 
 
@@ -101,6 +106,8 @@ def chunk_to_pb(
         chunk.token_ids, chunk.accepted = columns(spans)
     if response.speculation_detail:
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
+    if response.HasField("logprobs") and spans:
+        chunk.logprobs.CopyFrom(logprobs_of(spans))
     if ending is not None:
         chunk.finish.CopyFrom(finish_to_pb(ending, detail=response.speculation_detail))
         chunk.usage.CopyFrom(usage_to_pb(ending.usage))
@@ -112,6 +119,10 @@ def columns(spans: Sequence[Span]) -> tuple[bytes, bytes]:
     return pack_u32([s.token for s in spans], "token_ids"), bytes(s.accepted for s in spans)
 
 
+def logprobs_of(spans: Sequence[Span]) -> pb.Logprobs:
+    return logprobs_to_pb([s.logprob for s in spans if s.logprob is not None])
+
+
 def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
     kind = message.WhichOneof("prompt")
     if kind == "text":
@@ -121,14 +132,6 @@ def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
     if kind == "token_ids" and message.token_ids.ids:
         return tuple(message.token_ids.ids)
     raise InvalidRequest("prompt", "", "is missing or empty; send text, token_ids or chat")
-
-
-def _sampling(message: pb.Sampling) -> Sampling:
-    return Sampling(
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-    )
 
 
 def _speculation(message: pb.Speculation) -> Speculation:
@@ -162,20 +165,9 @@ def _template_kwargs(text: str) -> Mapping[str, object]:
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     """What the API knows and this build does not do. Values that mean "off" are fine."""
-    decoding, response, speculation = message.decoding, message.response, message.speculation
-    penalty = decoding.repetition_penalty if decoding.HasField("repetition_penalty") else 1.0
-    structured = decoding.WhichOneof("structured_output")
+    response, speculation = message.response, message.speculation
     asked: list[tuple[str, object, bool]] = [
         ("sampling.n", message.sampling.n, message.sampling.HasField("n") and message.sampling.n != 1),
-        ("sampling.min_p", message.sampling.min_p, message.sampling.min_p != 0),
-        ("decoding.presence_penalty", decoding.presence_penalty, decoding.presence_penalty != 0),
-        ("decoding.frequency_penalty", decoding.frequency_penalty, decoding.frequency_penalty != 0),
-        ("decoding.repetition_penalty", penalty, penalty != 1),
-        ("decoding.logit_bias", len(decoding.logit_bias), bool(decoding.logit_bias)),
-        ("decoding.allowed_token_ids", len(decoding.allowed_token_ids), bool(decoding.allowed_token_ids)),
-        (f"decoding.{structured}", "given", structured is not None),
-        ("stopping.min_tokens", message.stopping.min_tokens, message.stopping.min_tokens != 0),
-        ("response.logprobs", response.logprobs, response.HasField("logprobs")),
         ("response.prompt_logprobs", response.prompt_logprobs, response.HasField("prompt_logprobs")),
         ("speculation.drafter", speculation.drafter, bool(speculation.drafter)),
         ("speculation.prediction", "given", bool(speculation.prediction)),

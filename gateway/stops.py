@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gateway.detokenizer import Detokenizer
+from rootward.core.requests import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class Span:
     token: int
     text: str
     accepted: bool  # an accepted draft token, not a bonus token
+    logprob: TokenLogprob | None = None  # where they are asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,12 @@ class Match:
     end: int
 
 
-def find_stop(text: str, stops: Sequence[str]) -> Match | None:
-    """The stop that is complete first; of those the longest. So the result does not depend on how text was chunked."""
-    found = [Match(s, at, at + len(s)) for s in stops if (at := text.find(s)) >= 0]
+def find_stop(text: str, stops: Sequence[str], after: int = 0) -> Match | None:
+    """The stop that is complete first; of those the longest. So the result does not depend on how text was chunked.
+
+    One that ends within the first `after` characters does not count.
+    """
+    found = [Match(s, at, at + len(s)) for s in stops if (at := text.find(s, max(0, after - len(s) + 1))) >= 0]
     return min(found, key=lambda m: (m.end, m.begin), default=None)
 
 
@@ -43,17 +48,27 @@ class Output:
     nothing comes after it.
     """
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False):
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ):
         self._detokenizer = detokenizer
+        self._deaf_tokens = min_tokens  # tokens still to come whose text completes no stop
+        self._deaf = 0  # characters held that complete no stop
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held: list[Span] = []
         self.stop: str | None = None
 
-    def push(self, tokens: Sequence[int], accepted: Sequence[bool]) -> list[Span]:
+    def push(
+        self, tokens: Sequence[int], accepted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Span]:
         """Take committed tokens; return the spans that are final."""
-        for token, flag in zip(tokens, accepted, strict=True):
-            self._held.append(Span(token, self._detokenizer.push(token), flag))
+        known: Sequence[TokenLogprob | None] = logprobs or [None] * len(tokens)
+        for token, flag, logprob in zip(tokens, accepted, known, strict=True):
+            self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
+            if self._deaf_tokens:
+                self._deaf_tokens -= 1
+                self._deaf = len(self._text())
             if self._cut_at_stop():
                 return self._release(len(self._held))
         return self._release(self._num_releasable())
@@ -73,7 +88,7 @@ class Output:
         return "".join(span.text for span in self._held)
 
     def _cut_at_stop(self) -> bool:
-        match = find_stop(self._text(), self._stops)
+        match = find_stop(self._text(), self._stops, self._deaf)
         if match is None:
             return False
         self.stop = match.stop
@@ -94,6 +109,7 @@ class Output:
 
     def _release(self, count: int) -> list[Span]:
         out, self._held = self._held[:count], self._held[count:]
+        self._deaf = max(0, self._deaf - sum(len(span.text) for span in out))
         return out
 
 

@@ -27,8 +27,22 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
     top_k: Annotated[int, typer.Option(help="Keep that many most likely tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability relative to the most likely token.")] = 0.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="For tokens of prompt and text; 1 is off. (default: 1)")
+    ] = None,
+    presence_penalty: Annotated[float, typer.Option(help="For tokens that the text has, from -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Once for each time the text has them.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
+    json_schema: Annotated[
+        typer.FileText | None, typer.Option(help="File with a JSON schema that the text must follow; - reads it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression that the whole text must match.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Tell log-probabilities of so many likely tokens; shown with --output json.")
+    ] = None,
     no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")] = False,
     verification: Annotated[
         str | None, typer.Option(help="traversal, coupled or token. (default: the server's)")
@@ -47,8 +61,25 @@ def generate(
     from rootward.cli_output import as_json, legend, print_delta, stats_table
     from rootward.client import Client, SamplingParams, Speculation
 
+    if logprobs is not None and output is OutputFormat.text:
+        raise typer.BadParameter("needs --output json", param_hint="--logprobs")
     text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = SamplingParams(temperature, top_p, top_k, max_tokens, seed, tuple(stop or ()))
+    sampling = SamplingParams(
+        temperature,
+        top_p,
+        top_k,
+        max_tokens,
+        seed,
+        tuple(stop or ()),
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        json_schema=json_schema.read() if json_schema else None,
+        regex=regex,
+        logprobs=logprobs,
+    )
     speculation = Speculation("disabled" if no_speculation else "auto", verification)
     console, notes = Console(), Console(stderr=True)
     with Client(url, timeout=timeout) as client:

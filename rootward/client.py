@@ -35,6 +35,7 @@ from rootward.client_types import (
     SpeculationStats,
     Timing,
     TokenDelta,
+    TokenLogprob,
     Usage,
     Worker,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Stream",
     "Timing",
     "TokenDelta",
+    "TokenLogprob",
     "Usage",
     "Worker",
 ]

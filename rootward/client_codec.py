@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -18,10 +20,11 @@ from rootward.client_types import (
     SpeculationStats,
     Timing,
     TokenDelta,
+    TokenLogprob,
     Usage,
     Worker,
 )
-from rootward.rpc.columns import unpack_u32
+from rootward.rpc.columns import unpack_f32, unpack_u32
 from rootward.v1 import control_pb2, generate_pb2
 
 T = TypeVar("T")
@@ -65,13 +68,14 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
     texts = [chunk.text[a:b] for a, b in pairwise((0, *ends))]
     spans = tuple(zip(texts, accepted, strict=False))
     ids = unpack_u32(chunk.token_ids, "token_ids")
-    return TokenDelta(chunk.text, ids, accepted, chunk.index, chunk.offset, spans)
+    return TokenDelta(chunk.text, ids, accepted, chunk.index, chunk.offset, spans, _logprobs_from_pb(chunk.logprobs))
 
 
 def result_from_pb(
     text: str,
     token_ids: tuple[int, ...],
     accepted: tuple[bool, ...],
+    logprobs: tuple[TokenLogprob, ...],
     finish: generate_pb2.Finish | None,
     usage: generate_pb2.Usage | None,
     *,
@@ -79,22 +83,19 @@ def result_from_pb(
     raw: object,
 ) -> GenerationResult:
     """A generation put together. Without a finish it was cancelled, or is partial."""
+    so_far = GenerationResult(text, token_ids, accepted, "cancelled", request_id=request_id, logprobs=logprobs, raw=raw)
     if finish is None:
-        return GenerationResult(text, token_ids, accepted, "cancelled", request_id=request_id, raw=raw)
+        return so_far
     stop = finish.WhichOneof("stop")
     timing, counts = finish.timing, usage or generate_pb2.Usage()
-    return GenerationResult(
-        text,
-        token_ids,
-        accepted,
-        generate_pb2.Finish.Reason.Name(finish.reason).lower(),
-        getattr(finish, stop) if stop else None,
-        Usage(counts.prompt_tokens, counts.completion_tokens),
-        _stats_from_pb(finish.speculation),
-        Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
-        request_id,
-        tuple(finish.warnings),
-        raw,
+    return replace(
+        so_far,
+        finish_reason=generate_pb2.Finish.Reason.Name(finish.reason).lower(),
+        stop=getattr(finish, stop) if stop else None,
+        usage=Usage(counts.prompt_tokens, counts.completion_tokens),
+        speculation=_stats_from_pb(finish.speculation),
+        timing=Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
+        warnings=tuple(finish.warnings),
     )
 
 
@@ -124,14 +125,40 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
 
 
 def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
-    stopping = message.stopping
-    for name in ("temperature", "top_p", "top_k", "seed"):
+    stopping, decoding = message.stopping, message.decoding
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
         _set(message.sampling, name, getattr(params, name))
-    _set(stopping, "max_tokens", params.max_tokens)
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        _set(decoding, name, getattr(params, name))
+    _checked("logit_bias", params.logit_bias, decoding.logit_bias.update)
+    _checked("allowed_token_ids", params.allowed_token_ids, decoding.allowed_token_ids.extend)
+    _checked("bad_words", params.bad_words, decoding.bad_words.extend)
+    _set_form(params, decoding)
+    for name in ("max_tokens", "min_tokens"):
+        _set(stopping, name, getattr(params, name))
+    _set(message.response, "logprobs", params.logprobs)
     stopping.stop.extend([params.stop] if isinstance(params.stop, str) else params.stop)
     _checked("stop_token_ids", params.stop_token_ids, stopping.stop_token_ids.extend)
     stopping.ignore_eos, stopping.include_stop_str_in_output = params.ignore_eos, params.include_stop
     message.response.skip_special_tokens = params.skip_special_tokens
+
+
+def _set_form(params: SamplingParams, decoding: generate_pb2.Decoding) -> None:
+    forms = {"json_object": params.json_object or None, "json_schema": params.json_schema}
+    forms |= {"regex": params.regex, "grammar": params.grammar}
+    given = {name: form for name, form in forms.items() if form is not None}
+    if len(given) > 1:
+        raise ValueError(f"{', '.join(given)}: a text has one form; give one of them")
+    for name, form in given.items():
+        _set(decoding, name, json.dumps(form, ensure_ascii=False) if isinstance(form, Mapping) else form)
+
+
+def _logprobs_from_pb(pb: generate_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
+    emitted = unpack_f32(pb.emitted, "logprobs.emitted")
+    ids, top = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids"), unpack_f32(pb.top_logprobs, "logprobs.top")
+    k = len(ids) // len(emitted) if emitted else 0
+    pairs = list(zip(ids, top, strict=True))
+    return tuple(TokenLogprob(value, tuple(pairs[i * k : (i + 1) * k])) for i, value in enumerate(emitted))
 
 
 def _set(message: Message, name: str, value: object) -> None:

@@ -12,7 +12,7 @@ import grpc
 from rootward.client_codec import delta_from_pb, result_from_pb
 from rootward.client_connection import Connection, Retries
 from rootward.client_loop import ClosedError
-from rootward.client_types import GenerationResult, TokenDelta
+from rootward.client_types import GenerationResult, TokenDelta, TokenLogprob
 from rootward.errors import APIConnectionError, APIError, APITimeoutError, StreamInterruptedError, UnavailableError
 from rootward.rpc.status import api_error
 from rootward.v1 import generate_pb2, generate_pb2_grpc
@@ -30,6 +30,7 @@ class AsyncStream:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._flags: list[bool] = []
+        self._logprobs: list[TokenLogprob] = []
         self._last: Chunk | None = None
 
     @property
@@ -102,13 +103,14 @@ class AsyncStream:
         self._text.append(delta.text)
         self._ids += delta.token_ids
         self._flags += delta.accepted
+        self._logprobs += delta.logprobs
         self._last = chunk
 
     def _result(self) -> GenerationResult:
         last = self._last
         finish = last.finish if last is not None and last.HasField("finish") else None
         usage = last.usage if last is not None else None
-        parts = "".join(self._text), tuple(self._ids), tuple(self._flags)
+        parts = "".join(self._text), tuple(self._ids), tuple(self._flags), tuple(self._logprobs)
         return result_from_pb(*parts, finish, usage, request_id=self.request_id, raw=last)
 
     def _interrupted(self, error: APIError) -> APIError:

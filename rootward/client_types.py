@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -20,6 +20,20 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop: bool = False  # keep the matched stop string in the text
     skip_special_tokens: bool = True
+    min_p: float = 0.0  # least probability relative to the most likely token, in [0, 1]; 0 keeps every token
+    repetition_penalty: float | None = None  # in (0, 100], for tokens of prompt and text; default 1 (off)
+    presence_penalty: float = 0.0  # in [-2, 2], for tokens of the text
+    frequency_penalty: float = 0.0  # in [-2, 2], once for each time the text has the token
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the score of a token, in [-100, 100]
+    allowed_token_ids: Sequence[int] = ()  # empty: every token
+    bad_words: Sequence[str] = ()  # texts that must not occur, as they are tokenised alone or after a blank
+    min_tokens: int = 0  # no stop of any kind before this many
+    logprobs: int | None = None  # k: log-probability of each token, and of the k most likely ones; at most 20
+    # The form of the whole text; at most one of them.
+    json_object: bool = False
+    json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
+    grammar: str | None = None  # Lark
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,14 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-softmax of the target's own logits, before any processor."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most likely ones, best first
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """A run of tokens that became final."""
 
@@ -102,6 +124,7 @@ class TokenDelta:
     index: int = 0  # of the choice
     offset: int = 0  # output position of the first token
     spans: tuple[tuple[str, bool], ...] = ()  # per token: the text it added, and `accepted`
+    logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +141,7 @@ class GenerationResult:
     timing: Timing = field(default_factory=Timing)
     request_id: str = ""
     warnings: tuple[str, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
     raw: object = field(
         default=None, repr=False, compare=False
     )  # the last protobuf message, for what is not lifted out

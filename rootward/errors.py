@@ -4,6 +4,7 @@ RootwardError
 ├── ServiceError                  raised inside a service; becomes a gRPC status (rpc/status.py) or an HTTP error
 │   ├── InvalidRequest            a field has a value that cannot be served          not retryable
 │   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
+│   │   ├── InvalidGrammar        a schema or grammar that does not compile          not retryable
 │   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
 │   ├── NotFound                  unknown model, drafter or request                  not retryable
 │   ├── DuplicateRequest          this request id is running already                 not retryable
@@ -13,6 +14,7 @@ RootwardError
 │   ├── Overloaded                queue or rate limit reached                        retryable
 │   ├── Unavailable               starting, draining, or a peer is gone              retryable
 │   └── DeadlineExceeded          the deadline passed                                not retryable
+├── KvFull                        a forward needs more KV blocks than are free   the caller preempts a session and tries again
 ├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
 └── APIError                      what the SDK raises                                see rootward/client.py
     ├── APIConnectionError        no answer from the server
@@ -60,6 +62,12 @@ class UnsupportedParameter(InvalidRequest):
     """The parameter is known and not offered here: refused, never ignored."""
 
     reason = "UNSUPPORTED_PARAMETER"
+
+
+class InvalidGrammar(InvalidRequest):
+    """A schema, expression or grammar that does not compile, or uses what is not supported."""
+
+    reason = "INVALID_GRAMMAR"
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -110,6 +118,16 @@ class Unavailable(ServiceError):
 class DeadlineExceeded(ServiceError):
     status = "DEADLINE_EXCEEDED"
     reason = "DEADLINE_EXCEEDED"
+
+
+class KvFull(RootwardError):
+    """A forward needs `needed` KV blocks and `free` are left. Nothing has changed: close or release a session, then try again."""
+
+    def __init__(self, needed: int, free: int):
+        super().__init__(
+            f"kv: {needed} more blocks are needed and {free} are free; preempt a session or raise kv_cache_tokens"
+        )
+        self.needed, self.free = needed, free
 
 
 class ConfigurationError(RootwardError):

@@ -62,7 +62,11 @@ class Rows:
 class LanguageModel(Protocol):
     """A causal language model with a KV tree per slot: a committed chain and, below its end, uncommitted nodes.
 
-    Not thread-safe: one thread drives it. Conservation: free + committed + uncommitted cells = total (checked by `check_idle`).
+    Not thread-safe: one thread drives it. A slot is a place in the table of sessions; KV memory is given out in blocks of `block_size`
+    tokens as slots need it, and all slots together may ask for more than there is. Who schedules adds up `blocks_needed` over what it
+    means to run and compares with `num_free_blocks`; if that is too little it closes a slot and, later, opens one with the same
+    tokens and forwards again what `length` says is not held. One session at its longest always fits into an otherwise empty model.
+    Conservation laws (`check_idle`): free + committed + uncommitted cells of a slot, free + idle + held blocks.
     """
 
     @property
@@ -71,18 +75,35 @@ class LanguageModel(Protocol):
     @property
     def num_free_slots(self) -> int: ...
 
-    def open(self) -> int:
-        """Take a free slot (RuntimeError if there is none)."""
+    @property
+    def block_size(self) -> int:
+        """Tokens a KV block holds."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that forwards can still take, those kept only because their content may be asked for again included."""
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        """Blocks that forwarding so many new nodes of this slot takes at most; exact for chains. A slot that has just been
+        opened and a prompt of n tokens: ⌈n / block_size⌉ − length / block_size."""
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        """Take a free slot (RuntimeError if there is none). If `tokens`, the text to come, begins like a text known under the
+        same `salt`, the slot starts with whole blocks of it committed: `length` tells how many tokens; the last is never held."""
 
     def close(self, slot: int) -> None:
-        """Give the slot back; its KV is gone."""
+        """Give the slot back. Its full committed blocks can be found by `open` until their memory is needed."""
 
     def length(self, slot: int) -> int:
         """Committed tokens whose KV is held."""
 
     def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
         """ONE forward for all sessions. Returns logits [T, V], rows in the order of the batch; for entries with
-        last_only (prefill) only the last row is returned."""
+        last_only (prefill) only the last row is returned. errors.KvFull if blocks are missing, ValueError if a row cannot be placed:
+        nothing has changed then."""
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""

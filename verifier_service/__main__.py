@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import structlog
+
+from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.loading import load_model
 from rootward.engine.threads import use_threads
 from rootward.ports import Drafter, LanguageModel
@@ -15,14 +18,21 @@ from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
+from verifier_service.cost import StepCost, measure
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
 
+log = structlog.get_logger("verifier")
 
-def build(model: LanguageModel, drafters: dict[str, Drafter], settings: VerifierSettings) -> VerifierService:
-    """The verifier that these settings describe."""
+LARGE = 64  # rows of the largest step that is measured at start
+
+
+def build(
+    model: LanguageModel, drafters: dict[str, Drafter], settings: VerifierSettings, cost: StepCost | None = None
+) -> VerifierService:
+    """The verifier that these settings describe. cost: what its steps cost, as measured at start."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,
@@ -35,8 +45,15 @@ def build(model: LanguageModel, drafters: dict[str, Drafter], settings: Verifier
         prefill_chunk=settings.max_num_batched_tokens,
         max_queued=settings.max_num_queued_reqs,
     )
+    info = model.info
     return VerifierService(
-        model, drafters, worker=f"verifier-{incarnation:016x}", incarnation=incarnation, policy=policy
+        model,
+        drafters,
+        worker=f"verifier-{incarnation:016x}",
+        incarnation=incarnation,
+        policy=policy,
+        grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
+        cost=cost,
     )
 
 
@@ -49,12 +66,16 @@ async def serve(settings: VerifierSettings) -> None:
         dtype=settings.dtype,
         max_slots=settings.max_num_seqs,
         max_len=settings.max_model_len,
+        kv_cache_tokens=settings.kv_cache_tokens,
     )
+    sizes = sorted({1, 1 + settings.num_draft_tokens, LARGE})
+    cost = await asyncio.to_thread(measure, model, sizes)
+    log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in sizes})
     async with AsyncExitStack() as stack:
         drafters: dict[str, Drafter] = {}
         for address in settings.drafters:
             drafters[address] = await stack.enter_async_context(RemoteDrafter(address))
-        verifier = await stack.enter_async_context(build(model, drafters, settings))
+        verifier = await stack.enter_async_context(build(model, drafters, settings, cost))
         server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:

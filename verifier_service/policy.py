@@ -20,3 +20,8 @@ class Policy:
     max_rows: int = 256
     prefill_chunk: int = 256
     max_queued: int = 256
+
+    @property
+    def prefill_floor(self) -> int:
+        """Rows of a step that rounds leave to prefill while there is any: new requests start, whatever the load."""
+        return max(1, self.max_rows // 8)

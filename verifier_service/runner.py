@@ -6,21 +6,23 @@ Nothing here knows of streams, sessions or time. Host work per round is O(tree Ã
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from rootward.core.living_tree import Row, Snapshot
-from rootward.core.requests import Rule, Sampling
+from rootward.core.requests import Rule, Sampling, TokenLogprob
 from rootward.core.rng import Key, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree, root_only
 from rootward.core.verification import match
 from rootward.core.verification.batched import Forest, ForestLaw, forest_law, gather_ids, stop_nodes
+from rootward.engine.logprobs import token_logprobs
 from rootward.engine.noise import target_noise
+from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.residual import draw_residual, gumbel_choice
-from rootward.engine.sampling import gather, greedy_choice, processed
+from rootward.engine.sampling import gather, greedy_choice, laws
 from rootward.ports import COMMITTED, LanguageModel, Rows
 
 Ints = NDArray[np.int64]
@@ -38,7 +40,9 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none)."""
+    """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none).
+
+    `prefix` is what processors know of that text; `logprobs` as in `VerifierRequest`."""
 
     kv_slot: int
     root: int
@@ -48,6 +52,8 @@ class Round:
     key: Key
     epoch: int
     snapshot: Snapshot | None = None
+    prefix: Prefix = field(default_factory=Prefix)
+    logprobs: int | None = None
 
     @property
     def tree(self) -> TokenTree:
@@ -62,6 +68,8 @@ class Outcome:
     tokens: tuple[int, ...]
     num_nodes: int
     expected: float = 0.0
+    path: tuple[int, ...] = ()  # numbers of the accepted nodes, in draw order from 1
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token where they are asked for
 
 
 class Runner:
@@ -72,17 +80,37 @@ class Runner:
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self.model.forward([Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks], last_only=[True] * len(chunks))
-        for chunk in chunks:
-            self.model.commit(chunk.kv_slot, len(chunk.tokens) - 1, keep_below=False)
+        self._filled(chunks)
+
+    def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
+        """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
+        if not chunks:
+            return self.verify(rounds)
+        if not rounds:
+            self.prefill(chunks)
+            return []
+        batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
+        last_only = [True] * len(chunks) + [False] * len(rounds)
+        logits_TV = self.model.forward(batch, last_only=last_only)
+        self._filled(chunks)
+        return self._decided(rounds, logits_TV[len(chunks) :])
 
     def verify(self, rounds: Sequence[Round]) -> list[Outcome]:
         """One round for every session, in order."""
-        logits_TV = self.model.forward([_rows(r) for r in rounds])
+        return self._decided(rounds, self.model.forward([_rows(r) for r in rounds]))
+
+    def _filled(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            self.model.commit(chunk.kv_slot, len(chunk.tokens) - 1, keep_below=False)
+
+    def _decided(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> list[Outcome]:
+        """Verdicts on the logits of all rows of all rounds; what they accept is committed to the KV cache."""
         ends = np.cumsum([len(r.tree) for r in rounds])
         starts = ends - [len(r.tree) for r in rounds]
-        verdicts = self._by_match(rounds, starts, logits_TV)
+        scores_TV = adjusted(logits_TV, [(r.sampling, r.prefix, r.tree) for r in rounds])
+        verdicts = self._by_match(rounds, starts, scores_TV)
         for rule in (Rule.TRAVERSAL, Rule.TOKEN):
-            verdicts |= self._by_ratio(rule, rounds, starts, logits_TV)
+            verdicts |= self._by_ratio(rule, rounds, starts, scores_TV)
         outcomes = []
         for i, r in enumerate(rounds):
             stop, bonus, expected = verdicts[i]
@@ -90,13 +118,16 @@ class Runner:
             # The invariant that keeps a verified node from being verified twice (algorithms.md, L4).
             assert r.rule is Rule.MATCH or bonus not in tree.token[tree.parent == stop]
             self.model.commit(r.kv_slot, stop, keep_below=False)
-            outcomes.append(Outcome((*tree.path(stop), bonus), len(tree) - 1, expected))
+            tokens = (*tree.path(stop), bonus)
+            logprobs = _logprobs(r, int(starts[i]), stop, tokens, logits_TV)
+            path = tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist())
+            outcomes.append(Outcome(tokens, len(tree) - 1, expected, path, logprobs))
         return outcomes
 
     # -- target matching: one choice of the target per node -----------------------------------------------------------
 
     def _by_match(
-        self, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
+        self, rounds: Sequence[Round], starts: Ints, scores_TV: torch.Tensor
     ) -> dict[int, tuple[int, int, float]]:
         mine = [i for i, r in enumerate(rounds) if r.rule is Rule.MATCH]
         verdicts: dict[int, tuple[int, int, float]] = {}
@@ -106,9 +137,9 @@ class Runner:
                 continue
             take = np.concatenate([np.arange(starts[i], starts[i] + len(rounds[i].tree)) for i in group])
             chosen = (
-                greedy_choice(logits_TV[take])
+                greedy_choice(scores_TV[take])
                 if greedy
-                else self._noisy_choice([rounds[i] for i in group], logits_TV[take])
+                else self._noisy_choice([rounds[i] for i in group], scores_TV[take])
             )
             at = 0
             for i in group:
@@ -117,9 +148,9 @@ class Runner:
                 at += size
         return verdicts
 
-    def _noisy_choice(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> Ints:
+    def _noisy_choice(self, rounds: Sequence[Round], scores_TV: torch.Tensor) -> Ints:
         """argmax log p + g with noise keyed by (seed, absolute position): the same token whatever the tree or the drafter."""
-        probs_TV = processed(logits_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
+        probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
         at: list[tuple[Key, int]] = []
         row_T: list[int] = []
         for r in rounds:  # nodes of one depth share the noise of their position
@@ -131,7 +162,7 @@ class Runner:
     # -- ratio tests: laws, coins, one bonus draw ---------------------------------------------------------------------
 
     def _by_ratio(
-        self, rule: Rule, rounds: Sequence[Round], starts: Ints, logits_TV: torch.Tensor
+        self, rule: Rule, rounds: Sequence[Round], starts: Ints, scores_TV: torch.Tensor
     ) -> dict[int, tuple[int, int, float]]:
         mine = [i for i, r in enumerate(rounds) if r.rule is rule]
         if not mine:
@@ -139,7 +170,7 @@ class Runner:
         some = [rounds[i] for i in mine]
         forest = Forest.of([r.tree for r in some])
         take = np.arange(forest.num_nodes) + (starts[mine] - forest.start[:-1])[forest.tree]
-        probs_TV = processed(logits_TV[take], [some[b].sampling for b in forest.tree])
+        probs_TV = laws(scores_TV[take], [some[b].sampling for b in forest.tree])
         law = self._law(rule, forest, some, probs_TV)
         stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some])).copy()
         lengths = [r.length + int(d) for r, d in zip(some, forest.depth[stop], strict=True)]
@@ -163,6 +194,16 @@ def _rows(r: Round) -> Rows:
     node = np.arange(len(tree), dtype=np.int64)
     parent = np.where(tree.parent < 0, COMMITTED, tree.parent)
     return Rows(r.kv_slot, node, parent, token)
+
+
+def _logprobs(
+    r: Round, start: int, stop: int, tokens: tuple[int, ...], logits_TV: torch.Tensor
+) -> tuple[TokenLogprob, ...]:
+    """Token i of the run follows node i of the path from the root to the stop node."""
+    if r.logprobs is None:
+        return ()
+    rows = [start + int(node) for node in np.flatnonzero(r.tree.ancestors[stop])]  # parents come first
+    return tuple(token_logprobs(logits_TV[rows], tokens, r.logprobs))
 
 
 def _atoms(rounds: Sequence[Round]) -> tuple[Ints, Ints]:

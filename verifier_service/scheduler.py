@@ -1,15 +1,20 @@
 """What the next engine step does: a pure function of values (protocol.md 1.3).
 
-Per session: PREFILL a chunk, VERIFY the tree that has arrived, DECODE one token, or WAIT for growth. Under ratio tests the values, the
-probabilities and the size of the arrived tree must not decide how much of it is verified. What is decided here looks at the number
-of arrived nodes only to stop waiting, and then everything that has arrived, up to a cap fixed when the round began, is verified
-(a stopping time of the draws); DECODE happens only when nothing has arrived or the cap is 0. A cap that followed the load while a tree
-waits would cut nodes because they did not bring their tree to rest earlier (exact error up to 0.1).
+Per session: PREFILL a chunk, VERIFY the tree that has arrived, DECODE one token, or WAIT for growth; one forward may hold all of them.
+Under ratio tests the values, the probabilities and the size of the arrived tree must not decide how much of it is verified. What is
+decided here looks at the number of arrived nodes only to stop waiting and to count rows and blocks, and then everything that has
+arrived, up to a cap fixed when the round began, is verified (a stopping time of the draws); DECODE happens only when nothing has
+arrived or the cap is 0. A cap that followed the load while a tree waits would cut nodes because they did not bring their tree to rest
+earlier (exact error up to 0.1). So whoever finds no room in a step *waits*, tree and cap as they are: for another step if rows are
+short, for its KV to be computed again if blocks are.
+
+    rows     sessions that have waited longest go first; prefill takes what they leave, never less than a floor, never more than a chunk
+    blocks   who lacks some preempts sessions of worse rank, the worst first; so the best-ranked session can always go on
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -17,12 +22,14 @@ from dataclasses import dataclass
 class View:
     """One session as the scheduler sees it.
 
-    prefill_left  prompt tokens whose KV is missing; 0: ready for rounds
+    prefill_left  tokens whose KV is missing; 0: ready for rounds
     drafting      a drafter holds a tree for it
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
     waited_s      time since the last commit;  patience_s  the longest wait that can pay
     cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
+    rank          lower is better: preempted later. No two are equal
+    room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
     """
 
     session: int
@@ -33,30 +40,57 @@ class View:
     waited_s: float = 0.0
     patience_s: float = 0.0
     cap: int = 0
+    rank: tuple[int, int] = (0, 0)
+    room: int = 0
+    blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of one step. rows: of the forward, about; chunk: most of them for prefill; floor: kept for prefill while there is any."""
+
+    rows: int
+    chunk: int
+    floor: int = 1
+    free_blocks: int = 1 << 62
+    block_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One engine step. Empty: sleep for wait_s (None: until something happens)."""
+    """One engine step. Empty: sleep for wait_s (None: until something happens).
+
+    A plan that preempts does nothing else: blocks may be shared, so the caller preempts, counts what came free, and asks again.
+    """
 
     prefill: tuple[tuple[int, int], ...] = ()  # (session, tokens)
     verify: tuple[tuple[int, int], ...] = ()  # (session, cap in nodes)
     decode: tuple[int, ...] = ()
+    preempt: tuple[int, ...] = ()
     wait_s: float | None = None
 
     @property
     def empty(self) -> bool:
-        return not (self.prefill or self.verify or self.decode)
+        return not (self.prefill or self.verify or self.decode or self.preempt)
 
 
-def plan(views: Sequence[View], *, prefill_chunk: int, prefill_turn: bool) -> Plan:
-    """Prefill and rounds take turns when both have work, so that neither starves and neither pads the other's rows."""
-    filling = [v for v in views if v.prefill_left]
+def schedule(views: Sequence[View], limits: Limits) -> Plan:
+    """The next step. Not empty while a session is ready or filling, unless one of better rank waits for its tree (and not for ever)."""
+    filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
     rounds = [v for v in views if not v.prefill_left]
-    launch = _round_step(rounds)
-    if filling and (prefill_turn or launch.empty):
-        return Plan(prefill=_chunks(filling, prefill_chunk))
-    return launch
+    ready = sorted((v for v in rounds if _launches(v)), key=lambda v: (-v.waited_s, v.rank))
+    blocks = _Blocks(views, limits)
+    kept = min(limits.floor, limits.chunk, sum(v.prefill_left for v in filling))
+    launched, used = _launch(ready, limits.rows - kept, blocks)
+    prefill = _chunks(filling, min(limits.chunk, max(kept, limits.rows - used)), blocks)
+    verify = tuple((v.session, v.cap) for v in launched if _num_nodes(v))
+    decode = tuple(v.session for v in launched if not _num_nodes(v))
+    if blocks.preempted:
+        return Plan(preempt=tuple(v.session for v in blocks.preempted))
+    step = Plan(prefill, verify, decode)
+    if not step.empty:
+        return step
+    return Plan(wait_s=min((v.patience_s - v.waited_s for v in rounds if not _launches(v)), default=None))
 
 
 def share(max_rows: int, num_sessions: int) -> int:
@@ -69,34 +103,76 @@ def patience_s(*, expected_tokens: float, plain_s: float, limit_s: float) -> flo
     return min(limit_s, max(0.0, (expected_tokens - 1.0) * plain_s))
 
 
-def _chunks(filling: Sequence[View], budget: int) -> tuple[tuple[int, int], ...]:
+class _Blocks:
+    """Free blocks of one step, and who has been preempted for them."""
+
+    def __init__(self, views: Sequence[View], limits: Limits) -> None:
+        self._free, self._size = limits.free_blocks, limits.block_size
+        self._holders = sorted((v for v in views if v.blocks), key=lambda v: v.rank)
+        self._served: set[int] = set()
+        self.preempted: list[View] = []
+
+    def take(self, view: View, rows: int) -> bool:
+        """Blocks for `rows` more rows of a session. False: there are none, even from those of worse rank; nothing changes."""
+        if view in self.preempted:
+            return False
+        lacking = self._needs(view, rows) - self._free
+        victims: list[View] = []
+        while lacking > 0:
+            victim = self._worst(view, victims)
+            if victim is None:
+                return False
+            victims.append(victim)
+            lacking -= victim.blocks
+        self.preempted += victims
+        self._free += sum(v.blocks for v in victims) - self._needs(view, rows)
+        self._served.add(view.session)
+        return True
+
+    def fitting(self, view: View, rows: int) -> int:
+        """As many of these rows as fit without preempting anyone."""
+        return min(rows, view.room + self._free * self._size)
+
+    def _needs(self, view: View, rows: int) -> int:
+        return -(-max(0, rows - view.room) // self._size)
+
+    def _worst(self, view: View, but: Iterable[View]) -> View | None:
+        out = {v.session for v in (*self.preempted, *but)} | self._served
+        return next((v for v in reversed(self._holders) if v.rank > view.rank and v.session not in out), None)
+
+
+def _launch(ready: Iterable[View], rows: int, blocks: _Blocks) -> tuple[list[View], int]:
+    """Sessions whose round is run, and their rows. The first may exceed the budget: it has waited longest."""
+    launched: list[View] = []
+    used = 0
+    for view in ready:
+        size = 1 + _num_nodes(view)
+        if (not launched or used + size <= rows) and blocks.take(view, size):
+            launched.append(view)
+            used += size
+    return launched, used
+
+
+def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tuple[int, int], ...]:
     chunks: list[tuple[int, int]] = []
     for view in filling:
-        if budget <= 0:
-            break
         size = min(view.prefill_left, budget)
+        if size > 0 and not blocks.take(view, size):
+            size = blocks.fitting(view, size)
+            if size <= 0 or not blocks.take(view, size):
+                continue
+        if size <= 0:
+            break
         chunks.append((view.session, size))
         budget -= size
     return tuple(chunks)
 
 
-def _round_step(rounds: Sequence[View]) -> Plan:
-    verify: list[tuple[int, int]] = []
-    decode: list[int] = []
-    waiting: list[View] = []
-    for view in rounds:
-        if not view.drafting or view.cap < 1:
-            decode.append(view.session)
-        elif view.arrived >= view.cap or (view.arrived and _done_waiting(view)):
-            verify.append((view.session, view.cap))
-        elif _done_waiting(view):
-            decode.append(view.session)
-        else:
-            waiting.append(view)
-    if verify or decode:
-        return Plan(verify=tuple(verify), decode=tuple(decode))
-    return Plan(wait_s=min((v.patience_s - v.waited_s for v in waiting), default=None))
+def _num_nodes(view: View) -> int:
+    return min(view.arrived, view.cap) if view.drafting else 0
 
 
-def _done_waiting(view: View) -> bool:
+def _launches(view: View) -> bool:
+    if not view.drafting or view.cap < 1 or view.arrived >= view.cap:
+        return True
     return view.at_rest or view.waited_s >= view.patience_s

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict, deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -17,28 +16,21 @@ import structlog
 
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, FinishReason, Law, SpeculationMode, VerifierRequest
-from rootward.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    DuplicateRequest,
-    InvalidRequest,
-    NoDrafter,
-    Overloaded,
-    ServiceError,
-    StaleEpoch,
-    Unavailable,
-)
+from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
+from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Drafter, LanguageModel, VerifierInfo
+from verifier_service.admission import Admission
+from verifier_service.cost import StepCost
 from verifier_service.drafters import DrafterPool
-from verifier_service.gain import Gain, Pace
+from verifier_service.gain import Gain, Gains
+from verifier_service.memory import Memory
+from verifier_service.places import Places
 from verifier_service.policy import Policy
 from verifier_service.runner import Chunk, Outcome, Round, Runner
-from verifier_service.scheduler import Plan, View, patience_s, plan, share
+from verifier_service.scheduler import Limits, Plan, View, patience_s, schedule, share
 from verifier_service.sessions import Session, choose_rule
 
 log = structlog.get_logger("verifier")
-
-MAX_EPOCHS_REMEMBERED = 65536
 
 
 class VerifierService:
@@ -53,10 +45,13 @@ class VerifierService:
         incarnation: int,
         policy: Policy | None = None,
         runner: Runner | None = None,
+        grammars: Grammars | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
         self.runner = runner or Runner(model)
+        self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
         self.draining = False
         p = self.policy
@@ -70,15 +65,14 @@ class VerifierService:
             max_depth=p.max_depth,
             topk=p.topk,
         )
-        self._running: dict[int, Session] = {}
-        self._queue: deque[Session] = deque()
-        self._live: dict[str, Session] = {}
-        self._epochs: OrderedDict[str, int] = OrderedDict()
+        memory = Memory(model, p.num_draft_tokens)
+        self.places = Places(model, memory)
+        self.admission = Admission(model.info, p)
+        self._live = self.admission.live
+        self._running = self.places.running
         self._num_sessions = 0
         self._wake = asyncio.Event()
-        self._prefilled_last = False
-        self._plain = Pace()  # of plain decoding, learned over all sessions
-        self._gains: dict[tuple[Law, int], Gain] = {}  # by law and temperature in tenths
+        self._gains = Gains(cost)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
@@ -103,13 +97,13 @@ class VerifierService:
     async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Committed runs of one generation. Closing the iterator cancels it and frees everything at the next step."""
         deadline_s = self._deadline(request)
-        async with self._admitted(request) as session:
+        async with self._admitted(request, await self._matcher(request), deadline_s) as session:
             while True:
                 try:
                     async with asyncio.timeout_at(deadline_s):
                         item = await session.out.get()
                 except TimeoutError:
-                    raise DeadlineExceeded(f"deadline of {request.deadline_s} s passed") from None
+                    raise _late(session) from None
                 if isinstance(item, ServiceError):
                     raise item
                 yield item
@@ -125,10 +119,10 @@ class VerifierService:
             self.incarnation,
             self.pool.up,
             len(self._running),
-            len(self._queue),
+            self.places.num_waiting,
             self.max_sessions,
             self.draining,
-            {"speedup_estimate": self._speedup()},
+            {"speedup_estimate": self._gains.speedup, **self.places.gauges()},
         )
 
     @property
@@ -153,30 +147,39 @@ class VerifierService:
             async with asyncio.timeout(timeout_s):
                 await self.drain()
         for session in list(self._live.values()):
-            # In a round, only after its commit: a tree that waits must not be dropped for coming late.
+            # In a round, only after its commit: a tree that waits must not be dropped for coming late, preempted or not.
             session.leaving = True
-            if session.number not in self._running or session.prefill_left:
+            if session.cap is None:
                 self._hand_back(session, "verifier is draining")
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _admitted(self, request: VerifierRequest) -> AsyncIterator[Session]:
+    async def _admitted(
+        self, request: VerifierRequest, matcher: TreeMatcher | None, deadline_s: float | None
+    ) -> AsyncIterator[Session]:
         session = self._session(request)
-        self._queue.append(session)
+        session.matcher, session.deadline_s = matcher, deadline_s
         self._live[request.request_id] = session
+        self.places.wait(session)
         self._wake_up()
         try:
             yield session
         finally:
             session.done = True  # the loop frees it between steps
-            if self._live.get(request.request_id) is session:
-                del self._live[request.request_id]
+            self.admission.forget(session)
             self._wake_up()
 
+    async def _matcher(self, request: VerifierRequest) -> TreeMatcher | None:
+        if request.structure is None:
+            return None
+        return await asyncio.to_thread(self.grammars.matcher, request.structure, request.committed)
+
     def _session(self, request: VerifierRequest) -> Session:
-        self._check(request)
-        self._fence(request)
+        ended = self._task is None or self._task.done()
+        closed = "verifier is draining" if self.draining else "verifier is not running" if ended else ""
+        self.admission.check(request, num_queued=self.places.num_waiting, closed=closed)
+        self.admission.fence(request)
         rule, law = choose_rule(request, self.policy.law)
         mode = request.speculation.mode
         wanted = mode is not SpeculationMode.DISABLED and bool(self.pool.links)
@@ -185,45 +188,6 @@ class VerifierService:
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
         return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=self._gain(request, law))
-
-    def _check(self, request: VerifierRequest) -> None:
-        if self.draining or self._task is None or self._task.done():
-            raise Unavailable("verifier is draining" if self.draining else "verifier is not running", retry_after_s=1.0)
-        if len(self._queue) >= self.policy.max_queued:
-            raise Overloaded(f"queue holds {len(self._queue)} requests, its limit", retry_after_s=1.0)
-        info = self.model.info
-        tokens = (*request.prompt, *request.committed)
-        for name, ids in (("prompt", tokens), ("stop_token_ids", request.stopping.stop_token_ids)):
-            if ids and not (min(ids) >= 0 and max(ids) < info.vocab_size):
-                bad = next(t for t in ids if not 0 <= t < info.vocab_size)
-                raise InvalidRequest(name, bad, f"is no token of a vocabulary of {info.vocab_size}")
-        if len(request.committed) >= request.stopping.max_tokens:
-            raise InvalidRequest(
-                "max_tokens", request.stopping.max_tokens, "is not above the number of committed tokens"
-            )
-        if len(request.prompt) + request.stopping.max_tokens > info.max_positions:
-            raise ContextLengthExceeded(
-                "max_tokens",
-                request.stopping.max_tokens,
-                f"and a prompt of {len(request.prompt)} tokens exceed the context of {info.max_positions}; "
-                f"shorten the prompt or ask for at most {max(0, info.max_positions - len(request.prompt))}",
-            )
-
-    def _fence(self, request: VerifierRequest) -> None:
-        """An epoch lower than one seen is refused; a higher one ends the older attempt (protocol.md 3)."""
-        seen = self._epochs.get(request.request_id, 0)
-        live = self._live.get(request.request_id)
-        if request.epoch < seen:
-            raise StaleEpoch(f"epoch: {request.epoch} of request {request.request_id!r} is older than {seen}")
-        if live is not None and request.epoch == seen:
-            raise DuplicateRequest(f"request_id: {request.request_id!r} is running already; use a new id")
-        if live is not None:
-            live.done = True
-            live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} moved on to epoch {request.epoch}"))
-        self._epochs[request.request_id] = request.epoch
-        self._epochs.move_to_end(request.request_id)
-        if len(self._epochs) > MAX_EPOCHS_REMEMBERED:
-            self._epochs.popitem(last=False)
 
     @staticmethod
     def _deadline(request: VerifierRequest) -> float | None:
@@ -268,49 +232,55 @@ class VerifierService:
                 self._abort(self._running[number], error)
 
     async def _run(self, step: Plan) -> None:
-        loop = asyncio.get_running_loop()
-        if step.prefill:
-            chunks = [self._chunk(number, size) for number, size in step.prefill]
-            await loop.run_in_executor(self._thread, self.runner.prefill, chunks)
-            for number, size in step.prefill:
-                session = self._running[number]
-                session.fed += size
-                session.committed_s = time.monotonic()
-        else:
-            numbers = [number for number, _ in step.verify] + list(step.decode)
-            rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
-            outcomes = await loop.run_in_executor(self._thread, self.runner.verify, rounds)
-            for number, outcome in zip(numbers, outcomes, strict=True):
-                self._commit(self._running[number], outcome)
-        self._prefilled_last = bool(step.prefill)
+        numbers = [number for number, _ in step.verify] + list(step.decode)
+        chunks = [self._chunk(number, size) for number, size in step.prefill]
+        rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
+        start_s = time.monotonic()
+        outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
+        now_s = time.monotonic()
+        if not chunks:
+            self._gains.cost.add(sum(len(r.tree) for r in rounds), now_s - start_s)
+        for number, size in step.prefill:
+            session = self._running[number]
+            session.fed += size
+            session.committed_s = now_s
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            self._commit(self._running[number], outcome)
 
     def _sweep(self) -> None:
-        """Free what has ended: KV slot, drafter slot, place in the tables."""
-        for session in [s for s in self._running.values() if s.done]:
+        """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""
+        now_s = asyncio.get_running_loop().time()
+        for session in self._live.values():
+            if session.deadline_s is not None and session.deadline_s <= now_s and not session.done:
+                session.done = True
+                session.out.put_nowait(_late(session))
+        for session in self.places.sweep():
             self.pool.close(session, "ended")
-            assert session.kv_slot is not None
-            self.model.close(session.kv_slot)
-            del self._running[session.number]
-        if any(s.done for s in self._queue):
-            self._queue = deque(s for s in self._queue if not s.done)
 
     def _admit(self) -> None:
-        while self._queue and self.model.num_free_slots:
-            session = self._queue.popleft()
-            session.kv_slot = self.model.open()
+        for session in self.places.fill():
             session.committed_s = time.monotonic()
-            self._running[session.number] = session
         for session in self._running.values():
             if session.required or not session.gain.paused:
                 self.pool.place(session)
 
     def _plan(self) -> Plan:
-        now_s = time.monotonic()
-        running = [s for s in self._running.values() if not s.done]
-        nodes = share(self.policy.max_rows, sum(not s.prefill_left for s in running))
-        views = [self._view(s, now_s, nodes) for s in running]
-        chunk = self.policy.prefill_chunk
-        return plan(views, prefill_chunk=chunk, prefill_turn=not self._prefilled_last)
+        """The next step, once those have been preempted that have to be."""
+        while True:
+            running = [s for s in self._running.values() if not s.done]
+            limits = self._limits()
+            in_rounds = sum(not s.prefill_left for s in running)
+            rows = self.policy.max_rows - (limits.floor if in_rounds < len(running) else 0)
+            nodes = share(min(rows, self.places.memory.free_rows), in_rounds)
+            now_s = time.monotonic()
+            step = schedule([self._view(session, now_s, nodes) for session in running], limits)
+            if not step.preempt:
+                return step
+            self.places.preempt(step.preempt)
+
+    def _limits(self) -> Limits:
+        p, memory = self.policy, self.places.memory
+        return Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, memory.free_blocks, memory.block_size)
 
     def _view(self, session: Session, now_s: float, nodes: int) -> View:
         draft, most = session.draft, self.policy.num_draft_tokens
@@ -319,7 +289,8 @@ class VerifierService:
         ):  # the round begins: what follows must not change while a tree waits
             # Deeper than tokens_left - 1 nothing could be emitted.
             fitting = min(session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1)
-            session.cap = fitting if session.gain.pays or session.required else 0
+            session.cap = fitting if session.required else session.gain.nodes(fitting, max(1, len(self._running)))
+        room, blocks = self.places.memory.held(session)
         return View(
             session.number,
             session.prefill_left,
@@ -329,11 +300,14 @@ class VerifierService:
             now_s - session.committed_s,
             self.policy.draft_wait_s if session.required else self._patience_s(session),
             session.cap or 0,
+            (session.priority, session.number),
+            room,
+            blocks,
         )
 
     def _patience_s(self, session: Session) -> float:
         limit_s = self.policy.draft_wait_s
-        plain_s = self._plain.seconds if self._plain.rounds else limit_s
+        plain_s = self._gains.plain.seconds if self._gains.plain.rounds else limit_s
         return patience_s(expected_tokens=session.gain.tree.tokens, plain_s=plain_s, limit_s=limit_s)
 
     def _chunk(self, number: int, size: int) -> Chunk:
@@ -347,7 +321,8 @@ class VerifierService:
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
         root, length = session.tokens[-1], len(session.tokens)
-        return Round(session.kv_slot, root, length, session.rule, r.sampling, session.key, r.epoch, snapshot)
+        about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs
+        return Round(session.kv_slot, root, length, *about)
 
     def _commit(self, session: Session, outcome: Outcome) -> None:
         if session.done:
@@ -359,10 +334,11 @@ class VerifierService:
             self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
         if not session.required:  # those wait whether or not it pays, and would teach the others despair
-            session.gain.add(
-                len(outcome.tokens), now_s - session.committed_s, with_tree=bool(outcome.num_nodes) or missed
-            )
-        committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed)
+            tree = bool(outcome.num_nodes)
+            cap = session.cap or 0 if tree else 0
+            seconds = now_s - session.committed_s
+            session.gain.add(len(outcome.tokens), seconds, with_tree=tree or missed, cap=cap, path=outcome.path)
+        committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed, logprobs=outcome.logprobs)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s
         session.cap = None
@@ -375,13 +351,7 @@ class VerifierService:
             self._hand_back(session, "verifier is draining")
 
     def _gain(self, request: VerifierRequest, law: Law) -> Gain:
-        """Sessions alike share what they learn, so that a short request does not pay for a trial of its own."""
-        return self._gains.setdefault((law, round(10 * request.sampling.temperature)), Gain(self._plain))
-
-    def _speedup(self) -> float:
-        """Measured speed with trees over plain decoding, mean over the kinds of sessions that have tried both."""
-        known = [gain.speedup for gain in self._gains.values() if gain.tree.rounds]
-        return sum(known) / len(known) if known else 1.0
+        return self._gains.of((law, round(10 * request.sampling.temperature), request.structure is not None))
 
     def _abort(self, session: Session, error: Exception) -> None:
         """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
@@ -391,3 +361,8 @@ class VerifierService:
     def _hand_back(session: Session, why: str) -> None:
         session.finish(FinishReason.ABORTED)
         session.out.put_nowait(Unavailable(why, retry_after_s=1.0))
+
+
+def _late(session: Session) -> DeadlineExceeded:
+    phase = "queue" if session.kv_slot is None else "prefill" if session.prefill_left else "decode"
+    return DeadlineExceeded(f"deadline of {session.request.deadline_s} s passed", metadata={"phase": phase})

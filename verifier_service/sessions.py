@@ -7,6 +7,7 @@ happens is read off its fields by the engine loop.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rootward.core.frames import extend_hash
@@ -19,10 +20,13 @@ from rootward.core.requests import (
     Rule,
     SpeculationMode,
     SpeculationStats,
+    TokenLogprob,
     VerifierRequest,
 )
 from rootward.core.rng import Key
-from rootward.errors import ServiceError
+from rootward.engine.grammar import TreeMatcher
+from rootward.engine.processors import History, Prefix
+from rootward.errors import InvalidRequest, ServiceError
 from verifier_service.gain import Gain, Pace
 
 
@@ -75,6 +79,7 @@ class Session:
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
     committed_s: float = 0.0  # when the truth last advanced
+    deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
     leaving: bool = False  # hand the request back after the next commit
     gain: Gain = field(default_factory=lambda: Gain(Pace()))
@@ -82,8 +87,12 @@ class Session:
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
     done: bool = False
     drafter_name: str = ""
+    matcher: TreeMatcher | None = None  # of the request's structure, at the end of the committed text
+    history: History | None = None  # of the text, where penalties need it
 
     def __post_init__(self) -> None:
+        if self.request.sampling.penalised:
+            self.history = History(self.request.prompt, self.request.committed)
         self.tokens = [*self.request.prompt, *self.request.committed]
         for token in self.tokens:
             self.hash = extend_hash(self.hash, token)
@@ -91,6 +100,20 @@ class Session:
     @property
     def key(self) -> Key:
         return Key(self.request.seed, self.request.choice)
+
+    @property
+    def priority(self) -> int:
+        """Lower runs earlier and is preempted later."""
+        return 0
+
+    @property
+    def tenant(self) -> str:
+        return ""
+
+    @property
+    def work(self) -> int:
+        """Tokens that it may cost, at most."""
+        return len(self.request.prompt) + self.request.stopping.max_tokens
 
     @property
     def required(self) -> bool:
@@ -110,7 +133,23 @@ class Session:
     def tokens_left(self) -> int:
         return self.request.stopping.max_tokens - self.num_output
 
-    def advance(self, tokens: tuple[int, ...], num_nodes: int, *, missed: bool) -> Committed:
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end this generation."""
+        own = frozenset(self.request.stopping.stop_token_ids)
+        return own if self.request.stopping.ignore_eos else own | self.eos_ids
+
+    @property
+    def prefix(self) -> Prefix:
+        """What the processors of the next round know of the text."""
+        left = max(0, self.request.stopping.min_tokens - self.num_output)
+        longest = max(map(len, self.request.sampling.bad_sequences), default=1) - 1
+        output = self.tokens[len(self.tokens) - min(longest, self.num_output) :]
+        return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
+
+    def advance(
+        self, tokens: tuple[int, ...], num_nodes: int, *, missed: bool, logprobs: tuple[TokenLogprob, ...] = ()
+    ) -> Committed:
         """Commit a verdict: accepted path + bonus token. Cut the run at the first stop; a stop beats length inside it."""
         offset = self.num_output
         run, stop_id = self._cut(tokens)
@@ -119,12 +158,17 @@ class Session:
         for token in run:
             self.tokens.append(token)
             self.hash = extend_hash(self.hash, token)
+        if self.history is not None:
+            self.history.extend(run)
+        fits = self.matcher is None or self.matcher.advance(run)
         finish = None
-        if stop_id is not None:
+        if not fits:
+            finish = self.finish(FinishReason.ABORTED)
+        elif stop_id is not None:
             finish = self.finish(FinishReason.STOP, stop_id)
         elif self.tokens_left <= 0:
             finish = self.finish(FinishReason.LENGTH)
-        return Committed(self.request.epoch, offset, run, accepted, finish)
+        return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)])
 
     def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
         self.done = True
@@ -145,9 +189,9 @@ class Session:
         )
 
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        stopping = self.request.stopping
+        stop_ids = self.stop_ids
         for i, token in enumerate(tokens[: self.tokens_left]):
-            if token in stopping.stop_token_ids or (token in self.eos_ids and not stopping.ignore_eos):
+            if token in stop_ids:
                 return tokens[: i + 1], token
         return tokens[: self.tokens_left], None
 
@@ -163,3 +207,25 @@ def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
         return Rule.MATCH, default_law
     law = wish.law or (default_law if default_law in (Law.SAMPLED, Law.GREEDY) else Law.SAMPLED)
     return wish.rule or Rule.TRAVERSAL, law
+
+
+def check_tokens(request: VerifierRequest, vocab_size: int, eos_ids: Iterable[int]) -> None:
+    """Every id must be a row of the model's embedding, and some token must always be allowed."""
+    sampling, stopping = request.sampling, request.stopping
+    for name, ids in (
+        ("prompt", (*request.prompt, *request.committed)),
+        ("stop_token_ids", stopping.stop_token_ids),
+        ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+        ("allowed_token_ids", sampling.allowed_token_ids),
+        ("bad_words", tuple(token for run in sampling.bad_sequences for token in run)),
+    ):
+        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+            bad = next(t for t in ids if not 0 <= t < vocab_size)
+            raise InvalidRequest(name, bad, f"is no token of a vocabulary of {vocab_size}")
+    stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_ids)}
+    last = {run[-1] for run in sampling.bad_sequences}
+    if last and len(last | stops) >= vocab_size:
+        raise InvalidRequest("bad_words", len(last), "leave no token")
+    allowed = set(sampling.allowed_token_ids)
+    if stopping.min_tokens and (allowed <= stops if allowed else len(stops) >= vocab_size):
+        raise InvalidRequest("min_tokens", stopping.min_tokens, "leaves no token, for all allowed ones end the text")

@@ -22,6 +22,9 @@ class VerifierSettings(ServiceSettings):
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
+    kv_cache_tokens: int | None = Field(
+        None, ge=1, description="KV memory of all sessions, in tokens (default: max_num_seqs of the longest)"
+    )
     max_num_seqs: int = Field(16, ge=1, description="sessions that run at once")
     max_num_batched_tokens: int = Field(256, ge=2, description="rows of one target forward")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")

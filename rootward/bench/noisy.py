@@ -38,9 +38,26 @@ class NoisyModel:
     def num_free_slots(self) -> int:
         return self.inner.num_free_slots
 
-    def open(self) -> int:
-        slot = self.inner.open()
+    @property
+    def block_size(self) -> int:
+        return self.inner.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self.inner.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.inner.num_free_blocks
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        return self.inner.blocks_needed(slot, num_rows)
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        slot = self.inner.open(tokens, salt=salt)
         self._committed[slot], self._nodes[slot] = self.seed, {}
+        for token in tokens[: self.inner.length(slot)]:
+            self._committed[slot] = extend(self._committed[slot], token)
         return slot
 
     def close(self, slot: int) -> None:

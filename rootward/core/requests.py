@@ -9,6 +9,22 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
+
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+MAX_BAD, MAX_BAD_TOKENS = 256, 32
+MAX_FORM = 1 << 18  # characters of a schema, expression or grammar
+
+_SAMPLING_RANGES = (
+    ("temperature", 0.0, 100.0, "[0, 100]", "0 decodes greedily"),
+    ("top_p", 0.0, 1.0, "(0, 1]", "use 1 to keep every token"),
+    ("min_p", 0.0, 1.0, "[0, 1]", "use 0 to keep every token"),
+    ("repetition_penalty", 0.0, 100.0, "(0, 100]", "1 is off, more discourages"),
+    ("presence_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
+    ("frequency_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
+)
+_FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the output"}
 
 
 class Law(str, Enum):
@@ -47,21 +63,84 @@ def _require(ok: bool, name: str, value: object, fix: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Processors of the target's law. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off."""
+    """Processors of the target's law, in the order of docs/parameters.md. The defaults leave the model's own law as it is.
 
-    temperature: float = 1.0
+    The repetition penalty looks at prompt and output, the other two penalties at the output. `logit_bias` and
+    `allowed_token_ids` are kept sorted; no allowed ids means every token.
+    """
+
+    temperature: float = 1.0  # 0 decodes greedily
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0  # least probability, relative to the most likely token
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the output must not have
 
     def __post_init__(self) -> None:
-        t, p = self.temperature, self.top_p
-        _require(math.isfinite(t) and 0 <= t <= 100, "temperature", t, "is outside [0, 100]; 0 decodes greedily")
+        for name, low, high, ok, fix in _SAMPLING_RANGES:
+            value = getattr(self, name)
+            inside = low <= value <= high and (value > low or "[" in ok)
+            _require(math.isfinite(value) and inside, name, value, f"is outside {ok}; {fix}")
         _require(self.top_k >= 0, "top_k", self.top_k, "is negative; use 0 to keep every token")
-        _require(math.isfinite(p) and 0 < p <= 1, "top_p", p, "is outside (0, 1]; use 1 to keep every token")
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+        object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
+        tokens = [token for token, _ in self.logit_bias]
+        twice = next((a for a, b in pairwise(tokens) if a == b), None)
+        _require(twice is None, "logit_bias", twice, "has two entries; give one per token")
+        _require(len(tokens) <= MAX_BIASES, "logit_bias", len(tokens), f"entries are more than {MAX_BIASES}")
+        _require(min(tokens, default=0) >= 0, "logit_bias", min(tokens, default=0), "is no token; ids are not negative")
+        odd = next((b for _, b in self.logit_bias if not -100 <= b <= 100), None)
+        _require(odd is None, "logit_bias", odd, "is outside [-100, 100]; -100 all but forbids a token")
+        least = self.allowed_token_ids[0] if self.allowed_token_ids else 0
+        _require(least >= 0, "allowed_token_ids", least, "is no token; ids are not negative")
+        bad = self.bad_sequences
+        _require(len(bad) <= MAX_BAD, "bad_words", len(bad), f"sequences are more than {MAX_BAD}")
+        odd_run = next((run for run in bad if not 1 <= len(run) <= MAX_BAD_TOKENS or min(run) < 0), None)
+        _require(odd_run is None, "bad_words", odd_run, f"is not 1 to {MAX_BAD_TOKENS} tokens")
+        both = bool(bad and self.allowed_token_ids)
+        _require(
+            not both, "bad_words", len(bad), "sequences cannot be combined with allowed_token_ids; send one of them"
+        )
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def shifted(self) -> bool:
+        """Scores change whatever the text so far."""
+        return bool(self.logit_bias or self.allowed_token_ids)
+
+    @property
+    def penalised(self) -> bool:
+        """Scores depend on the text so far."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class Form(str, Enum):
+    """What the form of an output is written in."""
+
+    JSON_OBJECT = "json_object"  # any JSON object
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """The form that the whole output must have. `text` is the schema, expression or grammar; "" for JSON_OBJECT."""
+
+    form: Form
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        free = self.form is Form.JSON_OBJECT
+        _require(bool(self.text.strip()) is not free, self.form.value, self.text[:32], _FORM_FIX[free])
+        _require(len(self.text) <= MAX_FORM, self.form.value, len(self.text), f"characters are more than {MAX_FORM}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +150,12 @@ class Stopping:
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # tokens that end a generation have no probability before this many
 
     def __post_init__(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "is below 1; ask for at least one token")
+        fix = f"is outside [0, max_tokens]; max_tokens is {self.max_tokens}"
+        _require(0 <= self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +196,28 @@ class VerifierRequest:
     seed: int = 0  # always set: the gateway draws one when the client gives none
     choice: int = 0
     deadline_s: float | None = None  # seconds from now; None = no deadline
+    structure: Structure | None = None
+    logprobs: int | None = None  # None = none; k = of the emitted token and of the k most likely ones
 
     def __post_init__(self) -> None:
+        k = self.logprobs
+        _require(k is None or 0 <= k <= MAX_LOGPROBS, "logprobs", k, f"is outside [0, {MAX_LOGPROBS}]")
+        clash = next((n for n, given in self._beside_structure() if given), "")
+        fix = f"cannot be combined with {clash}, because the output ends where its form is complete; send one of them"
+        form = self.structure.form.value if self.structure is not None else ""
+        _require(not (form and clash), "structured_output", form, fix)
         _require(len(self.prompt) > 0, "prompt", "", "is empty; give at least one token")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "is outside [0, 2^64)")
         _require(self.epoch >= 1, "epoch", self.epoch, "is below 1")
+
+    def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
+        """What would leave a complete output without a next token, or an incomplete one without any."""
+        return (
+            ("ignore_eos", self.stopping.ignore_eos),
+            ("min_tokens", self.stopping.min_tokens > 0),
+            ("allowed_token_ids", bool(self.sampling.allowed_token_ids)),
+            ("bad_words", bool(self.sampling.bad_sequences)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +254,14 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of one emitted token: log-softmax of the target's own logits, before any processor. float32 values."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, logprob) of the most likely ones, best first
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """A run of tokens that became final. `accepted[i]` is True for an accepted draft token, False for a bonus token."""
 
@@ -163,3 +270,4 @@ class Committed:
     tokens: tuple[int, ...]
     accepted: tuple[bool, ...]
     finish: Finish | None = None  # on the last message only
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token if asked for, else none

@@ -1,87 +1,118 @@
-"""K and V of all slots, as a `transformers.Cache` whose layers write and read where the step says.
+"""K and V of all sessions, as a `transformers.Cache` whose layers write and read where the step says.
 
-Storage per layer is [num_slots · num_cells + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all
-sessions. The last cell is trash: padding rows write there and nobody reads it.
+Storage per layer is [num_blocks · block_size + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all sessions. The last
+cell is trash: padding rows write there and nobody reads it. Storage is not cleared, neither first nor for a new owner: a cell is read
+only once its session has written it.
 
-Legend: B entries, H heads, Q rows (padded), D head dimension, KV cells looked at per slot.
+Legend: B entries, H heads, Q rows (padded), D head dimension, KV cells gathered per entry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from rootward.engine.batch import Size, Step
+from rootward.engine.attention import DenseView
+from rootward.engine.batch import Step
+from rootward.engine.slots import CellMoves, Size
 
 
-class Pool:
-    """What the layers share: the size of the storage, and the step that is running."""
+class Running:
+    """A forward that is under way: its step, what is gathered if attention is dense, and the layer that wrote last."""
 
-    def __init__(self, size: Size):
-        self.size = size
-        self.step: Step | None = None
+    def __init__(self, step: Step, view: DenseView | None):
+        self.step, self.view = step, view
+        self.layer: PagedLayer | None = None
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+running: ContextVar[Running | None] = ContextVar("running", default=None)  # attention functions get no such argument
+
+
+class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
     """K and V of one decoder layer. Sized by the first K and V it sees: the right heads under any attention."""
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, pool: Pool):
+    def __init__(self, size: Size, window: int | None):
         super().__init__()
-        self.pool = pool
-        self._region: object = None  # the last part of the storage that was read; views of it are kept
+        self.size, self.window = size, window
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        self.keys, self._keys_by_slot = self._storage(key_states)
-        self.values, self._values_by_slot = self._storage(value_states)
+        num = self.size.storage + 1
+        self.keys = key_states.new_empty(num, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_empty(num, value_states.shape[1], value_states.shape[3])
+        self.keys_by_head, self.values_by_head = self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
         self.is_initialized = True
 
-    def _storage(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The flat storage, and the same seen as [num_slots, num_cells, H, D] without the trash cell."""
-        size = self.pool.size
-        flat = like.new_zeros(size.trash_cell + 1, like.shape[1], like.shape[3])
-        return flat, flat[:-1].view(size.num_slots, size.num_cells, like.shape[1], like.shape[3])
+    def piece(self, first: int, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of cells that follow one another: views [1, H, num, D]."""
+        return self.keys_by_head.narrow(2, first, num), self.values_by_head.narrow(2, first, num)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new rows [B, H, Q, D]; return everything the slots hold [B, H, KV, D]."""
-        step = self.pool.step
-        assert step is not None, "the cache is used outside a step"
+        """Write the new rows [B, H, Q, D]. Returns them, for attention that reads the storage itself; or all there is
+        [B, H, KV, D]."""
+        now = running.get()
+        assert now is not None, "the cache is used outside a step"
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(0, step.write, key_states.transpose(1, 2).flatten(0, 1))
-        self.values.index_copy_(0, step.write, value_states.transpose(1, 2).flatten(0, 1))
-        if step.region is None:
-            return step.select(self._keys_by_slot).transpose(1, 2), step.select(self._values_by_slot).transpose(1, 2)
-        if step.region != self._region:
-            self._region = step.region
-            self._keys_read = step.select(self._keys_by_slot).transpose(1, 2)
-            self._values_read = step.select(self._values_by_slot).transpose(1, 2)
-        return self._keys_read, self._values_read
+        self.keys.index_copy_(0, now.step.write, key_states.transpose(1, 2).flatten(0, 1))
+        self.values.index_copy_(0, now.step.write, value_states.transpose(1, 2).flatten(0, 1))
+        now.layer = self
+        if now.view is None:
+            return key_states, value_states
+        return gathered(self.keys, now.view.cells), gathered(self.values, now.view.cells)
 
-    def wipe(self, slot: int, end: int) -> None:
-        """Zero what a slot held: a hidden NaN would still spoil the next session's weighted sum."""
+    def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """The content of cells source[i] goes to target[i], all at once."""
         if self.is_initialized:
-            self._keys_by_slot[slot, :end] = 0
-            self._values_by_slot[slot, :end] = 0
+            self.keys.index_copy_(0, target, self.keys.index_select(0, source))
+            self.values.index_copy_(0, target, self.values.index_select(0, source))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """0 before the first forward."""
+        both = (self.keys, self.values) if self.is_initialized else ()
+        return sum(cells[0].numel() * cells.element_size() for cells in both)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (self.pool.step.end if self.pool.step is not None else 0), 0
+        return 0, 0
 
     def get_seq_length(self) -> int:
         return 0
 
     def get_max_length(self) -> int:
-        return self.pool.size.num_cells
+        return self.size.num_cells
 
     get_max_cache_shape = get_max_length  # its name in early releases of transformers 5
 
 
-def slot_cache(pool: Pool, num_layers: int) -> Cache:
-    return Cache(layers=[SlotLayer(pool) for _ in range(num_layers)])
+def gathered(storage: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+    """[B, H, N, D] of [C, H, D] at cells int64[B, N]."""
+    return storage.index_select(0, cells.reshape(-1)).view(*cells.shape, *storage.shape[1:]).transpose(1, 2)
+
+
+class PagedCache:
+    """The layers of a network, and what concerns all of them."""
+
+    def __init__(self, size: Size, windows: Sequence[int | None]):
+        self.layers = [PagedLayer(size, window) for window in windows]
+        self.cache = Cache(layers=self.layers)
+
+    def move(self, moves: CellMoves, device: torch.device) -> None:
+        if len(moves.source):
+            source, target = (torch.from_numpy(cells).to(device) for cells in (moves.source, moves.target))
+            for layer in self.layers:
+                layer.move(source, target)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of K and V in all layers; 0 before the first forward."""
+        return sum(layer.bytes_per_token for layer in self.layers)

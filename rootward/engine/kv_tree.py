@@ -1,10 +1,9 @@
-"""The KV tree of one slot, as bookkeeping: which token's K/V lies in which cell. Pure numpy; knows nothing of tensors.
+"""The KV tree of one session, as bookkeeping: which token's K/V lies in which cell. Pure numpy; knows nothing of tensors or blocks.
 
-A *cell* is a physical place in the slot's row of the cache. A node is written to any free cell; its logical position is
-separate. A row sees the committed cells, its ancestors' cells and its own. Committing a path only renames its cells, a
-rejected node only gives its own back: nothing is ever copied.
-
-Conservation law: free + committed + uncommitted = num_cells (`check`).
+Cells are counted within the session (its block table says where they lie). **The committed token at position i lies in cell i.** A new
+node takes the cell of its own position when that is unclaimed, otherwise the lowest unclaimed one: the first node of each depth is in
+place already, and committing moves only the others of its path. What else is needed of a moved cell's old holder, one that stays below
+the committed node, moves too; the context never does.
 
 Legend: Q new rows, M uncommitted nodes once the new rows are in.
 """
@@ -23,26 +22,26 @@ Bools = NDArray[np.bool_]
 
 NONE: Ints = np.empty(0, np.int64)
 
-FREE, HELD, TENTATIVE = 0, 1, 2  # what a cell holds: nothing, a committed token, an uncommitted node
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
     """Where new rows go and what they see. A plan until `KvTree.adopt` is called with it.
 
     node       int64[M]    ids, older nodes first, the Q new rows last
+    token      int64[M]    their tokens
     scratch    int64[M]    their cells
     position   int64[M]    their logical positions
     ancestors  bool[M, M]  row sees column (itself included) among the uncommitted nodes
     """
 
     num_rows: int
+    length: int  # committed tokens
     node: Ints
+    token: Ints
     scratch: Ints
     position: Ints
     ancestors: Bools
     end: int  # every cell in use is below this one
-    num_holes: int  # freed cells taken; the other rows lie at the end
     version: int  # of the tree this was planned for
 
     @property
@@ -57,8 +56,17 @@ class Placement:
 
     @property
     def sees(self) -> Bools:
-        """bool[Q, M]: which scratch cells each new row sees, besides every committed one."""
+        """bool[Q, M]: which uncommitted nodes each new row sees, besides everything committed."""
         return self.ancestors[len(self.ancestors) - self.num_rows :]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """What a commit asks for: the content of cell source[i] goes to target[i], all at once. `token`: what was committed."""
+
+    token: Ints
+    source: Ints
+    target: Ints
 
 
 class KvTree:
@@ -68,20 +76,18 @@ class KvTree:
     over the end of the context, but nothing grows from a committed end that has reached it.
     """
 
-    def __init__(self, num_cells: int, max_positions: int | None = None):
+    def __init__(self, num_cells: int, max_positions: int | None = None, *, length: int = 0):
+        """`length` committed tokens are held already."""
         self.num_cells = num_cells
         self.max_positions = num_cells if max_positions is None else max_positions
-        self._length = 0
-        self._holes: list[int] = []  # free cells below `_end`, ascending
-        self._end = 0  # cells from here on are free
-        self._high_water = 0
-        self._state = np.zeros(num_cells, dtype=np.int8)
+        self._length = length
         self._version = 0
-        self._keep(NONE, NONE, NONE, np.empty((0, 0), np.bool_))
+        self._keep(NONE, NONE, NONE, NONE, np.empty((0, 0), np.bool_))
 
-    def _keep(self, node: Ints, cell: Ints, position: Ints, ancestors: Bools) -> None:
-        self._node, self._cell, self._position, self._ancestors = node, cell, position, ancestors
+    def _keep(self, node: Ints, token: Ints, cell: Ints, position: Ints, ancestors: Bools) -> None:
+        self._node, self._token, self._cell, self._position, self._ancestors = node, token, cell, position, ancestors
         self._row = {n: i for i, n in enumerate(node.tolist())}
+        self._end = max(self._length, int(cell.max()) + 1) if len(cell) else self._length
 
     @property
     def length(self) -> int:
@@ -94,35 +100,34 @@ class KvTree:
 
     @property
     def num_free(self) -> int:
-        return self.num_cells - self._end + len(self._holes)
+        return self.num_cells - self._length - len(self._node)
 
     @property
     def end(self) -> int:
         """Every cell in use is below it."""
         return self._end
 
-    @property
-    def high_water(self) -> int:
-        """Every cell that was ever in use is below it."""
-        return self._high_water
-
     def __contains__(self, node: int) -> bool:
         """Whether an uncommitted node of this id is held."""
         return node in self._row
 
-    def plan(self, node: Ints, parent: Ints) -> Placement:
+    def end_with(self, num_rows: int) -> int:
+        """What `end` can become at most with so many new nodes, wherever they hang."""
+        return max(self._end, self._length + len(self._node) + num_rows)
+
+    def plan(self, node: Ints, parent: Ints, token: Ints) -> Placement:
         """Where new rows would go. ValueError if they cannot be placed; changes nothing."""
         up, position = self._lineage(node, parent)
-        new = len(up)
-        cells, num_holes = self._lowest_free(new)
+        cells = self._cells_for(position)
         return Placement(
-            num_rows=new,
+            num_rows=len(up),
+            length=self._length,
             node=_joined(self._node, np.asarray(node, dtype=np.int64)),
+            token=_joined(self._token, np.asarray(token, dtype=np.int64)),
             scratch=_joined(self._cell, cells),
             position=_joined(self._position, position),
             ancestors=_grown(self._ancestors, up),
-            end=self._end + new - num_holes,
-            num_holes=num_holes,
+            end=max(self._end, int(cells.max()) + 1),
             version=self._version,
         )
 
@@ -130,21 +135,11 @@ class KvTree:
         """Make a plan come true: its rows are uncommitted nodes from now on."""
         if plan.version != self._version:
             raise RuntimeError("placement: planned for an older state of this tree; plan again")
-        del self._holes[: plan.num_holes]
-        self._end = plan.end
-        self._high_water = max(self._high_water, plan.end)
-        self._state[plan.cells] = TENTATIVE
-        self._keep(plan.node, plan.scratch, plan.position, plan.ancestors)
+        self._keep(plan.node, plan.token, plan.scratch, plan.position, plan.ancestors)
         self._version += 1
 
-    def place(self, node: Ints, parent: Ints) -> Placement:
-        """`plan` and `adopt` in one."""
-        plan = self.plan(node, parent)
-        self.adopt(plan)
-        return plan
-
-    def commit(self, node: int, *, keep_below: bool) -> Ints:
-        """Commit the path down to `node`; returns its cells, top first. Other nodes go; those below `node` may stay."""
+    def commit(self, node: int, *, keep_below: bool) -> Moves:
+        """Commit the path down to `node`. Other nodes go; those below `node` may stay."""
         if node not in self._row:
             raise ValueError(f"node: {node} is not an uncommitted node of this slot; commit a node that was forwarded")
         row = self._row[node]
@@ -152,36 +147,31 @@ class KvTree:
         path = path[np.argsort(self._position[path])]
         stays = self._ancestors[:, row].copy() if keep_below else np.zeros(len(self._node), np.bool_)
         stays[row] = False
-        goes = ~stays
-        goes[path] = False
-        cells = self._cell[path]
-        self._state[cells] = HELD
+        token, source, target = self._token[path], self._cell[path], self._position[path]
         self._length += len(path)
-        self._free(self._cell[goes])
-        self._thin(np.flatnonzero(stays))
-        return cells
+        below = np.flatnonzero(stays)
+        cell = self._made_way(below)
+        source, target = np.concatenate([source, self._cell[below]]), np.concatenate([target, cell])
+        self._thin(below, cell)
+        moved = source != target
+        return Moves(token, source[moved], target[moved])
 
     def release(self) -> None:
         """Free every uncommitted node."""
-        self._free(self._cell)
-        self._thin(NONE)
+        self._thin(NONE, NONE)
 
     def check(self) -> None:
-        """RuntimeError unless every cell is free, committed or uncommitted, exactly one of them."""
-        counts = (self.num_free, self._length, self.num_uncommitted)
-        states = tuple(int((self._state == s).sum()) for s in (FREE, HELD, TENTATIVE))
+        """RuntimeError unless committed tokens and uncommitted nodes hold a cell of their own each."""
+        own = set(self._cell.tolist())
         sound = (
-            counts == states
-            and sum(counts) == self.num_cells
-            and len(set(self._holes)) == len(self._holes)
-            and bool((self._state[self._holes] == FREE).all())
-            and not self._state[self._end :].any()
-            and bool((self._state[self._cell] == TENTATIVE).all())
-            and len(set(self._cell.tolist())) == len(self._cell)
+            len(own) == len(self._cell) == len(self._row)
+            and all(self._length <= cell < self._end <= self.num_cells for cell in own)
+            and self.num_free >= 0
         )
         if not sound:
-            names = "free, committed, uncommitted"
-            raise RuntimeError(f"KV cells leaked: {names} = {counts}, by cell {states}, of {self.num_cells}")
+            raise RuntimeError(
+                f"KV cells leaked: {self._length} committed, uncommitted in {sorted(self._cell.tolist())}"
+            )
 
     def _lineage(self, node: Ints, parent: Ints) -> tuple[list[int], Ints]:
         """Per new row the row of its parent (-1: the committed end) and its logical position."""
@@ -204,25 +194,48 @@ class KvTree:
             fresh[n] = len(self._node) + i
         return up, np.array(old[len(self._node) :], dtype=np.int64)
 
-    def _lowest_free(self, num: int) -> tuple[Ints, int]:
-        """The lowest free cells (the high-water mark stays near the number of tokens); how many of them are holes."""
-        if num > self.num_free:
-            raise ValueError(f"rows: {num} need cells, {self.num_free} of {self.num_cells} are free; the slot is full")
-        holes = self._holes[:num]
-        tail = range(self._end, self._end + num - len(holes))
-        return np.array([*holes, *tail], dtype=np.int64), len(holes)
+    def _cells_for(self, position: Ints) -> Ints:
+        """A cell for each new node: that of its position for the first to ask, the lowest unclaimed ones for the others."""
+        if len(position) > self.num_free:
+            raise ValueError(
+                f"rows: {len(position)} need cells, {self.num_free} of {self.num_cells} are free; the slot is full"
+            )
+        claimed = set(self._cell.tolist())
+        cells: list[int] = []
+        for p in position.tolist():
+            in_place = p not in claimed and p < self.num_cells
+            cells.append(p if in_place else -1)
+            if in_place:
+                claimed.add(p)
+        lowest = self._length
+        for i, cell in enumerate(cells):
+            if cell < 0:
+                while lowest in claimed:
+                    lowest += 1
+                cells[i] = lowest
+                claimed.add(lowest)
+        return np.array(cells, dtype=np.int64)
 
-    def _free(self, cells: Ints) -> None:
-        self._state[cells] = FREE
-        self._holes = sorted(self._holes + cells.tolist())
-        while self._holes and self._holes[-1] == self._end - 1:
-            self._holes.pop()
-            self._end -= 1
+    def _made_way(self, below: Ints) -> Ints:
+        """Cells of the nodes that stay: their own, unless the committed tokens need it."""
+        cell = self._cell[below]
+        if not len(cell) or int(cell.min()) >= self._length:
+            return cell
+        claimed = {c for c in cell.tolist() if c >= self._length}
+        lowest, found = self._length, []
+        for c in cell.tolist():
+            if c < self._length:
+                while lowest in claimed:
+                    lowest += 1
+                c = lowest
+                claimed.add(c)
+            found.append(c)
+        return np.array(found, dtype=np.int64)
 
-    def _thin(self, rows: Ints) -> None:
-        """Keep these uncommitted nodes only. Positions are absolute, so the survivors' stay as they are."""
+    def _thin(self, rows: Ints, cell: Ints) -> None:
+        """Keep these uncommitted nodes only, in these cells. Positions are absolute, so the survivors' stay as they are."""
         among = self._ancestors[rows[:, None], rows]
-        self._keep(self._node[rows], self._cell[rows], self._position[rows], among)
+        self._keep(self._node[rows], self._token[rows], cell, self._position[rows], among)
         self._version += 1
 
 

@@ -33,15 +33,17 @@ def load_model(
     dtype: str = "float32",
     max_slots: int = 8,
     max_len: int | None = None,
+    kv_cache_tokens: int | None = None,
     attn: str = "sdpa",
     require_trees: bool = False,
 ) -> LanguageModel:
     """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
 
-    `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model).
+    `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
+    `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
     """
     if spec.startswith(TABULAR):
-        return _tabular(spec, max_slots, max_len)
+        return _tabular(spec, max_slots, max_len, kv_cache_tokens)
     require_folder(spec)
     from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
 
@@ -51,6 +53,7 @@ def load_model(
         dtype=dtype,
         max_slots=max_slots,
         max_len=max_len,
+        kv_cache_tokens=kv_cache_tokens,
         attn=attn,
         require_trees=require_trees,
     )
@@ -75,7 +78,7 @@ def require_folder(spec: str) -> None:
         raise ConfigurationError(f"model: {spec!r} holds no config.json; give a folder written by save_pretrained")
 
 
-def _tabular(spec: str, max_slots: int, max_len: int | None) -> TabularModel:
+def _tabular(spec: str, max_slots: int, max_len: int | None, kv_cache_tokens: int | None) -> TabularModel:
     values: dict[str, Any] = {}
     for item in filter(None, spec.removeprefix(TABULAR).split(",")):
         key, _, text = item.partition("=")
@@ -90,6 +93,6 @@ def _tabular(spec: str, max_slots: int, max_len: int | None) -> TabularModel:
     if max_len is not None:
         values["max_positions"] = min(values.get("max_positions", max_len), max_len)
     try:
-        return TabularModel(max_slots=max_slots, **values)
+        return TabularModel(max_slots=max_slots, kv_cache_tokens=kv_cache_tokens, **values)
     except ValueError as wrong:
         raise ConfigurationError(f"model: {spec!r}: {wrong}") from wrong

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from rootward.engine.attention import layer_windows
-from rootward.engine.batch import Size
 from rootward.engine.kv_tree import KvTree
+from rootward.engine.memory import MemoryPlan
 from rootward.engine.packed import pack_linears
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention
-from rootward.engine.slots import Slots, kept_rows
+from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Rows
@@ -28,6 +28,7 @@ from rootward.ports import ModelInfo, Rows
 log = logging.getLogger(__name__)
 
 DEFAULT_MAX_LEN = 8192
+BLOCK_SIZE = 16  # cells of a KV block
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
@@ -36,6 +37,7 @@ class HuggingFaceModel:
 
     `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
     on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
+    `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
     `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
     """
 
@@ -48,6 +50,7 @@ class HuggingFaceModel:
         max_slots: int = 8,
         max_len: int | None = None,
         tree_room: int = 256,
+        kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
         pack: bool = True,
     ):
@@ -57,11 +60,17 @@ class HuggingFaceModel:
         max_positions = min(_context(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
         num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network)
+        num_bytes = sum(w.numel() * w.element_size() for w in (*network.parameters(), *network.buffers()))
         self.num_packed = pack_linears(network, lambda: _sample(network)) if pack else 0
-        self._slots = Slots(max_slots, max_positions + tree_room, max_positions, vocab)
+        try:
+            size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
+        except ValueError as wrong:
+            raise ConfigurationError(f"model: {name!r}: {wrong}") from wrong
+        self._slots = Slots(size, vocab, identity)
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
         self.probe_report = choose_attention(network, attn, max_positions)
         self._pass = self._make_pass(config)
+        self.memory = MemoryPlan(num_bytes, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
             name=name,
             vocab_size=vocab,
@@ -83,6 +92,7 @@ class HuggingFaceModel:
         max_slots: int = 8,
         max_len: int | None = None,
         tree_room: int = 256,
+        kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
         pack: bool = True,
         require_trees: bool = False,
@@ -98,9 +108,11 @@ class HuggingFaceModel:
             max_slots=max_slots,
             max_len=max_len,
             tree_room=tree_room,
+            kv_cache_tokens=kv_cache_tokens,
             attn=attn,
             pack=pack,
         )
+        log.info("%s: %s", path_or_name, model.memory)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
@@ -109,11 +121,10 @@ class HuggingFaceModel:
         return model
 
     def _make_pass(self, config: Any) -> ForwardPass:
-        size = Size(len(self._slots), self._slots.num_cells, self._slots.max_positions - 1)
         windows = layer_windows(config)
         if not self.probe_report.ok or windows is None:
-            return PathPass(self.network, size.num_slots, size.num_cells)
-        return TreePass(self.network, size, windows, ragged=self.probe_report.ragged)
+            return PathPass(self.network, self._slots.size)
+        return TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged)
 
     @property
     def info(self) -> ModelInfo:
@@ -123,14 +134,26 @@ class HuggingFaceModel:
     def num_free_slots(self) -> int:
         return self._slots.num_free
 
-    def open(self) -> int:
-        return self._slots.open()
+    @property
+    def block_size(self) -> int:
+        return self._slots.size.block_size
 
-    @torch.inference_mode()
+    @property
+    def num_blocks(self) -> int:
+        return self._slots.size.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._slots.pool.num_available
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        return self._slots.blocks_needed(slot, num_rows)
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        return self._slots.open(tokens, salt)
+
     def close(self, slot: int) -> None:
-        end = self._slots[slot].high_water
         self._slots.close(slot)
-        self._pass.close(slot, end)
 
     def length(self, slot: int) -> int:
         return self._slots[slot].length
@@ -143,22 +166,21 @@ class HuggingFaceModel:
     def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
         """Logits float32[T, V]; -inf for ids the tokenizer does not have. Nothing changes if it raises."""
         kept = kept_rows(batch, last_only)
-        plans = self._slots.plan(batch)
-        logits_TV = self._pass.run(batch, plans, kept).float()
-        self._slots.adopt(batch, plans)
+        with self._slots.placed(batch) as entries:
+            logits_TV = self._pass.run(entries, kept).float()
         if self._num_ids < logits_TV.shape[1]:
             logits_TV[:, self._num_ids :] = -torch.inf
         return logits_TV
 
     @torch.inference_mode()
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
-        self._pass.commit(slot, self._slots[slot].commit(node, keep_below=keep_below))
+        self._pass.move(self._slots.commit(slot, node, keep_below=keep_below))
 
     def release(self, slot: int) -> None:
-        self._slots[slot].release()
+        self._slots.release(slot)
 
     def check_idle(self) -> None:
-        """RuntimeError unless free + committed + uncommitted = total in every open slot."""
+        """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""
         self._slots.check()
 
 

@@ -11,9 +11,15 @@ D head dimension, C cells.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from rootward.engine.slots import Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +44,39 @@ class PagedContext:
     sees: torch.Tensor
     position: torch.Tensor
     max_length: int
+
+
+def paged_context(entries: Sequence[Entry], width: int, block_size: int, device: torch.device) -> PagedContext:
+    """The context of a step of `width` rows an entry: everything in one array, one copy to the device."""
+    num, nodes = len(entries), max(len(e.plan.node) for e in entries)
+    blocks, words = max(1, *(len(e.table) for e in entries)), -(-nodes // 32)
+    sizes = (blocks, 1, nodes, nodes, width * words, width)
+    packed = np.zeros((num, sum(sizes)), dtype=np.int32)
+    table, length, scratch, place, sees, position = np.split(packed, np.cumsum(sizes)[:-1], axis=1)
+    scratch[:] = -1
+    for b, e in enumerate(entries):
+        plan, m = e.plan, len(e.plan.node)
+        table[b, : len(e.table)] = e.table.blocks
+        length[b] = plan.length
+        scratch[b, :m] = e.table.cells(plan.scratch)
+        place[b, :m] = plan.position
+        seen = np.zeros((width, words * 32), np.bool_)
+        seen[: plan.num_rows, :m] = plan.sees
+        seen[plan.num_rows :, :m] = plan.sees[0]
+        sees[b] = np.packbits(seen, axis=1, bitorder="little").view("<i4").reshape(-1)
+        position[b] = np.append(plan.positions, np.full(width - plan.num_rows, plan.positions[0]))
+    on_device = torch.from_numpy(packed).to(device)
+    parts = torch.split(on_device, list(sizes), dim=1)
+    return PagedContext(
+        block_size=block_size,
+        block_table=parts[0],
+        length=parts[1][:, 0].contiguous(),
+        scratch=parts[2],
+        scratch_position=parts[3],
+        sees=parts[4].reshape(num, width, words),
+        position=parts[5],
+        max_length=max(e.plan.length for e in entries),
+    )
 
 
 def paged_reference(

@@ -15,27 +15,24 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rootward.engine.attention import Visibility, Windows
-from rootward.engine.batch import Size, Step, assemble, split
-from rootward.engine.kv_cache import Pool, slot_cache
-from rootward.engine.kv_tree import Ints, Placement
-from rootward.ports import Rows
+from rootward.engine import cpu_attention
+from rootward.engine.attention import DenseView, Windows
+from rootward.engine.batch import Step, split
+from rootward.engine.kv_cache import PagedCache, Running, running
+from rootward.engine.slots import CellMoves, Entry, Size
 
 # What a forward costs beyond its rows, in rows: measured on a CPU; on an accelerator launches dwarf rows.
 OVERHEAD_ROWS = {"cpu": 32}
 
 
 class ForwardPass(Protocol):
-    """Runs the network; told afterwards what became of the cells."""
+    """Runs the network; told afterwards what becomes of the cells."""
 
-    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
-        """Logits [T, V] of the wanted rows, in the order of the batch."""
+    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+        """Logits [T, V] of the wanted rows, in the order of the entries."""
 
-    def commit(self, slot: int, cells: Ints) -> None:
-        """These cells of the slot, top first, are committed now."""
-
-    def close(self, slot: int, end: int) -> None:
-        """The slot is empty; `end` was its high-water mark."""
+    def move(self, moves: CellMoves) -> None:
+        """Bring what was committed into place."""
 
 
 class TreePass:
@@ -45,38 +42,43 @@ class TreePass:
     """
 
     def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool):
-        self.network, self.device, self.ragged = network, network.device, ragged
-        self.pool = Pool(size)
-        self.cache = slot_cache(self.pool, network.config.get_text_config().num_hidden_layers)
-        self.visibility = Visibility(size.num_slots, size.num_cells, windows, network.dtype, network.device)
+        self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
+        self.kv = PagedCache(size, windows.by_layer)
+        self.reads_storage = network.config._attn_implementation == cpu_attention.NAME
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 
-    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
-        parts = split([plan.num_rows for plan in plans], self.overhead)
+    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+        parts = split([entry.plan.num_rows for entry in entries], self.overhead)
         if len(parts) == 1:
-            return self._run(batch, plans, kept)
+            return self._run(entries, kept)
         found: dict[int, torch.Tensor] = {}
         for part in parts:
             mine = [kept[i] for i in part]
-            logits = self._run([batch[i] for i in part], [plans[i] for i in part], mine)
+            logits = self._run([entries[i] for i in part], mine)
             found.update(zip(part, torch.split(logits, list(map(len, mine))), strict=True))
-        return torch.cat([found[i] for i in range(len(batch))])
+        return torch.cat([found[i] for i in range(len(entries))])
 
-    def _run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
-        step = assemble(batch, plans, kept, self.pool.size, self.device)
-        self.pool.step = step
+    def _run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+        step = Step(entries, kept, self.size, self.device)
+        view = None if self.reads_storage else DenseView(step.paged)
+        token = running.set(Running(step, view))
         try:
-            logits = self._logits(step)
+            return self._logits(step, self._mask(view))
         finally:
-            self.pool.step = None
-        return logits if step.restore is None else logits[step.restore]
+            running.reset(token)
 
-    def _logits(self, step: Step) -> torch.Tensor:
-        mask = self.visibility.mask(step)
+    def _mask(self, view: DenseView | None) -> Any:
+        """An empty mask where attention finds out by itself: without one transformers would build its own."""
+        if view is None:
+            empty = torch.empty(1, 1, 1, 0, device=self.device)
+            return self.windows.masks(lambda window: empty)
+        return self.windows.masks(lambda window: view.mask(window, self.network.dtype))
+
+    def _logits(self, step: Step, mask: Any) -> torch.Tensor:
         if step.keep is None:
             return self._forward(step, mask).flatten(0, 1)
-        if self.can_slice and len(step.slots) == 1:
+        if self.can_slice and len(step.entries) == 1:
             return self._forward(step, mask, logits_to_keep=step.keep[0].nonzero()[:, 0])[0]
         if self.can_slice and self.ragged:
             return self._forward(step, mask, logits_to_keep=step.keep)
@@ -87,55 +89,52 @@ class TreePass:
             input_ids=step.ids,
             position_ids=step.positions,
             attention_mask=mask,
-            past_key_values=self.cache,
+            past_key_values=self.kv.cache,
             use_cache=True,
             **kwargs,
         )
         logits: torch.Tensor = out.logits
         return logits
 
-    def commit(self, slot: int, cells: Ints) -> None:
-        self.visibility.commit(slot, cells)
-
-    def close(self, slot: int, end: int) -> None:
-        self.visibility.clear(slot)
-        for layer in self.cache.layers:
-            layer.wipe(slot, end)
+    def move(self, moves: CellMoves) -> None:
+        self.kv.move(moves, self.device)
 
 
 class PathPass:
-    """A cache-free forward per leaf: exact for whatever the network does inside, at the price of its whole context."""
+    """A cache-free forward per leaf: exact for whatever the network does inside, at the price of its whole context.
 
-    def __init__(self, network: Any, num_slots: int, num_cells: int):
+    Cells hold tokens instead of keys and values.
+    """
+
+    def __init__(self, network: Any, size: Size):
         self.network, self.device = network, network.device
-        self.token = np.zeros((num_slots, num_cells), dtype=np.int64)  # what each cell holds
-        self.committed: list[list[int]] = [[] for _ in range(num_slots)]
+        self.token = np.zeros(size.storage, dtype=np.int64)
 
-    def run(self, batch: Sequence[Rows], plans: Sequence[Placement], kept: Sequence[range]) -> torch.Tensor:
+    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
         wanted = []
-        for rows, plan, keep in zip(batch, plans, kept, strict=True):
-            self.token[rows.slot, plan.cells] = rows.token
-            by_row = self._rows(rows.slot, plan, set(keep))
+        for entry, keep in zip(entries, kept, strict=True):
+            self.token[entry.table.cells(entry.plan.cells)] = entry.rows.token
+            by_row = self._rows(entry, set(keep))
             wanted += [by_row[row] for row in keep]
         return torch.stack(wanted)
 
-    def _rows(self, slot: int, plan: Placement, missing: set[int]) -> dict[int, torch.Tensor]:
+    def _rows(self, entry: Entry, missing: set[int]) -> dict[int, torch.Tensor]:
         """Logits [V] by new row. The forward over a path answers every wanted row on it."""
+        plan, table = entry.plan, entry.table
         old = len(plan.scratch) - plan.num_rows
+        committed = table.cells(np.arange(plan.length))
         found: dict[int, torch.Tensor] = {}
         while missing:
             path = np.flatnonzero(plan.sees[max(missing)])
             path = path[np.argsort(plan.position[path])]
-            tokens = self.committed[slot] + self.token[slot, plan.scratch[path]].tolist()
-            logits = self.network(input_ids=torch.tensor([tokens], device=self.device), use_cache=False).logits[0]
+            tokens = self.token[np.concatenate([committed, table.cells(plan.scratch[path])])]
+            ids = torch.from_numpy(tokens[None]).to(self.device)
+            logits = self.network(input_ids=ids, use_cache=False).logits[0]
             for i, row in enumerate((path - old).tolist()):
                 if row in missing:
-                    found[row] = logits[len(self.committed[slot]) + i]
+                    found[row] = logits[plan.length + i]
                     missing.discard(row)
         return found
 
-    def commit(self, slot: int, cells: Ints) -> None:
-        self.committed[slot] += self.token[slot, cells].tolist()
-
-    def close(self, slot: int, end: int) -> None:
-        self.committed[slot] = []
+    def move(self, moves: CellMoves) -> None:
+        self.token[moves.target] = self.token[moves.source]

@@ -17,12 +17,11 @@ import torch
 
 from rootward.engine import cpu_attention
 from rootward.engine.attention import layer_windows
-from rootward.engine.batch import Size
 from rootward.engine.passes import PathPass, TreePass
-from rootward.engine.slots import Slots, kept_rows
+from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.ports import COMMITTED, Rows
 
-NUM_CELLS, NARROW_WINDOW = 64, 4
+NUM_CELLS, TREE_ROOM, BLOCK_SIZE, NARROW_WINDOW = 64, 16, 4, 4
 PREFIXES = (6, 9, 3)  # committed tokens of the three slots
 PARENTS = ([COMMITTED, 0, 0, 1, 1, 2, 3], [COMMITTED], [COMMITTED, 0, 0])  # their trees
 STOPS = (4, 0, 2)  # the node each commits
@@ -43,6 +42,7 @@ class ProbeReport:
     max_error: float = 0.0
     tolerance: float = 0.0
     reason: str = ""
+    bytes_per_token: int = 0  # of K and V in all layers
 
 
 def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport:
@@ -73,28 +73,28 @@ def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
     """One probe; whatever a network does wrong is a reason, never a crash of the service."""
     try:
         network.set_attn_implementation(attention)
-        error, scale = probe(network, ragged)
+        error, scale, bytes_per_token = probe(network, ragged)
     except Exception as wrong:
         line = (str(wrong).strip() or "no message").splitlines()[0]
         return ProbeReport(False, attention, reason=f"{attention} attention: {type(wrong).__name__}: {line}")
     tolerance = TOLERANCE.get(network.dtype, HALF_TOLERANCE) * scale
     if error <= tolerance:  # false for NaN
-        return ProbeReport(True, attention, ragged, error, tolerance)
+        return ProbeReport(True, attention, ragged, error, tolerance, bytes_per_token=bytes_per_token)
     why = f"{attention} attention: tree rows are off by {error:.1e}, tolerance {tolerance:.1e}"
     return ProbeReport(False, attention, ragged, error, tolerance, why)
 
 
 @torch.inference_mode()
-def probe(network: Any, ragged: bool) -> tuple[float, float]:
-    """Largest difference between tree rows and cache-free forwards, and the largest logit."""
+def probe(network: Any, ragged: bool) -> tuple[float, float, int]:
+    """Largest difference between tree rows and cache-free forwards, the largest logit, and bytes of K and V per token."""
     config = network.config.get_text_config()
     with narrow_window(config):
         windows = layer_windows(config)
         assert windows is not None
-        tree = TreePass(network, Size(len(PREFIXES), NUM_CELLS, NUM_CELLS - 1), windows, ragged=ragged)
-        path = PathPass(network, len(PREFIXES), NUM_CELLS)
-        slots = Slots(len(PREFIXES), NUM_CELLS, NUM_CELLS, int(config.vocab_size))
-        return _compare(tree, path, slots)
+        size = Size.of(len(PREFIXES), NUM_CELLS - TREE_ROOM, TREE_ROOM, BLOCK_SIZE, None)
+        tree, path = TreePass(network, size, windows, ragged=ragged), PathPass(network, size)
+        error, scale = _compare(tree, path, Slots(size, int(config.vocab_size), ""))
+        return error, scale, tree.kv.bytes_per_token
 
 
 def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float]:
@@ -114,23 +114,26 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float
     trees = [
         Rows(s, np.arange(len(PARENTS[s])), np.array(PARENTS[s]), np.array(tokens(len(PARENTS[s])))) for s in order
     ]
+    alone = Rows(
+        0, np.arange(3), np.array(PARENTS[2]), np.array(tokens(3))
+    )  # one entry is read in another way than many
     steps = (
         (chains(PREFIXES), [99 + PREFIXES[s] for s in order]),
         (trees, [STOPS[s] for s in order]),
         (chains((1, 1, 1)), [100, 100, 100]),
+        ([alone], [2]),
     )
     for batch, stops in steps:
         kept = kept_rows(batch, [len(r.node) > 2 and r.slot == 2 for r in batch])
-        plans = slots.plan(batch)
-        got, expected = tree.run(batch, plans, kept).float(), path.run(batch, plans, kept).float()
+        with slots.placed(batch) as entries:
+            got, expected = tree.run(entries, kept).float(), path.run(entries, kept).float()
         worst = max(worst, float((got - expected).abs().max()))
         worst = worst if bool(torch.isfinite(got).all()) else float("nan")
         scale = max(scale, float(expected.abs().max()))
-        slots.adopt(batch, plans)
         for rows, stop in zip(batch, stops, strict=True):
-            cells = slots[rows.slot].commit(stop, keep_below=False)
-            tree.commit(rows.slot, cells)
-            path.commit(rows.slot, cells)
+            moves = slots.commit(rows.slot, stop, keep_below=False)
+            tree.move(moves)
+            path.move(moves)
     return worst, scale
 
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.core.requests import Sampling
+from rootward.engine.processors import shifted
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -24,14 +25,21 @@ NUM_CANDIDATES = (256, 1024, 4096)  # the likeliest tokens of a row that top-p l
 
 @torch.inference_mode()
 def processed(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Laws [T, V] after temperature, then top-k, then top-p, each as in `transformers.generation`.
+    """Laws [T, V] after everything that does not depend on the text: what a drafter can mirror."""
+    return laws(shifted(logits_TV, sampling), sampling)
 
-    float32, or float64 if the logits are. A row of temperature 0 becomes one-hot.
+
+@torch.inference_mode()
+def laws(scores_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """Laws [T, V] of scores (`processors.adjusted`) after temperature, min-p, top-k and top-p, in this order.
+
+    float32, or float64 if the scores are. A row of temperature 0 becomes one-hot.
     """
-    if len(sampling) != len(logits_TV):
-        raise ValueError(f"sampling: {len(sampling)} entries for {len(logits_TV)} rows; give one each")
-    scores = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+    if len(sampling) != len(scores_TV):
+        raise ValueError(f"sampling: {len(sampling)} entries for {len(scores_TV)} rows; give one each")
+    scores = scores_TV if scores_TV.dtype == torch.float64 else scores_TV.float()
     scores = _cooled(scores, [s.temperature for s in sampling])
+    scores = _min_p(scores, [s.min_p for s in sampling])
     scores = _top_k(scores, [s.top_k for s in sampling])
     scores = _top_p(scores, [1.0 if s.greedy else s.top_p for s in sampling])
     probs_TV = torch.softmax(scores, -1)
@@ -113,10 +121,19 @@ def draw_rows(rows_BV: Floats | torch.Tensor, u_B: Floats) -> Ints:
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
     if all(t in (0.0, 1.0) for t in temperature):
         return scores_TV
+    scores_TV = scores_TV - scores_TV.amax(-1, keepdim=True)  # the best stays finite however low the temperature
     divisor = [t or 1.0 for t in temperature]  # greedy rows are decided without it
     if len(set(divisor)) == 1:
         return scores_TV / divisor[0]
     return scores_TV / torch.tensor(divisor, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
+
+
+def _min_p(scores_TV: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    """Everything less likely than this share of the most likely token goes."""
+    if not any(min_p):
+        return scores_TV
+    share = torch.tensor(min_p, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
+    return scores_TV.masked_fill(scores_TV < scores_TV.amax(-1, keepdim=True) + share.log(), -torch.inf)
 
 
 def _top_k(scores_TV: torch.Tensor, top_k: list[int]) -> torch.Tensor:

@@ -1,56 +1,203 @@
-"""The slots of a model: which are taken, and the KV tree of each."""
+"""The sessions of a model: which slots are taken, and of each its KV tree, its block table and the keys of its full blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 
+from rootward.engine.block_pool import BlockPool
+from rootward.engine.block_table import BlockTable
 from rootward.engine.kv_tree import Ints, KvTree, Placement
+from rootward.engine.prefix_keys import chain, first_key, next_key
+from rootward.errors import KvFull
 from rootward.ports import Rows
 
 
-class Slots:
-    """`num_slots` KV trees of `num_cells` cells each. The lowest free slot goes first: slots in use stay together."""
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of the KV memory.
 
-    def __init__(self, num_slots: int, num_cells: int, max_positions: int, vocab_size: int):
-        self.num_cells, self.max_positions, self.vocab_size = num_cells, max_positions, vocab_size
-        self._trees: list[KvTree | None] = [None] * num_slots
+    num_slots      sessions at a time
+    num_cells      cells a session can use at most: its context and the trees on top
+    max_positions  length of the context
+    num_blocks     of block_size cells each, for all sessions
+    """
+
+    num_slots: int
+    num_cells: int
+    max_positions: int
+    num_blocks: int
+    block_size: int
+
+    @staticmethod
+    def of(num_slots: int, max_positions: int, tree_room: int, block_size: int, kv_cache_tokens: int | None) -> Size:
+        """ValueError if one session at its longest would not fit: then no preemption of others could ever let it finish."""
+        cells = max_positions + tree_room
+        most = -(-cells // block_size)
+        blocks = num_slots * most if kv_cache_tokens is None else kv_cache_tokens // block_size
+        if blocks < most:
+            raise ValueError(
+                f"kv_cache_tokens: {kv_cache_tokens} is less than one session of {cells} tokens takes (context and tree); "
+                f"give at least {most * block_size} or lower the longest context"
+            )
+        return Size(num_slots, cells, max_positions, blocks, block_size)
+
+    @property
+    def storage(self) -> int:
+        """Cells of all blocks. The storage has one more: trash, which padding rows are written to and nobody reads."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What a slot holds. `key`: of its last full committed block; `rest`: committed tokens after that block."""
+
+    tree: KvTree
+    table: BlockTable
+    key: bytes
+    rest: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One session's part of a forward: what the caller gave, where it goes, and where the session's cells lie."""
+
+    rows: Rows
+    plan: Placement
+    table: BlockTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CellMoves:
+    """Cells of the storage: the content of source[i] goes to target[i], all at once."""
+
+    source: Ints
+    target: Ints
+
+
+class Slots:
+    """Sessions by slot; the lowest free slot goes first. `identity` names the weights: what keys of blocks start from."""
+
+    def __init__(self, size: Size, vocab_size: int, identity: str):
+        self.size, self.vocab_size, self.identity = size, vocab_size, identity
+        self.pool = BlockPool(size.num_blocks)
+        self._sessions: list[Session | None] = [None] * size.num_slots
 
     def __len__(self) -> int:
-        return len(self._trees)
+        return len(self._sessions)
 
     @property
     def num_free(self) -> int:
-        return sum(tree is None for tree in self._trees)
+        return sum(session is None for session in self._sessions)
 
-    def open(self) -> int:
-        for slot, tree in enumerate(self._trees):
-            if tree is None:
-                self._trees[slot] = KvTree(self.num_cells, self.max_positions)
+    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+        """Take a slot, with as many full blocks of this text as are known; never all of it: the last token is to be forwarded."""
+        for slot, session in enumerate(self._sessions):
+            if session is None:
+                self._sessions[slot] = self._started(tokens, salt)
                 return slot
-        raise RuntimeError(f"slots: all {len(self._trees)} are taken; close one or load the model with more")
+        raise RuntimeError(f"slots: all {len(self)} are taken; close one or load the model with more")
+
+    def _started(self, tokens: Sequence[int], salt: str) -> Session:
+        size, first = self.size, first_key(self.identity, salt)
+        keys = chain(first, tokens, size.block_size, max(0, len(tokens) - 1) // size.block_size)
+        blocks = self.pool.share(keys)
+        table = BlockTable(size.block_size, -(-size.num_cells // size.block_size))
+        table.extend(blocks)
+        tree = KvTree(size.num_cells, size.max_positions, length=table.num_cells)
+        return Session(tree, table, keys[len(blocks) - 1] if blocks else first, [])
 
     def close(self, slot: int) -> None:
-        self[slot].check()
-        self._trees[slot] = None
+        session = self.session(slot)
+        session.tree.check()
+        self.pool.give_back(session.table.cut(0))
+        self._sessions[slot] = None
+
+    def session(self, slot: int) -> Session:
+        session = self._sessions[slot] if 0 <= slot < len(self._sessions) else None
+        if session is None:
+            raise ValueError(f"slot: {slot} is not open; take one with open()")
+        return session
 
     def __getitem__(self, slot: int) -> KvTree:
-        tree = self._trees[slot] if 0 <= slot < len(self._trees) else None
-        if tree is None:
-            raise ValueError(f"slot: {slot} is not open; take one with open()")
-        return tree
+        return self.session(slot).tree
 
-    def plan(self, batch: Sequence[Rows]) -> list[Placement]:
-        """A placement per entry. ValueError on the first thing that is wrong; changes nothing."""
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        """Blocks that a forward of so many new nodes of this slot takes at most (exactly, if they are a chain)."""
+        session = self.session(slot)
+        return max(0, self._blocks(session.tree.end_with(num_rows)) - len(session.table))
+
+    def _blocks(self, num_cells: int) -> int:
+        return -(-num_cells // self.size.block_size)
+
+    @contextmanager
+    def placed(self, batch: Sequence[Rows]) -> Iterator[list[Entry]]:
+        """Places for a batch, adopted when the body ends. ValueError, KvFull or an error of the body: nothing has changed."""
+        entries = self._entries(batch)
+        sessions = [self.session(rows.slot) for rows in batch]
+        missing = [self._blocks(e.plan.end) - len(e.table) for e in entries]
+        needed = sum(max(0, num) for num in missing)
+        if needed > self.pool.num_available:
+            raise KvFull(needed, self.pool.num_available)
+        try:
+            for rows, session, num in zip(batch, sessions, missing, strict=True):
+                if num > 0:
+                    session.table.extend(self.pool.take(num, self._next_block(rows.slot, session.table)))
+            yield entries
+            for session, entry in zip(sessions, entries, strict=True):
+                session.tree.adopt(entry.plan)
+        finally:
+            for session in sessions:
+                self._trim(session)
+
+    def _next_block(self, slot: int, table: BlockTable) -> int:
+        """Where a table would best go on; empty ones start far apart."""
+        return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // len(self)
+
+    def _trim(self, session: Session) -> None:
+        self.pool.give_back(session.table.cut(self._blocks(session.tree.end)))
+
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> CellMoves:
+        """Commit the path down to a node; returns what must move in the storage, before anything else is written to it."""
+        session = self.session(slot)
+        moves = session.tree.commit(node, keep_below=keep_below)
+        cells = CellMoves(session.table.cells(moves.source), session.table.cells(moves.target))
+        self._trim(session)
+        self._register(session, moves.token.tolist())
+        return cells
+
+    def _register(self, session: Session, tokens: list[int]) -> None:
+        """Blocks that have become full can be found by others from now on."""
+        size = self.size.block_size
+        session.rest += tokens
+        full = len(session.rest) // size
+        first = session.tree.length // size - full
+        for i in range(full):
+            session.key = next_key(session.key, session.rest[i * size : (i + 1) * size])
+            self.pool.register(int(session.table.blocks[first + i]), session.key)
+        del session.rest[: full * size]
+
+    def release(self, slot: int) -> None:
+        session = self.session(slot)
+        session.tree.release()
+        self._trim(session)
+
+    def _entries(self, batch: Sequence[Rows]) -> list[Entry]:
+        """ValueError on the first thing that is wrong."""
         if not batch:
             raise ValueError("batch: is empty; give at least one entry")
         slots = [rows.slot for rows in batch]
         if len(set(slots)) != len(slots):
             raise ValueError(f"batch: slots {slots} repeat; give each slot one entry")
+        entries = []
         for rows in batch:
             self._check_tokens(rows)
-        return [self[rows.slot].plan(rows.node, rows.parent) for rows in batch]
+            session = self.session(rows.slot)
+            entries.append(Entry(rows, session.tree.plan(rows.node, rows.parent, rows.token), session.table))
+        return entries
 
     def _check_tokens(self, rows: Rows) -> None:
         token: Ints = np.asarray(rows.token)
@@ -59,15 +206,14 @@ class Slots:
         if int(token.min()) < 0 or int(token.max()) >= self.vocab_size:
             raise ValueError(f"token: ids {int(token.min())}…{int(token.max())} are outside [0, {self.vocab_size})")
 
-    def adopt(self, batch: Sequence[Rows], plans: Sequence[Placement]) -> None:
-        for rows, plan in zip(batch, plans, strict=True):
-            self[rows.slot].adopt(plan)
-
     def check(self) -> None:
-        """The conservation law of every open slot."""
-        for tree in self._trees:
-            if tree is not None:
-                tree.check()
+        """The conservation laws: of every open slot, and of the blocks."""
+        open_ = [session for session in self._sessions if session is not None]
+        for session in open_:
+            session.tree.check()
+            if len(session.table) != self._blocks(session.tree.end):
+                raise RuntimeError(f"KV blocks leaked: {len(session.table)} held for {session.tree.end} cells")
+        self.pool.check([session.table.blocks.tolist() for session in open_])
 
 
 def kept_rows(batch: Sequence[Rows], last_only: Sequence[bool] | None) -> list[range]:

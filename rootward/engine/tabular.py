@@ -1,7 +1,7 @@
 """A language model that is a table: an exact law from a seed, no weights.
 
-The next token depends on the last `order` tokens. It keeps its context in the same KV trees as a real model, and a row
-reads it through its ancestor mask, so a wrong tree shows in the output.
+The next token depends on the last `order` tokens. It keeps its context in the same KV trees and blocks as a real model, a token per cell,
+and a row reads it through its block table and its ancestor mask, so a wrong tree or table shows in the output.
 
 Legend: T rows of the batch, V vocabulary.
 """
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.engine.kv_tree import Ints, KvTree, Placement
-from rootward.engine.slots import Slots, kept_rows
+from rootward.engine.kv_tree import Ints, KvTree
+from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import ModelInfo, Rows
 
 MAX_CACHED_LAWS = 65536
@@ -30,6 +30,7 @@ class TabularModel:
     eos        id of the end-of-text token, if the model has one
     noise      standard deviation of a perturbation on top, from `noise_seed` (`perturbed`)
     tree_room  cells of a slot beyond `max_positions`, for the trees on top of the context
+    kv_cache_tokens, block_size  as of a real model: cells of all sessions together, and of a block
     """
 
     def __init__(
@@ -46,16 +47,18 @@ class TabularModel:
         noise_seed: int = 0,
         max_slots: int = 8,
         tree_room: int = 1024,
+        kv_cache_tokens: int | None = None,
+        block_size: int = 16,
         name: str = "",
     ):
         _check(vocab, order, max_positions, sharpness, zeros, eos, noise)
         self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
         self.eos, self.noise, self.noise_seed = eos, noise, noise_seed
-        self._slots = Slots(max_slots, max_positions + tree_room, max_positions, vocab)
-        self._token = np.zeros((max_slots, max_positions + tree_room), dtype=np.int64)  # what each cell holds
-        self._tail: list[list[int]] = [[] for _ in range(max_slots)]  # the last `order` committed tokens
+        size = Size.of(max_slots, max_positions, tree_room, block_size, kv_cache_tokens)
+        self._token = np.zeros(size.storage, dtype=np.int64)  # what each cell holds
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
-        self._info = self._describe(name)
+        self._info = self._describe(name, max_positions)
+        self._slots = Slots(size, vocab, self._info.fingerprint)
 
     @classmethod
     def perturbed(cls, target: TabularModel, noise: float, seed: int, *, max_slots: int | None = None) -> TabularModel:
@@ -64,22 +67,22 @@ class TabularModel:
             target.vocab,
             target.seed,
             target.order,
-            max_positions=target._slots.max_positions,
+            max_positions=target.info.max_positions,
             sharpness=target.sharpness,
             zeros=target.zeros,
             eos=target.eos,
             noise=noise,
             noise_seed=seed,
             max_slots=len(target._slots) if max_slots is None else max_slots,
-            tree_room=target._slots.num_cells - target._slots.max_positions,
+            tree_room=target._slots.size.num_cells - target.info.max_positions,
         )
 
-    def _describe(self, name: str) -> ModelInfo:
+    def _describe(self, name: str, max_positions: int) -> ModelInfo:
         law = f"tabular:vocab={self.vocab},seed={self.seed},order={self.order},sharpness={self.sharpness:g}"
         for key, value in (("zeros", self.zeros), ("noise", self.noise), ("noise_seed", self.noise_seed)):
             law += f",{key}={value:g}" if value else ""
         eos_ids = () if self.eos is None else (self.eos,)
-        return ModelInfo(name or law, self.vocab, self._slots.max_positions, eos_ids, fingerprint=law)
+        return ModelInfo(name or law, self.vocab, max_positions, eos_ids, fingerprint=law)
 
     @property
     def info(self) -> ModelInfo:
@@ -89,10 +92,23 @@ class TabularModel:
     def num_free_slots(self) -> int:
         return self._slots.num_free
 
-    def open(self) -> int:
-        slot = self._slots.open()
-        self._tail[slot] = []
-        return slot
+    @property
+    def block_size(self) -> int:
+        return self._slots.size.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._slots.size.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._slots.pool.num_available
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        return self._slots.blocks_needed(slot, num_rows)
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        return self._slots.open(tokens, salt)
 
     def close(self, slot: int) -> None:
         self._slots.close(slot)
@@ -103,21 +119,18 @@ class TabularModel:
     def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
         """Log-probabilities float64[T, V], -inf for tokens without probability."""
         kept = kept_rows(batch, last_only)
-        plans = self._slots.plan(batch)
-        self._slots.adopt(batch, plans)
-        for rows, plan in zip(batch, plans, strict=True):
-            self._token[rows.slot, plan.cells] = rows.token
-        contexts = [
-            self._context(rows.slot, plan, row) for rows, plan, rs in zip(batch, plans, kept, strict=True) for row in rs
-        ]
+        with self._slots.placed(batch) as entries:
+            for entry in entries:
+                self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token
+        contexts = [self._context(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
         return torch.from_numpy(np.stack([self.log_law(context) for context in contexts]))
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
-        cells = self._slots[slot].commit(node, keep_below=keep_below)
-        self._tail[slot] = _last([*self._tail[slot], *self._token[slot, cells].tolist()], self.order)
+        moves = self._slots.commit(slot, node, keep_below=keep_below)
+        self._token[moves.target] = self._token[moves.source]
 
     def release(self, slot: int) -> None:
-        self._slots[slot].release()
+        self._slots.release(slot)
 
     def tree(self, slot: int) -> KvTree:
         return self._slots[slot]
@@ -153,12 +166,14 @@ class TabularModel:
         logits.flags.writeable = False
         return logits
 
-    def _context(self, slot: int, plan: Placement, row: int) -> list[int]:
-        """The last tokens the row sees: the committed tail, then the uncommitted cells of its mask by position."""
+    def _context(self, entry: Entry, row: int) -> list[int]:
+        """The last tokens the row sees: the end of the committed ones, then the nodes of its mask by position."""
+        plan = entry.plan
         seen: Ints = np.flatnonzero(plan.sees[row])
         seen = seen[np.argsort(plan.position[seen], kind="stable")]
-        above: list[int] = self._token[slot, plan.scratch[seen]].tolist()
-        return self._tail[slot] + above
+        committed = np.arange(max(0, plan.length - self.order), plan.length)
+        tokens: list[int] = self._token[entry.table.cells(np.concatenate([committed, plan.scratch[seen]]))].tolist()
+        return tokens
 
 
 def _last(tokens: list[int], num: int) -> list[int]:

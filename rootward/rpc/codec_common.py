@@ -1,4 +1,4 @@
-"""Domain types shared by several messages ↔ protobuf: models, sampling, enums, statistics."""
+"""Domain types shared by several messages ↔ protobuf: models, enums, statistics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import TypeVar
 
-from rootward.core.requests import FinishReason, Law, Rule, Sampling, SpeculationMode, SpeculationStats
+from rootward.core.requests import FinishReason, Law, Rule, SpeculationMode, SpeculationStats
 from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
 
@@ -42,18 +42,6 @@ def from_enum(values: Mapping[E, int], number: int, name: str) -> E:
             return value
     known_values = ", ".join(f"{n} ({v.value})" for v, n in values.items())
     raise ValueError(f"{name}: {number} is unknown; use one of {known_values}")
-
-
-def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
-    return generate_pb2.Sampling(temperature=value.temperature, top_k=value.top_k, top_p=value.top_p)
-
-
-def sampling_from_pb(pb: generate_pb2.Sampling) -> Sampling:
-    """Only what the target's processors know on this hop; anything else is refused, never ignored."""
-    if pb.min_p or pb.HasField("seed") or pb.HasField("n"):
-        raise ValueError("sampling: min_p, seed and n are not carried here; leave them unset")
-    temperature = pb.temperature if pb.HasField("temperature") else 1.0
-    return Sampling(temperature, pb.top_k, pb.top_p if pb.HasField("top_p") else 1.0)
 
 
 def stats_to_pb(value: SpeculationStats) -> generate_pb2.SpeculationStats:

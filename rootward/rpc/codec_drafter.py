@@ -14,8 +14,9 @@ from rootward.core.frames import (
     Reject,
     ToDrafter,
 )
-from rootward.rpc.codec_common import LAWS, from_enum, model_from_pb, model_to_pb, sampling_from_pb, sampling_to_pb
+from rootward.rpc.codec_common import LAWS, from_enum, model_from_pb, model_to_pb
 from rootward.rpc.codec_grow import grow_from_pb, grow_to_pb
+from rootward.rpc.codec_sampling import decoding_to_pb, sampling_from_pb, sampling_to_pb
 from rootward.rpc.columns import pack_u32, unpack_u32
 from rootward.rpc.info import DrafterInfo
 from rootward.v1 import drafter_pb2
@@ -141,6 +142,7 @@ def _open_to_pb(value: Open) -> drafter_pb2.Open:
         max_depth=value.max_depth,
         topk=value.topk,
         eos_ids=value.eos_ids,
+        decoding=decoding_to_pb(value.sampling),
     )
 
 
@@ -150,7 +152,7 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         session=pb.session,
         epoch=pb.epoch,
         prefix=unpack_u32(pb.prefix, "open.prefix"),
-        sampling=sampling_from_pb(pb.sampling),
+        sampling=sampling_from_pb(pb.sampling, pb.decoding),
         law=from_enum(LAWS, pb.law, "open.law"),
         seed=pb.seed,
         choice=pb.choice,

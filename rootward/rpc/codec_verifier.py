@@ -14,10 +14,16 @@ from rootward.rpc.codec_common import (
     from_enum,
     model_from_pb,
     model_to_pb,
-    sampling_from_pb,
-    sampling_to_pb,
     stats_from_pb,
     stats_to_pb,
+)
+from rootward.rpc.codec_sampling import (
+    decoding_to_pb,
+    logprobs_from_pb,
+    logprobs_to_pb,
+    sampling_from_pb,
+    sampling_to_pb,
+    structure_from_pb,
 )
 from rootward.rpc.columns import pack_u32, unpack_u32
 from rootward.v1 import drafter_pb2, verifier_pb2
@@ -32,6 +38,7 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
             max_tokens=value.stopping.max_tokens,
             stop_token_ids=pack_u32(value.stopping.stop_token_ids, "stop_token_ids"),
             ignore_eos=value.stopping.ignore_eos,
+            min_tokens=value.stopping.min_tokens,
         ),
         speculation=_policy_to_pb(value.speculation),
         committed=pack_u32(value.committed, "committed"),
@@ -39,6 +46,8 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         seed=value.seed,
         choice=value.choice,
         deadline_s=value.deadline_s,
+        decoding=decoding_to_pb(value.sampling, value.structure),
+        logprobs=value.logprobs,
     )
 
 
@@ -50,14 +59,16 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
     return VerifierRequest(
         request_id=pb.request_id,
         prompt=unpack_u32(pb.prompt, "prompt"),
-        sampling=sampling_from_pb(pb.sampling),
-        stopping=Stopping(pb.stopping.max_tokens, stop_token_ids, pb.stopping.ignore_eos),
+        sampling=sampling_from_pb(pb.sampling, pb.decoding),
+        stopping=Stopping(pb.stopping.max_tokens, stop_token_ids, pb.stopping.ignore_eos, pb.stopping.min_tokens),
         speculation=_policy_from_pb(pb.speculation),
         committed=unpack_u32(pb.committed, "committed"),
         epoch=pb.epoch,
         seed=pb.seed,
         choice=pb.choice,
         deadline_s=deadline_s,
+        structure=structure_from_pb(pb.decoding),
+        logprobs=pb.logprobs if pb.HasField("logprobs") else None,
     )
 
 
@@ -84,14 +95,16 @@ def _policy_from_pb(pb: verifier_pb2.VerifierRequest.Policy) -> Speculation:
 
 
 def committed_to_pb(value: Committed) -> verifier_pb2.Committed:
-    if len(value.accepted) != len(value.tokens):
-        raise ValueError(f"accepted: {len(value.accepted)} flags for {len(value.tokens)} tokens")
+    if len(value.accepted) != len(value.tokens) or len(value.logprobs) not in (0, len(value.tokens)):
+        counts = f"{len(value.accepted)} flags and {len(value.logprobs)} logprobs"
+        raise ValueError(f"accepted, logprobs: {counts} for {len(value.tokens)} tokens")
     return verifier_pb2.Committed(
         epoch=value.epoch,
         offset=value.offset,
         tokens=pack_u32(value.tokens),
         accepted=bytes(value.accepted),
         finish=_finish_to_pb(value.finish) if value.finish else None,
+        logprobs=logprobs_to_pb(value.logprobs) if value.logprobs else None,
     )
 
 
@@ -105,6 +118,7 @@ def committed_from_pb(pb: verifier_pb2.Committed) -> Committed:
         tokens=tokens,
         accepted=tuple(flag == 1 for flag in pb.accepted),
         finish=_finish_from_pb(pb.finish) if pb.HasField("finish") else None,
+        logprobs=logprobs_from_pb(pb.logprobs, len(tokens)) if pb.HasField("logprobs") else (),
     )
 
 

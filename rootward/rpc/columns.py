@@ -41,6 +41,18 @@ def unpack_u32(data: bytes, name: str = "tokens") -> tuple[int, ...]:
     return tuple(np.frombuffer(data, dtype="<u4").tolist())
 
 
+def pack_f32(values: Sequence[float]) -> bytes:
+    """Four bytes per entry."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def unpack_f32(data: bytes, name: str) -> tuple[float, ...]:
+    """Inverse of `pack_f32`."""
+    if len(data) % 4:
+        raise ValueError(f"{name}: {len(data)} bytes are not a multiple of 4; pack as little-endian f32")
+    return tuple(np.frombuffer(data, dtype="<f4").tolist())
+
+
 def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width: int = 1) -> bytes:
     """The smallest width that holds the largest value, but not less than `least_width` bytes."""
     array = _ints(values, name)

@@ -246,6 +246,7 @@ class Open(_message.Message):
     MAX_DEPTH_FIELD_NUMBER: _builtins.int
     TOPK_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -265,11 +266,15 @@ class Open(_message.Message):
     """most children per node"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
-        """temperature, top_p, top_k only"""
+        """without seed and n"""
 
     @_builtins.property
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """never draft below these"""
+
+    @_builtins.property
+    def decoding(self) -> _generate_pb2.Decoding:
+        """without structured_output and bad_words; what depends on the text need not be mirrored"""
 
     def __init__(
         self,
@@ -287,10 +292,11 @@ class Open(_message.Message):
         max_depth: _builtins.int = ...,
         topk: _builtins.int = ...,
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
+        decoding: _generate_pb2.Decoding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "topk", b"topk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "topk", b"topk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

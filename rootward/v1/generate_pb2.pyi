@@ -190,7 +190,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """The target's processed law. Also carried inside the service, where only temperature, top_p and top_k are allowed."""
+    """The target's processed law. Also carried inside the service, where seed and n are not allowed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -207,7 +207,7 @@ class Sampling(_message.Message):
     top_k: _builtins.int
     """most likely tokens kept; 0 keeps all"""
     min_p: _builtins.float
-    """least probability relative to the most likely token; 0 = off"""
+    """least probability relative to the most likely token; range [0, 1], 0 = off"""
     seed: _builtins.int
     """given: the text is reproducible (verification COUPLED unless named); absent: drawn and returned"""
     n: _builtins.int
@@ -247,7 +247,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Decoding(_message.Message):
-    """Processors that depend on the text so far, and constraints."""
+    """Processors that change scores before the temperature, and the form of the output. Also carried inside the service."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -280,23 +280,37 @@ class Decoding(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BAD_SEQUENCES_FIELD_NUMBER: _builtins.int
     presence_penalty: _builtins.float
+    """range [-2, 2]; subtracted from the score of tokens that the output has"""
     frequency_penalty: _builtins.float
+    """range [-2, 2]; subtracted once for each time that the output has the token"""
     repetition_penalty: _builtins.float
-    """default 1 (off)"""
+    """default 1 (off); range (0, 100]; for tokens of prompt and output"""
     json_object: _builtins.bool
+    """any JSON object"""
     json_schema: _builtins.str
-    """a JSON schema document"""
+    """a JSON schema document; keywords that are not supported are refused"""
     regex: _builtins.str
+    """without look-around"""
     grammar: _builtins.str
-    """EBNF"""
+    """Lark"""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """token id -> added to its logit"""
+        """token id -> added to its logit; range [-100, 100], at most 1024 entries"""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """empty = every token"""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts that the output must not have, as they are tokenised alone or after a blank"""
+
+    @_builtins.property
+    def bad_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """runs of tokens that the output must not have; at most 256 of 1 to 32 tokens"""
 
     def __init__(
         self,
@@ -310,10 +324,12 @@ class Decoding(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        bad_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "structured_output", b"structured_output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "structured_output", b"structured_output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty", "allowed_token_ids", b"allowed_token_ids", "bad_sequences", b"bad_sequences", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "logit_bias", b"logit_bias", "presence_penalty", b"presence_penalty", "regex", b"regex", "repetition_penalty", b"repetition_penalty", "structured_output", b"structured_output"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__repetition_penalty: _TypeAlias = _typing.Literal["repetition_penalty"]  # noqa: Y015
     _WhichOneofArgType__repetition_penalty: _TypeAlias = _typing.Literal["_repetition_penalty", b"_repetition_penalty"]  # noqa: Y015
@@ -339,7 +355,7 @@ class Stopping(_message.Message):
     max_tokens: _builtins.int
     """absent = what is left of the context"""
     min_tokens: _builtins.int
-    """no stop of any kind before this many tokens"""
+    """no stop of any kind before this many tokens; at most max_tokens"""
     include_stop_str_in_output: _builtins.bool
     ignore_eos: _builtins.bool
     @_builtins.property
@@ -384,7 +400,7 @@ class ResponseOptions(_message.Message):
     token_ids: _builtins.bool
     """default true: fill token_ids and accepted"""
     logprobs: _builtins.int
-    """absent = none; k = the sampled token and the k most likely"""
+    """absent = none; k = the emitted token and the k most likely; range [0, 20]"""
     prompt_logprobs: _builtins.int
     """the same for the prompt"""
     skip_special_tokens: _builtins.bool
@@ -558,6 +574,36 @@ class CacheOptions(_message.Message):
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
 @_typing.final
+class Logprobs(_message.Message):
+    """Of each token of the message that carries it: log-softmax of the target's own logits, before any processor."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMITTED_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    emitted: _builtins.bytes
+    """f32 little-endian, one per token"""
+    top_token_ids: _builtins.bytes
+    """u32 little-endian, k per token, most likely first"""
+    top_logprobs: _builtins.bytes
+    """f32 little-endian, k per token"""
+    def __init__(
+        self,
+        *,
+        emitted: _builtins.bytes = ...,
+        top_token_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["emitted", b"emitted", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
+
+@_typing.final
 class GenerateChunk(_message.Message):
     """A run of tokens that became final for one choice: a delta, not the text so far."""
 
@@ -572,6 +618,7 @@ class GenerateChunk(_message.Message):
     TEXT_ENDS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """of the choice"""
@@ -593,6 +640,10 @@ class GenerateChunk(_message.Message):
     def usage(self) -> Global___Usage:
         """on the last chunk of the stream"""
 
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -605,10 +656,11 @@ class GenerateChunk(_message.Message):
         text_ends: _builtins.bytes = ...,
         finish: Global___Finish | None = ...,
         usage: Global___Usage | None = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "offset", b"offset", "request_id", b"request_id", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "request_id", b"request_id", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -653,6 +705,7 @@ class Choice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     token_ids: _builtins.bytes
@@ -661,6 +714,10 @@ class Choice(_message.Message):
     """one byte per token: 1 = accepted draft token, 0 = bonus token"""
     @_builtins.property
     def finish(self) -> Global___Finish: ...
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs:
+        """where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -669,10 +726,11 @@ class Choice(_message.Message):
         token_ids: _builtins.bytes = ...,
         accepted: _builtins.bytes = ...,
         finish: Global___Finish | None = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,20 +59,24 @@ class VerifierRequest(_message.Message):
         MAX_TOKENS_FIELD_NUMBER: _builtins.int
         STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
         IGNORE_EOS_FIELD_NUMBER: _builtins.int
+        MIN_TOKENS_FIELD_NUMBER: _builtins.int
         max_tokens: _builtins.int
         """at least 1"""
         stop_token_ids: _builtins.bytes
         ignore_eos: _builtins.bool
+        min_tokens: _builtins.int
+        """output tokens before one that ends the generation may come"""
         def __init__(
             self,
             *,
             max_tokens: _builtins.int = ...,
             stop_token_ids: _builtins.bytes = ...,
             ignore_eos: _builtins.bool = ...,
+            min_tokens: _builtins.int = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -129,6 +133,8 @@ class VerifierRequest(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     DEADLINE_S_FIELD_NUMBER: _builtins.int
+    DECODING_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -140,14 +146,20 @@ class VerifierRequest(_message.Message):
     choice: _builtins.int
     deadline_s: _builtins.float
     """seconds from now; absent = none"""
+    logprobs: _builtins.int
+    """absent = none; k = of the emitted token and of the k most likely"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
-        """temperature, top_p, top_k only"""
+        """without seed and n"""
 
     @_builtins.property
     def stopping(self) -> Global___VerifierRequest.Stopping: ...
     @_builtins.property
     def speculation(self) -> Global___VerifierRequest.Policy: ...
+    @_builtins.property
+    def decoding(self) -> _generate_pb2.Decoding:
+        """without bad_words"""
+
     def __init__(
         self,
         *,
@@ -161,14 +173,21 @@ class VerifierRequest(_message.Message):
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
         deadline_s: _builtins.float | None = ...,
+        decoding: _generate_pb2.Decoding | None = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "deadline_s", b"deadline_s", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "epoch", b"epoch", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_s) -> _WhichOneofReturnType__deadline_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___VerifierRequest: _TypeAlias = VerifierRequest  # noqa: Y015
 
@@ -210,6 +229,7 @@ class Committed(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     offset: _builtins.int
     """output position of tokens[0]; the prompt does not count"""
@@ -220,6 +240,10 @@ class Committed(_message.Message):
     def finish(self) -> Global___Committed.Finish:
         """on the last message only"""
 
+    @_builtins.property
+    def logprobs(self) -> _generate_pb2.Logprobs:
+        """where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -228,10 +252,11 @@ class Committed(_message.Message):
         tokens: _builtins.bytes = ...,
         accepted: _builtins.bytes = ...,
         finish: Global___Committed.Finish | None = ...,
+        logprobs: _generate_pb2.Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "offset", b"offset", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

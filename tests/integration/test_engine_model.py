@@ -13,14 +13,16 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from unit.engine.networks import SHAPE, VOCAB, tiny, truth
 
+from rootward.engine import batch, reach
 from rootward.engine import model as model_module
 from rootward.engine import probe as probe_module
+from rootward.engine.attention import DenseView
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.packed import can_pack
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.sampling import greedy_choice
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, KvFull
 from rootward.ports import COMMITTED, Rows
 
 LLAMA = "LlamaConfig"
@@ -92,15 +94,18 @@ def test_a_network_that_reads_trees_wrongly_is_found(
 ) -> None:
     """The probe measures: break the mask and it refuses, naming model, error and fix."""
     save(tmp_path)
-    build = TreePass.__init__
+    right = reach.reach
 
-    def broken(self: TreePass, *args: object, **kwargs: object) -> None:
-        build(self, *args, **kwargs)
-        self.visibility.mask = lambda step: torch.zeros(
-            len(step.slots), 1, step.ids.shape[1], step.end, dtype=self.network.dtype
-        )
+    def broken(*args: object) -> reach.Reach:
+        """Nothing is masked."""
+        found = right(*args)
+        for part in filter(None, (found.whole, found.tail)):
+            part.visible[:] = True
+        return found
 
-    monkeypatch.setattr(TreePass, "__init__", broken)
+    monkeypatch.setattr(batch, "reach", broken)
+    dense = DenseView.mask
+    monkeypatch.setattr(DenseView, "mask", lambda *args: torch.zeros_like(dense(*args)))
     with pytest.raises(ConfigurationError, match=r"off by \d") as caught:
         HuggingFaceModel.load(str(tmp_path), dtype=dtype, require_trees=True)
     assert caught.value.exit_code == 3
@@ -223,6 +228,7 @@ def test_bad_input_changes_nothing() -> None:
         with pytest.raises(ValueError):
             model.forward([good, bad])
     assert (model.tree(a).num_uncommitted, model.tree(b).num_uncommitted) == (3, 0)
+    model.check_idle()
     logits = model.forward([good])
     torch.testing.assert_close(logits[0], truth(model.network, [1, 2, 3, 4]), atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError):
@@ -270,3 +276,59 @@ def test_nan_of_one_session_stays_in_its_slot() -> None:
     slot = model.open()
     logits = model.forward([Rows.chain(slot, 0, [4])])
     torch.testing.assert_close(logits[0], truth(model.network, [4]), atol=1e-5, rtol=1e-5)
+
+
+def test_known_prefixes_are_not_computed_again() -> None:
+    """A second session with the same text and salt holds whole blocks at once, and decodes the same from them."""
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=3)
+    text = np.random.default_rng(0).integers(0, VOCAB, 48).tolist()
+    first = model.open(text)
+    assert model.length(first) == 0
+    model.forward([Rows.chain(first, 0, text)], last_only=[True])
+    model.commit(first, 47, keep_below=False)
+    for tokens, salt, held in [
+        (text, "", 32),
+        ([*text, 1], "", 48),
+        (text[:17], "", 16),
+        (text, "other", 0),
+        (text[1:], "", 0),
+    ]:
+        slot = model.open(tokens, salt=salt)
+        assert model.length(slot) == held
+        logits = model.forward([Rows.chain(slot, 0, tokens[held:])], last_only=[True])
+        torch.testing.assert_close(logits[0], truth(model.network, tokens), atol=1e-5, rtol=1e-5)
+        model.close(slot)
+    model.close(first)
+    assert model.length(model.open(text)) == 32
+    model.check_idle()
+
+
+def test_kv_memory_is_bounded(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Three sessions share room for one and a half; who is told of it closes one, and goes on later."""
+    save(tmp_path)
+    with caplog.at_level(logging.INFO, logger="rootward"):
+        model = HuggingFaceModel.load(str(tmp_path), max_slots=3, max_len=64, tree_room=16, kv_cache_tokens=120)
+    assert "7 blocks of 16 tokens of 0.2 KiB; 112 tokens fit, 3 sessions at their longest take 240" in caplog.text
+    text = np.random.default_rng(1).integers(0, 80, 40).tolist()
+    a, b = model.open(), model.open()
+    assert model.blocks_needed(a, 40) == 3
+    for slot in (a, b):
+        model.forward([Rows.chain(slot, 0, text)], last_only=[True])
+        model.commit(slot, 39, keep_below=False)
+    assert model.num_free_blocks == 1
+    trees = [Rows(slot, np.arange(9), np.full(9, COMMITTED), np.arange(9)) for slot in (a, b)]
+    assert [model.blocks_needed(slot, 9) for slot in (a, b)] == [1, 1]
+    with pytest.raises(KvFull, match="2 more blocks are needed and 1 are free"):
+        model.forward(trees)
+    model.check_idle()
+    assert (model.tree(a).num_uncommitted, model.num_free_blocks) == (0, 1)
+    model.close(b)
+    logits = model.forward(trees[:1])
+    torch.testing.assert_close(logits[8, :80], truth(model.network, [*text, 8])[:80], atol=1e-5, rtol=1e-5)
+    model.close(a)
+    b = model.open(text)
+    assert model.length(b) == 32
+    model.close(b)
+    assert model.num_free_blocks == model.num_blocks
+    with pytest.raises(ConfigurationError, match="kv_cache_tokens"):
+        load_model(str(tmp_path), max_len=64, kv_cache_tokens=100)

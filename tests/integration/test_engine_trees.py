@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 import torch
 from unit.engine.networks import FAMILIES, VOCAB, WINDOW, tiny, truth
 
-from rootward.engine.attention import Visibility
-from rootward.engine.batch import Step, split
+from rootward.engine import reach
+from rootward.engine.batch import split
 from rootward.engine.kv_tree import KvTree, Placement
 from rootward.engine.model import HuggingFaceModel
+from rootward.engine.slots import Entry
 from rootward.ports import COMMITTED, Rows
 
 TOLERANCE = 1e-5
@@ -118,28 +120,29 @@ def test_eager_equals_sdpa(family: str) -> None:
     assert float((outs[0] - outs[1]).abs().max()) < TOLERANCE
 
 
-def as_chain(tree: KvTree, node: Any, parent: Any) -> Placement:
-    placement = right_plan(tree, node, parent)
+def as_chain(tree: KvTree, node: Any, parent: Any, token: Any) -> Placement:
+    placement = right_plan(tree, node, parent, token)
     placement.ancestors[:] = np.tri(len(placement.ancestors), dtype=bool)
     return placement
 
 
-def by_index(tree: KvTree, node: Any, parent: Any) -> Placement:
-    placement = right_plan(tree, node, parent)
+def by_index(tree: KvTree, node: Any, parent: Any, token: Any) -> Placement:
+    placement = right_plan(tree, node, parent, token)
     placement.position[:] = tree.length + np.arange(len(placement.position))
     return placement
 
 
-def window_by_cell(self: Visibility, mask: torch.Tensor, step: Step, window: int | None) -> torch.Tensor:
-    self.position[:] = torch.arange(self.position.shape[1])
-    return right_window(self, mask, step, window)
+def window_by_cell(entry: Entry, window: int | None) -> Any:
+    """Positions of nodes taken for their cells."""
+    plan = dataclasses.replace(entry.plan, position=entry.plan.scratch)
+    return right_part(dataclasses.replace(entry, plan=plan), window)
 
 
-right_plan, right_window = KvTree.plan, Visibility._windowed
+right_plan, right_part = KvTree.plan, reach._part
 WRONG = {
     "chain instead of tree": (KvTree, "plan", as_chain),
     "positions by index": (KvTree, "plan", by_index),
-    "window by cell": (Visibility, "_windowed", window_by_cell),
+    "window by cell": (reach, "_part", window_by_cell),
 }
 
 
@@ -152,7 +155,7 @@ def test_wrong_masks_and_positions_show(family: str, wrong: str, monkeypatch: py
     """Negative controls: the comparison above has the power to see what it is there to see."""
     model = load(family)
     text = Text(model, PREFIXES[0])
-    for seed in range(3):  # leaves the committed tokens in scattered cells
+    for seed in range(3):
         model.forward([text.rows(PARENTS[0], tokens(7, seed))])
         text.commit(6)
     rows = text.rows(PARENTS[0], tokens(7, 3))

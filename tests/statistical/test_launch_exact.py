@@ -1,10 +1,14 @@
 """When a round launches, enumerated through the real scheduler: growth comes level by level, and something may happen while a tree waits.
 
 A tree that comes to rest is launched at once; one that does not, waits. Whether it came to rest depends on its values (end of sequence,
-exhausted support). So what happens to a waiting tree must not change how much of it is verified: not a lost drafter, not new load.
+exhausted support). So what happens to a waiting tree must not change how much of it is verified: not a lost drafter, not new load, not
+a session that has to give its KV to others. More waiting is always allowed, even because of what has arrived: nodes that come meanwhile
+are verified too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,29 +17,53 @@ from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_leve
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law
-from verifier_service.scheduler import View, plan
+from verifier_service.scheduler import Limits, Plan, View, schedule
 
 CAP = 8
-EVENTS = ("patience ends", "drafter lost", "load rises")
-WRONG = ("drafter lost: tree dropped", "load rises: cap follows")
+EVENTS = ("patience ends", "drafter lost", "load rises", "preempted", "no room for a large tree")
+WRONG = (
+    "drafter lost: tree dropped",
+    "load rises: cap follows",
+    "preempted: tree dropped",
+    "no room for a large tree: cut",
+)
 
 
 def launched(tree: LivingTree, *, at_rest: bool, waited_s: float = 0.0, cap: int = CAP) -> int | None:
     """Nodes to verify if the scheduler launches this session now; None while it waits."""
-    step = plan([View(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap)], prefill_chunk=1, prefill_turn=False)
+    step = schedule([View(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap)], Limits(rows=64, chunk=1))
     if step.empty:
         return None
     return step.verify[0][1] if step.verify else 0
 
 
-def after(event: str, tree: LivingTree) -> int:
-    """What the verifier does with a tree that is still waiting when the event comes."""
+def lacking_room(tree: LivingTree) -> bool:
+    """Whether the rows of this tree find no blocks: two fit, and a session of better rank holds the rest."""
+    mine = View(1, 0, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), room=2)
+    step = schedule([mine, View(2, 0, rank=(0, 0), room=1)], Limits(rows=64, chunk=1, free_blocks=0))
+    assert step.decode == (2,)
+    return not step.verify
+
+
+def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
+    """What the verifier does with a tree that is still waiting when the event comes. `grow`: the drafter goes on meanwhile."""
     if event == "patience ends":
         cap = launched(tree, at_rest=False, waited_s=2.0)
     elif event == "drafter lost":  # an orphan is at rest: what has arrived is verified
         cap = launched(tree, at_rest=True)
     elif event == "load rises":  # the cap was fixed when the round began
         cap = launched(tree, at_rest=False, waited_s=2.0, cap=CAP)
+    elif event == "preempted":  # what is committed is computed again; cap and tree stay, and the wait begins anew
+        step = schedule([View(1, 5, True, len(tree), False, 2.0, 1.0, CAP)], Limits(rows=64, chunk=5))
+        assert step == Plan(prefill=((1, 5),))
+        grow()
+        cap = launched(tree, at_rest=False, waited_s=2.0)
+    elif event.startswith("no room"):
+        if lacking_room(tree):
+            if event.endswith("cut"):
+                return 1
+            grow()
+        cap = launched(tree, at_rest=False, waited_s=2.0)
     elif event == "load rises: cap follows":
         cap = launched(tree, at_rest=False, waited_s=2.0, cap=1)
     else:
@@ -57,7 +85,9 @@ def error(seed: int, law: Law, event: str, levels: int, monkeypatch: pytest.Monk
             if cap is None:
                 grow_level(model, tree, growth, prompt)
                 cap = launched(tree, at_rest=growth.at_rest)
-        first = tree.snapshot(after(event, tree) if cap is None else cap)
+        if cap is None:
+            cap = after(event, tree, lambda: grow_level(model, tree, growth, prompt))
+        first = tree.snapshot(cap)
         verdict, target = decide(model, first, prompt)
         stop = chooser.choose(verdict.stop)
         bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from rootward.core.requests import (
     Committed,
     Finish,
     FinishReason,
+    Form,
     Law,
     Rule,
     Sampling,
@@ -29,6 +32,8 @@ from rootward.core.requests import (
     SpeculationMode,
     SpeculationStats,
     Stopping,
+    Structure,
+    TokenLogprob,
     VerifierRequest,
 )
 from rootward.ports import ModelInfo, VerifierInfo
@@ -39,14 +44,28 @@ u64 = st.integers(0, 2**64 - 1)
 text = st.text(max_size=8)
 tokens = st.lists(u32, max_size=12).map(tuple)
 small = st.integers(0, 500)
+f32 = st.floats(width=32, allow_nan=False)
 
 
 def few(strategy, max_size=3):
     return st.lists(strategy, max_size=max_size).map(tuple)
 
 
+positive = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
 sampling = st.builds(
-    Sampling, st.floats(0, 100), top_k=u32, top_p=st.floats(0, 1, exclude_min=True, allow_subnormal=False)
+    Sampling,
+    st.floats(0, 100),
+    top_k=u32,
+    top_p=positive,
+    min_p=st.floats(0, 1),
+    repetition_penalty=positive,
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    logit_bias=st.dictionaries(u32, st.floats(-100, 100), max_size=4).map(lambda bias: tuple(bias.items())),
+    allowed_token_ids=tokens,
+) | st.builds(Sampling, bad_sequences=few(st.lists(u32, min_size=1, max_size=4).map(tuple)))
+structures = st.none() | st.builds(
+    lambda form, text: Structure(form, "" if form is Form.JSON_OBJECT else f"{text}x"), st.sampled_from(Form), text
 )
 laws = st.sampled_from(Law)
 hello = st.builds(Hello, text, u64, text, u32, u32, u32)
@@ -114,13 +133,30 @@ request = st.builds(
     text,
     st.lists(u32, min_size=1, max_size=12).map(tuple),
     sampling,
-    st.builds(Stopping, st.integers(1, 2**32 - 1), tokens, st.booleans()),
+    st.integers(1, 2**32 - 1).flatmap(
+        lambda most: st.builds(Stopping, st.just(most), tokens, st.booleans(), st.integers(0, most))
+    ),
     speculation,
     tokens,
     st.integers(1, 2**32 - 1),
     u64,
     u32,
     st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    st.just(None),
+    st.none() | st.integers(0, 20),
+)
+requests = st.one_of(
+    request,
+    st.builds(
+        lambda wanted, structure: replace(
+            wanted,
+            structure=structure,
+            stopping=replace(wanted.stopping, ignore_eos=False, min_tokens=0),
+            sampling=replace(wanted.sampling, allowed_token_ids=(), bad_sequences=()),
+        ),
+        request,
+        structures,
+    ),
 )
 stats = st.builds(SpeculationStats, u32, u32, u32, u32, tokens, u32, text, text, u64)
 finish = st.builds(Finish, st.sampled_from(FinishReason), st.none() | u32, stats)
@@ -130,7 +166,10 @@ finish = st.builds(Finish, st.sampled_from(FinishReason), st.none() | u32, stats
 def committed(draw):
     run = draw(tokens)
     flags = tuple(draw(st.lists(st.booleans(), min_size=len(run), max_size=len(run))))
-    return Committed(draw(u32), draw(u32), run, flags, draw(st.none() | finish))
+    k = draw(st.integers(0, 3))
+    pairs = st.lists(st.tuples(u32, f32), min_size=k, max_size=k).map(tuple)
+    logprobs = draw(st.lists(st.builds(TokenLogprob, f32, pairs), min_size=len(run), max_size=len(run)).map(tuple))
+    return Committed(draw(u32), draw(u32), run, flags, draw(st.none() | finish), draw(st.sampled_from([(), logprobs])))
 
 
 model = st.builds(ModelInfo, text, u32, u32, tokens, text, u64, st.booleans(), text)
@@ -148,4 +187,4 @@ verifier_info = st.builds(
 )
 drafter_info = st.builds(DrafterInfo, model, ack, load)
 
-anything = st.one_of(to_drafter, from_drafter, request, committed(), verifier_info, drafter_info, model)
+anything = st.one_of(to_drafter, from_drafter, requests, committed(), verifier_info, drafter_info, model)

@@ -19,7 +19,7 @@ from rootward.cli_check_pair import Side, compare
 from rootward.cli_output import print_delta, visible
 from rootward.cli_serve import command_of
 from rootward.client_types import TokenDelta
-from rootward.core.requests import SpeculationMode
+from rootward.core.requests import Form, SpeculationMode, Structure
 from rootward.demo import paths
 
 
@@ -60,6 +60,25 @@ async def test_json_output_is_one_object(capsys):
         assert json.loads(out[out.index("{") :])["server"]["models"][0]["name"] == "demo"
 
 
+async def test_generate_passes_processors_and_forms(capsys, tmp_path):
+    verifier = SpellingVerifier()
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    async with grpc_serving(verifier) as (_, address):
+        processors = ["--min-p", "0.1", "--repetition-penalty", "1.2", "--frequency-penalty", "-1", "--min-tokens", "3"]
+        assert await run("generate", "a", "--url", address, *processors, "--logprobs", "2", "--output", "json") == 0
+        out = capsys.readouterr().out
+        told = json.loads(out[out.index("{") :])["logprobs"]
+        assert len(told) == len(IDS)
+        assert set(told[0]) == {"logprob", "top"}
+        assert await run("generate", "a", "--url", address, "--json-schema", str(schema)) == 0
+        first, second = verifier.requests
+        s = first.sampling
+        assert (s.min_p, s.repetition_penalty, s.frequency_penalty) == (0.1, 1.2, -1.0)
+        assert (first.stopping.min_tokens, first.logprobs) == (3, 2)
+        assert second.structure == Structure(Form.JSON_SCHEMA, '{"type": "object"}')
+
+
 async def test_status(capsys):
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (_, address):
@@ -83,6 +102,10 @@ async def test_status(capsys):
         (["--model", "other"], "model: 'other' is not served here; use 'demo'"),
         (["--verification", "hope"], "speculation.verification: 'hope' is unknown"),
         (["--stop", ""], "stop: '' is not 1 to 1024 characters long"),
+        (["--min-p", "2"], "min_p: 2.0 is outside [0, 1]"),
+        (["--presence-penalty", "3"], "presence_penalty: 3.0 is outside [-2, 2]"),
+        (["--logprobs", "21", "--output", "json"], "logprobs: 21 is outside [0, 20]"),
+        (["--regex", "a", "--min-tokens", "2"], "structured_output: 'regex' cannot be combined with min_tokens"),
     ],
 )
 async def test_a_mistake_is_one_line_and_exit_code_2(flags, words, capsys):
@@ -106,6 +129,8 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["generate"], 2, "Missing argument"),
         (["generate", "x", "--heat", "3"], 2, "--heat"),
         (["generate", "x", "--temperature", "hot"], 2, "--temperature"),
+        (["generate", "x", "--logprobs", "2"], 2, "--output json"),
+        (["generate", "x", "--json-schema", "/nowhere"], 2, "/nowhere"),
         (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
         (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "2"], 4, "url: no answer from the server"),
         (["status", "--url", "127.0.0.1:1"], 4, "rootward serve all"),

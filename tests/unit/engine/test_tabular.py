@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rootward.engine.tabular import TabularModel
+from rootward.errors import KvFull
 from rootward.ports import COMMITTED, Rows
 
 
@@ -98,6 +99,39 @@ def test_last_only_and_slots() -> None:
     model.close(a)
     model.close(b)
     assert (model.open(), model.length(0)) == (0, 0)
+
+
+def test_a_known_text_is_held_at_once_until_its_memory_is_needed() -> None:
+    model = TabularModel(
+        5, seed=1, order=9, max_positions=40, tree_room=8, max_slots=3, kv_cache_tokens=96, block_size=8
+    )
+    text = np.random.default_rng(0).integers(0, 5, 24).tolist()
+    model.close(committed(model, text))
+    for tokens, salt, held in ((text, "", 16), ([*text, 1], "", 24), (text, "salt", 0), ([4 - text[0], *text], "", 0)):
+        slot = model.open(tokens, salt=salt)
+        assert model.length(slot) == held
+        row = model.forward([Rows.chain(slot, 0, tokens[held:])], last_only=[True])[0]
+        np.testing.assert_allclose(row.exp(), model.law(tokens))
+        model.close(slot)
+    assert model.num_free_blocks == model.num_blocks == 12
+    others = [committed(model, [i] * 40) for i in range(2)]  # ten blocks: some of the text's are forgotten
+    assert model.length(model.open(text)) < 16
+    for slot in others:
+        model.close(slot)
+    model.check_idle()
+
+
+def test_kv_memory_is_bounded_as_of_a_real_model() -> None:
+    model = TabularModel(5, max_positions=16, tree_room=8, max_slots=4, kv_cache_tokens=32, block_size=8)
+    a, b = committed(model, [1] * 16), model.open()
+    assert (model.num_free_blocks, model.blocks_needed(b, 16)) == (2, 2)
+    assert model.blocks_needed(b, 17) == 3
+    with pytest.raises(KvFull):
+        model.forward([Rows.chain(b, 0, [2] * 17)])
+    assert model.tree(b).num_uncommitted == 0
+    model.close(a)
+    model.forward([Rows.chain(b, 0, [2] * 17)])
+    model.check_idle()
 
 
 @pytest.mark.parametrize(

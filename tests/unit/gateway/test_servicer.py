@@ -64,6 +64,11 @@ async def test_unary():
         (choice,) = answer.choices
         assert (answer.model, choice.text, choice.finish.stop_string) == ("demo", TEXT.partition("return")[0], "return")
         assert answer.usage.completion_tokens == len(choice.accepted)
+        assert not choice.HasField("logprobs")
+        told = generate_pb2.ResponseOptions(logprobs=2)
+        (choice,) = (await stub.Generate(Request(text="a", response=told), timeout=10)).choices
+        columns = choice.logprobs.emitted, choice.logprobs.top_token_ids, choice.logprobs.top_logprobs
+        assert [len(column) for column in columns] == [4 * len(IDS), 8 * len(IDS), 8 * len(IDS)]
         ids = await stub.Tokenize(generate_pb2.TokenizeRequest(text="def"), timeout=5)
         assert ids.max_model_len == 256
         text = await stub.Detokenize(generate_pb2.DetokenizeRequest(token_ids=ids.token_ids), timeout=5)
@@ -151,14 +156,6 @@ G = generate_pb2
     "message",
     [
         Request(text="a", sampling=G.Sampling(n=2)),
-        Request(text="a", sampling=G.Sampling(min_p=0.1)),
-        Request(text="a", decoding=G.Decoding(presence_penalty=1)),
-        Request(text="a", decoding=G.Decoding(repetition_penalty=1.1)),
-        Request(text="a", decoding=G.Decoding(logit_bias={3: 1.0})),
-        Request(text="a", decoding=G.Decoding(allowed_token_ids=[3])),
-        Request(text="a", decoding=G.Decoding(json_schema="{}")),
-        Request(text="a", stopping=G.Stopping(min_tokens=1)),
-        Request(text="a", response=G.ResponseOptions(logprobs=0)),
         Request(text="a", response=G.ResponseOptions(prompt_logprobs=1)),
         Request(text="a", speculation=G.Speculation(drafter="ngram")),
         Request(text="a", speculation=G.Speculation(prediction="x")),
@@ -191,6 +188,11 @@ def test_values_that_mean_off_are_fine():
         Request(text="a", speculation=G.Speculation(topk=0)),
         Request(text="a", sampling=G.Sampling(temperature=float("nan"))),
         Request(text="a", sampling=G.Sampling(top_p=float("inf"))),
+        Request(text="a", sampling=G.Sampling(min_p=-0.1)),
+        Request(text="a", decoding=G.Decoding(presence_penalty=2.5)),
+        Request(text="a", decoding=G.Decoding(repetition_penalty=0)),
+        Request(text="a", decoding=G.Decoding(logit_bias={3: 1000.0})),
+        Request(text="a", decoding=G.Decoding(regex="")),
     ],
     ids=str,
 )

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field, replace
 
 from unit.gateway.tokenizers_for_tests import byte_level
 
-from rootward.core.requests import Committed, Finish, FinishReason, SpeculationStats, VerifierRequest
+from rootward.core.requests import (
+    Committed,
+    Finish,
+    FinishReason,
+    SpeculationStats,
+    TokenLogprob,
+    VerifierRequest,
+)
 from rootward.errors import StaleEpoch, Unavailable
 from rootward.ports import ModelInfo, VerifierInfo
 
@@ -72,12 +79,20 @@ class SpellingVerifier:
             last = at + len(tokens) == len(whole)
             finish = self._finish(request, tokens[-1] if ended else None) if last else None
             accepted = tuple(i < len(tokens) - 1 for i in range(len(tokens)))
-            yield Committed(request.epoch, at, tokens, accepted, finish)
+            logprobs = tuple(logprob_of(at + i, t, request.logprobs) for i, t in enumerate(tokens))
+            asked = request.logprobs is not None
+            yield Committed(request.epoch, at, tokens, accepted, finish, logprobs if asked else ())
             at += len(tokens)
 
     def _finish(self, request: VerifierRequest, stop_id: int | None) -> Finish:
         stats = SpeculationStats(2, 1, 10, 5, (1, 0, 1), 0, "draft-1", "traversal", request.seed)
         return Finish(FinishReason.LENGTH if stop_id is None else FinishReason.STOP, stop_id, stats)
+
+
+def logprob_of(position: int, token: int, num_top: int | None) -> TokenLogprob:
+    """Made up, but a function of the output position. Token 100 is the likeliest, then the one that is spelled."""
+    own = -0.5 * (position + 1)
+    return TokenLogprob(own, ((100, -0.25), (token, own), (101, -99.0))[: num_top or 0])
 
 
 def older_epoch(run: Committed) -> Committed:

@@ -1,16 +1,18 @@
-"""The scheduler is a function of values: what launches, what waits, what is never decided by the tree itself."""
+"""The scheduler is a function of values: what launches, what waits, who makes room; what is never decided by the tree itself."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.scheduler import Plan, View, patience_s, plan, share
+from verifier_service.scheduler import Limits, Plan, View, patience_s, schedule, share
 
 
-def decide(*views: View, turn: bool = False) -> Plan:
-    return plan(views, prefill_chunk=10, prefill_turn=turn)
+def decide(*views: View, **limits) -> Plan:
+    return schedule(views, Limits(**({"rows": 20, "chunk": 10, "floor": 4} | limits)))
 
 
 def waiting(session: int = 1, **changes) -> View:
@@ -42,15 +44,45 @@ def test_sessions_that_wait_do_not_hold_up_those_that_are_ready() -> None:
     assert step == Plan(verify=((1, 8),), decode=(3,))
 
 
-def test_prefill_and_rounds_take_turns() -> None:
-    filling, ready = View(1, prefill_left=25), View(2, cap=8)
-    assert decide(filling, ready, turn=True) == Plan(prefill=((1, 10),))
-    assert decide(filling, ready, turn=False) == Plan(decode=(2,))
-    assert decide(filling, waiting(2), turn=False) == Plan(prefill=((1, 10),))  # nothing else to do meanwhile
+def test_nothing_to_do_sleeps_until_something_happens() -> None:
+    assert decide() == Plan(wait_s=None)
 
 
-def test_the_prefill_budget_is_shared_in_order() -> None:
-    assert decide(View(1, prefill_left=7), View(2, prefill_left=7), turn=True).prefill == ((1, 7), (2, 3))
+# -- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_step_holds_prefill_and_rounds() -> None:
+    assert decide(View(1, prefill_left=25), waiting(2, arrived=8)) == Plan(prefill=((1, 10),), verify=((2, 8),))
+    assert decide(View(1, prefill_left=25), waiting(2)) == Plan(prefill=((1, 10),))  # the wait costs at most a chunk
+
+
+def test_prefill_takes_what_rounds_leave_and_at_least_its_floor() -> None:
+    rounds = [waiting(n, arrived=7, waited_s=float(n)) for n in (1, 2)]
+    assert decide(View(9, prefill_left=25), *rounds, rows=24).prefill == ((9, 8),)
+    step = decide(View(9, prefill_left=25), *rounds, rows=16)
+    assert step == Plan(prefill=((9, 8),), verify=((2, 8),))  # the floor would not have fitted beside both
+    assert decide(View(9, prefill_left=25), waiting(1, arrived=8), rows=6, chunk=3, floor=3).prefill == ((9, 3),)
+
+
+def test_who_has_waited_longest_goes_first_so_that_nobody_is_left_out() -> None:
+    waited = dict.fromkeys(range(7), 0.0)
+    rounds = dict.fromkeys(waited, 0)
+    for _ in range(14):
+        step = decide(*(View(n, waited_s=s, rank=(0, n)) for n, s in waited.items()), rows=4)
+        assert len(step.decode) == 4
+        for n in waited:
+            waited[n] = 0.0 if n in step.decode else waited[n] + 1.0
+            rounds[n] += n in step.decode
+    assert min(rounds.values()) >= 7  # of 8 on average
+
+
+def test_a_round_larger_than_the_budget_still_comes_to_its_turn() -> None:
+    assert decide(waiting(arrived=8, waited_s=1.0), View(2), rows=4).verify == ((1, 8),)
+
+
+def test_the_prefill_budget_is_shared_by_rank() -> None:
+    step = decide(View(1, prefill_left=7, rank=(0, 1)), View(2, prefill_left=7, rank=(-1, 2)))
+    assert step.prefill == ((2, 7), (1, 3))
 
 
 def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
@@ -58,30 +90,73 @@ def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
     assert decide(waiting(arrived=8, cap=0)).decode == (1,)
 
 
-def test_nothing_to_do_sleeps_until_something_happens() -> None:
-    assert decide() == Plan(wait_s=None)
-
-
 @pytest.mark.parametrize(("expected", "wanted"), [(1.0, 0.0), (3.0, 0.02), (100.0, 0.05)])
 def test_waiting_is_bounded_by_what_it_can_gain(expected: float, wanted: float) -> None:
     assert patience_s(expected_tokens=expected, plain_s=0.01, limit_s=0.05) == pytest.approx(wanted)
 
 
+# -- blocks -------------------------------------------------------------------------------------------------------------
+
+MEMORY = {"block_size": 4, "free_blocks": 1}
+
+
+def test_rows_that_fit_into_held_blocks_cost_none() -> None:
+    full = {"block_size": 4, "free_blocks": 0}
+    assert decide(View(1, room=1), View(2, room=0, rank=(0, 1)), **full).decode == (1,)
+
+
+def test_who_lacks_blocks_preempts_the_worst_ranked_first() -> None:
+    views = [
+        waiting(1, arrived=8, rank=(0, 1), room=1, blocks=3),
+        View(2, prefill_left=9, rank=(0, 2), blocks=1),
+        waiting(3, arrived=2, rank=(0, 3), blocks=1),
+        waiting(4, arrived=2, rank=(-1, 4), blocks=9),  # arrived last, but its priority is better
+    ]
+    assert decide(*views, **MEMORY) == Plan(preempt=(3,))
+    rest = [v for v in views if v.session != 3]
+    assert decide(*rest, block_size=4, free_blocks=2).verify == ((1, 8),)
+
+
+def test_nobody_preempts_a_better_rank_and_who_finds_no_room_waits_with_its_tree() -> None:
+    better = View(1, rank=(0, 1), room=1, blocks=5)
+    worse = waiting(2, arrived=8, rank=(0, 2), blocks=5)
+    assert decide(better, worse, block_size=4, free_blocks=0) == Plan(decode=(1,))
+
+
+def test_nobody_is_preempted_in_vain() -> None:
+    views = [View(1, rank=(0, 1)), waiting(2, rank=(0, 2), blocks=0), View(3, rank=(0, 3), room=1)]
+    assert decide(*views, block_size=4, free_blocks=0) == Plan(decode=(3,))
+
+
+def test_a_chunk_shrinks_to_the_blocks_there_are() -> None:
+    assert decide(View(1, prefill_left=20, room=2), **MEMORY).prefill == ((1, 6),)
+
+
+RANKS = st.permutations(range(6))
 VIEWS = st.builds(
     waiting,
     session=st.integers(0, 5),
+    prefill_left=st.sampled_from([0, 0, 3, 30]),
     arrived=st.integers(0, 12),
     at_rest=st.booleans(),
     waited_s=st.sampled_from([0.0, 0.5, 1.0]),
     drafting=st.booleans(),
     cap=st.integers(0, 8),
+    room=st.integers(0, 3),
+    blocks=st.integers(0, 3),
 )
+SOME = st.lists(VIEWS, max_size=6, unique_by=lambda v: v.session)
 
 
-@given(st.lists(VIEWS, max_size=6, unique_by=lambda v: v.session))
-def test_the_cap_never_depends_on_any_tree(views: list[View]) -> None:
+def ranked(views: list[View], ranks: list[int]) -> list[View]:
+    return [replace(v, rank=(0, ranks[v.session])) for v in views]
+
+
+@settings(deadline=None)
+@given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8))
+def test_the_cap_never_depends_on_any_tree(views: list[View], ranks: list[int], rows: int, free: int) -> None:
     """Rule L2: how much is verified is fixed beforehand; a tree's size only decides when waiting stops."""
-    step = decide(*views)
+    step = decide(*ranked(views, ranks), rows=rows, block_size=4, free_blocks=free)
     by_session = {v.session: v for v in views}
     for session, cap in step.verify:
         assert cap == by_session[session].cap
@@ -89,3 +164,50 @@ def test_the_cap_never_depends_on_any_tree(views: list[View]) -> None:
     for session in step.decode:
         view = by_session[session]
         assert view.arrived == 0 or not view.drafting or view.cap < 1
+
+
+def rows_of(step: Plan, by_session: dict[int, View]) -> dict[int, int]:
+    rows = dict(step.prefill) | dict.fromkeys(step.decode, 1)
+    return rows | {n: 1 + min(cap, by_session[n].arrived) for n, cap in step.verify}
+
+
+@settings(deadline=None)
+@given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8))
+def test_a_step_never_needs_more_than_there_is(views: list[View], ranks: list[int], rows: int, free: int) -> None:
+    by_session = {v.session: v for v in views}
+    step = decide(*ranked(views, ranks), rows=rows, block_size=4, free_blocks=free)
+    taken = rows_of(step, by_session)
+    assert sum(-(-max(0, size - by_session[n].room) // 4) for n, size in taken.items()) <= free
+    assert sum(size for _, size in step.prefill) <= 10
+    launched = len(step.verify) + len(step.decode)
+    if launched > 1:
+        assert sum(taken.values()) <= max(rows, 10)
+    if step.preempt:
+        assert not taken
+
+
+@settings(deadline=None)
+@given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8), st.integers(0, 3))
+def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
+    views: list[View], ranks: list[int], rows: int, free: int, shared: int
+) -> None:
+    """No deadlock: preempting what the plan says always ends in a step, whatever part of the blocks turns out to be shared."""
+    total = free + sum(v.blocks for v in views)
+    if total < 8:  # the best-ranked alone must fit: that much is refused at admission
+        free += 8 - total
+    left = ranked(views, ranks)
+    for _ in range(len(views) + 1):
+        step = decide(*left, rows=rows, block_size=4, free_blocks=free)
+        if not step.preempt:
+            break
+        for number in step.preempt:
+            gone = next(v for v in left if v.session == number)
+            assert gone.rank > min(v.rank for v in left)
+            left.remove(gone)
+            free += max(0, gone.blocks - shared)
+        if len(left) == 1:
+            free = max(free, 8)
+    wants = [v for v in left if decide(v).wait_s is None]
+    best = min((v.rank for v in left), default=None)
+    if any(v.rank == best for v in wants):
+        assert not step.empty

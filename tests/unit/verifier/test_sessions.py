@@ -14,9 +14,12 @@ from rootward.core.requests import (
     Sampling,
     Speculation,
     Stopping,
+    TokenLogprob,
     VerifierRequest,
 )
-from verifier_service.sessions import Session, choose_rule
+from rootward.core.tree import root_only
+from rootward.errors import InvalidRequest
+from verifier_service.sessions import Session, check_tokens, choose_rule
 
 EOS = 9
 
@@ -78,6 +81,65 @@ def test_a_resumed_session_counts_from_where_the_lost_one_was() -> None:
     assert (run.offset, run.tokens) == (2, (7, 8, 3))
     assert run.finish is not None
     assert run.finish.reason is FinishReason.LENGTH
+
+
+def test_processors_see_the_text_so_far() -> None:
+    one = session(committed=(5, 6), max_tokens=9, min_tokens=4, stop_token_ids=(7,))
+    assert one.prefix.history is None
+    assert (one.prefix.num_before_stop, set(one.prefix.stop_ids)) == (2, {7, EOS})
+    one.advance((3, 3), 1, missed=False)
+    assert one.prefix.num_before_stop == 0
+    wanted = VerifierRequest("r", (1, 2), Sampling(presence_penalty=1.0), Stopping(9), committed=(5, 6))
+    two = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+    two.advance((3, 3), 1, missed=False)
+    ids, counts, _ = two.prefix.history.below(root_only())
+    assert dict(zip(ids.tolist(), counts[0].tolist(), strict=True)) == {1: 0, 2: 0, 5: 1, 6: 1, 3: 2}
+    wanted = VerifierRequest("r", (1, 2), Sampling(bad_sequences=((4,), (3, 3, 3, 3))), Stopping(9), committed=(6,))
+    three = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+    assert list(three.prefix.output) == [6]  # the prompt is no output
+    three.advance((3, 3, 3), 1, missed=False)
+    assert list(three.prefix.output) == [3, 3, 3]
+
+
+def test_logprobs_are_cut_with_the_run() -> None:
+    one = session(max_tokens=10)
+    told = tuple(TokenLogprob(-float(i)) for i in range(4))
+    run = one.advance((3, EOS, 4, 5), 3, missed=False, logprobs=told)
+    assert (run.tokens, run.logprobs) == ((3, EOS), told[:2])
+
+
+class Full:
+    """A matcher beyond its limits."""
+
+    def advance(self, tokens) -> bool:
+        return False
+
+
+def test_a_form_that_cannot_be_followed_aborts() -> None:
+    one = session(max_tokens=10)
+    one.matcher = Full()
+    run = one.advance((EOS,), 0, missed=False)
+    assert run.finish is not None
+    assert run.finish.reason is FinishReason.ABORTED
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stopping", "word"),
+    [
+        (Sampling(logit_bias=((10, 1.0),)), Stopping(9), "logit_bias: 10"),
+        (Sampling(allowed_token_ids=(3, 12)), Stopping(9), "allowed_token_ids: 12"),
+        (Sampling(allowed_token_ids=(EOS,)), Stopping(9, min_tokens=1), "min_tokens: 1 leaves no token"),
+        (Sampling(allowed_token_ids=(3,)), Stopping(9, (3,), True, 1), "min_tokens: 1 leaves no token"),
+        (Sampling(), Stopping(9, tuple(range(10)), min_tokens=1), "min_tokens: 1 leaves no token"),
+        (Sampling(), Stopping(9, (10,)), "stop_token_ids: 10"),
+        (Sampling(bad_sequences=((3, 10),)), Stopping(9), "bad_words: 10"),
+        (Sampling(bad_sequences=tuple((t,) for t in range(9))), Stopping(9, min_tokens=1), "bad_words: 9 leave"),
+    ],
+)
+def test_tokens_must_exist_and_one_must_be_left(sampling: Sampling, stopping: Stopping, word: str) -> None:
+    with pytest.raises(InvalidRequest, match=word):
+        check_tokens(VerifierRequest("r", (1, 2), sampling, stopping), 10, (EOS,))
+    check_tokens(VerifierRequest("r", (1, 2), Sampling(allowed_token_ids=(EOS,)), Stopping(9, (), True, 1)), 10, (EOS,))
 
 
 def rule_of(temperature: float = 1.0, default: Law = Law.SAMPLED, **wish) -> tuple[Rule, Law]:

@@ -1,0 +1,180 @@
+"""Outputs of a given form (JSON schema, regular expression, Lark grammar): which tokens may follow which node of a tree.
+
+The form is compiled to a matcher of `llguidance` (optional extra `structured`) over the bytes of the model's tokens. A session's
+matcher stands at its committed text; a round walks the tree with it, forward along draft tokens and back again, so each row is masked
+under its own node's text. A draft token that does not fit has probability 0: nothing below it is ever reached.
+
+Legend: N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootward.core.requests import Form, Structure
+from rootward.core.tree import TokenTree
+from rootward.errors import InvalidGrammar, UnsupportedParameter
+
+MAX_COMPILED = 64  # forms kept ready
+# Any blanks between the parts of a JSON value, but not without end: a model that likes blanks must come to the point.
+JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,16}"}
+JSON_RULES = {
+    "lenient": False,
+    "coerce_one_of": False,
+}  # whatever a schema says: nothing is ignored, nothing approximated
+
+
+class TreeMatcher:
+    """A form at some point of a text. Not thread-safe. `broken`: the form grew beyond the matcher's limits on the way."""
+
+    def __init__(self, matcher: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
+        self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
+        self.broken = ""
+
+    def copy(self) -> TreeMatcher:
+        return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids)
+
+    def advance(self, tokens: Sequence[int]) -> bool:
+        """Go on to the text after these tokens; False if they do not fit. Tokens that end a generation are no text."""
+        text = [int(t) for t in tokens if t not in self._end_ids]
+        fits = not self.broken and self._matcher.try_consume_tokens(text) == len(text)
+        self._notice()
+        return fits and not self.broken
+
+    def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
+        """[N, 4·⌈V / 32⌉]: which tokens may follow each node, one bit each; all of them after a node that cannot be reached.
+
+        Once broken only the end of the text may follow: the generation is then aborted.
+        """
+        words = np.full((len(tree), (self._vocab_size + 31) // 32), -1, dtype=np.int32)
+        self._fill(tree, 0, words)
+        if self.broken:
+            allowed = np.zeros(32 * words.shape[1], dtype=np.uint8)
+            allowed[list(self._end_ids)] = 1
+            words[:] = np.packbits(allowed, bitorder="little").view(np.int32)
+        return words.view(np.uint8)
+
+    def _fill(self, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
+        """The row of `node`, where the matcher stands, and of all nodes below it."""
+        row = words[node]
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self._notice()
+        for child in tree.children[node]:
+            token = int(tree.token[child])
+            if token in self._end_ids or self._matcher.try_consume_tokens([token]) != 1:
+                self._notice()
+                continue
+            self._fill(tree, child, words)
+            if self.broken:
+                return
+            self._matcher.rollback(1)
+
+    def _notice(self) -> None:
+        if not self.broken and self._matcher.is_error():
+            self.broken = str(self._matcher.get_error()).splitlines()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What a token stands for: `tokenizer` is an `llguidance.LLTokenizer`, or None where there is none."""
+
+    tokenizer: Any | None
+    size: int
+    eos_ids: tuple[int, ...]
+
+
+class Grammars:
+    """Matchers for the forms that requests ask for. Thread-safe; the vocabulary is read when the first one asks."""
+
+    def __init__(self, read: Callable[[], Vocabulary]) -> None:
+        self._read, self._lock = read, Lock()
+        self._vocabulary: Vocabulary | None = None
+        self._compiled: OrderedDict[Structure, TreeMatcher] = OrderedDict()
+
+    def matcher(self, wanted: Structure, committed: Iterable[int] = ()) -> TreeMatcher:
+        """At the end of `committed`. InvalidGrammar for what does not compile, UnsupportedParameter where nothing can.
+
+        Takes milliseconds, the first time up to seconds: call it on a thread.
+        """
+        with self._lock:
+            if wanted not in self._compiled:
+                self._compiled[wanted] = self._compile(wanted)
+            self._compiled.move_to_end(wanted)
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            matcher = self._compiled[wanted].copy()
+        if not matcher.advance(tuple(committed)):
+            raise InvalidGrammar(wanted.form.value, "committed", "tokens do not fit it")
+        return matcher
+
+    def _compile(self, wanted: Structure) -> TreeMatcher:
+        field = wanted.form.value
+        library = _library(field)
+        if self._vocabulary is None:
+            self._vocabulary = self._read()
+        v = self._vocabulary
+        if v.tokenizer is None or not v.eos_ids:
+            lacks = "tokenizer" if v.tokenizer is None else "end-of-sequence token"
+            raise UnsupportedParameter(field, "given", f"needs a model with a fast tokenizer; this one has no {lacks}")
+        try:
+            matcher = library.LLMatcher(v.tokenizer, _source(library, wanted), log_level=0)
+        except ValueError as error:
+            raise InvalidGrammar(field, _start(wanted.text), f"does not compile: {_line(error)}") from None
+        if matcher.is_error():
+            raise InvalidGrammar(field, _start(wanted.text), f"does not compile: {_line(matcher.get_error())}")
+        return TreeMatcher(matcher, v.size, frozenset(v.eos_ids))
+
+
+def vocabulary_of(model: str, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    """The vocabulary of a Hugging Face model; without tokenizer if it has none or only a slow one."""
+    from llguidance import LLTokenizer
+
+    from rootward.engine.tokenizers import find_tokenizer, num_ids
+
+    tokenizer = None if model.startswith("tabular:") else find_tokenizer(model)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not eos_ids or num_ids(tokenizer) > vocab_size:
+        return Vocabulary(None, vocab_size, tuple(eos_ids))
+    made = LLTokenizer(backend.to_str(), n_vocab=vocab_size, eos_token=list(eos_ids))
+    return Vocabulary(made, vocab_size, tuple(eos_ids))
+
+
+def _library(field: str) -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        fix = "needs the package llguidance; install rootward[structured] at the verifier"
+        raise UnsupportedParameter(field, "given", fix) from None
+    return llguidance
+
+
+def _source(library: Any, wanted: Structure) -> str:
+    """The form in the library's own notation."""
+    make = library.LLMatcher
+    if wanted.form is Form.REGEX:
+        return str(make.grammar_from_regex(wanted.text))
+    if wanted.form is Form.GRAMMAR:
+        return str(make.grammar_from_lark(wanted.text))
+    schema = wanted.text or '{"type": "object"}'
+    try:
+        json.loads(schema)
+    except (ValueError, RecursionError):
+        raise ValueError("it is no JSON") from None
+    return str(make.grammar_from_json_schema(schema, defaults=JSON_DEFAULTS, overrides=JSON_RULES))
+
+
+def _start(text: str) -> str:
+    return text if len(text) <= 32 else text[:31] + "…"
+
+
+def _line(error: object) -> str:
+    """The message on one line: the library's own quote the text and point into it."""
+    return " ".join(str(error).split())[:400]

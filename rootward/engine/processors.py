@@ -1,0 +1,216 @@
+"""What happens to logits before the temperature: masks, bias and penalties, each row under its own node's text.
+
+A node's text is the committed text and its path. Order, with the rest of it in `sampling` (that of vLLM, docs/parameters.md): form of the
+output, allowed tokens, bad words, min_tokens, bias, repetition, frequency and presence penalty; temperature, min-p, top-k, top-p.
+
+Cost per round: O(nodes × distinct tokens of the text and the tree) for penalties, O(nodes × V) tensor work for masks.
+
+Legend: T rows of the batch, N nodes of one tree, D distinct tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rootward.core.requests import Sampling
+from rootward.core.tree import TokenTree
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+NEVER = (
+    -1e30
+)  # stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty
+
+
+class Matcher(Protocol):
+    """A form of output at some point of the text; `grammar.Matcher` is one."""
+
+    def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
+        """[N, ⌈V / 8⌉]: which tokens may follow each node, one bit each, least significant first."""
+
+
+class History:
+    """The distinct tokens of a text and how often its output has each, kept up to date token by token."""
+
+    def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
+        self._column: dict[int, int] = {}
+        self._ids = np.empty(16, dtype=np.int64)
+        self._counts = np.zeros(16, dtype=np.int64)
+        for token in prompt:
+            self._note(token)
+        self.extend(output)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """More output."""
+        for token in tokens:
+            column = self._note(token)  # may move the counts
+            self._counts[column] += 1
+
+    def below(self, tree: TokenTree) -> tuple[Ints, Ints, Bools]:
+        """Of each node's own text: (tokens int64[D], times in its output int64[N, D], in its text at all bool[N, D])."""
+        known = len(self._column)
+        tokens = tree.token[1:].tolist()
+        new = {t: known + i for i, t in enumerate(dict.fromkeys(t for t in tokens if t not in self._column))}
+        column = np.array([self._column.get(t, new.get(t, 0)) for t in tokens], dtype=np.int64)
+        counts = np.zeros((len(tree), known + len(new)), dtype=np.int64)
+        counts[:, :known] = self._counts[:known]
+        node, above = np.nonzero(tree.ancestors[:, 1:])
+        np.add.at(counts, (node, column[above]), 1)
+        present = counts > 0
+        present[:, :known] = True
+        return np.concatenate([self._ids[:known], np.fromiter(new, np.int64, len(new))]), counts, present
+
+    def _note(self, token: int) -> int:
+        column = self._column.setdefault(int(token), len(self._column))
+        if column == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.empty_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[column] = token
+        return column
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What processors need to know of the committed text that a tree hangs below."""
+
+    history: History | None = None  # for penalties
+    num_before_stop: int = 0  # tokens that must still come before one of `stop_ids` may
+    stop_ids: tuple[int, ...] = ()
+    matcher: Matcher | None = None
+    output: Sequence[int] = ()  # its last tokens, as many as the longest bad sequence needs
+
+
+Part = tuple[Sampling, Prefix, TokenTree]
+
+
+@torch.inference_mode()
+def adjusted(logits_TV: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """Scores [T, V]: rows of the trees, one tree after another. The logits themselves if nothing changes, else a copy."""
+    if not any(_changes(*part) for part in parts):
+        return logits_TV
+    scores = _own_copy(logits_TV)
+    at = 0
+    for sampling, prefix, tree in parts:
+        rows_NV = scores[at : at + len(tree)]
+        at += len(tree)
+        if prefix.matcher is not None:
+            _forbid(rows_NV, ~_unpacked(prefix.matcher.masks(tree), rows_NV))
+        if sampling.allowed_token_ids:
+            _allow(rows_NV, sampling)
+        if sampling.bad_sequences:
+            _ban(rows_NV, sampling, prefix, tree)
+        if prefix.num_before_stop and prefix.stop_ids:
+            _hold_back(rows_NV, prefix, tree)
+        if sampling.logit_bias:
+            _bias(rows_NV, sampling)
+        if sampling.penalised:
+            assert prefix.history is not None
+            _penalise(rows_NV, sampling, prefix.history, tree)
+    return scores
+
+
+@torch.inference_mode()
+def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """Scores [T, V] after what does not depend on the text: allowed tokens and bias. All that a drafter mirrors."""
+    rows_of: dict[int, list[int]] = {}  # rows of one tree share one object
+    for row, s in enumerate(sampling):
+        if s.shifted:
+            rows_of.setdefault(id(s), []).append(row)
+    if not rows_of:
+        return logits_TV
+    scores = _own_copy(logits_TV)
+    for rows in rows_of.values():
+        s = sampling[rows[0]]
+        index = torch.tensor(rows, device=scores.device)
+        some = scores[index]
+        if s.allowed_token_ids:
+            _allow(some, s)
+        if s.logit_bias:
+            _bias(some, s)
+        scores[index] = some
+    return scores
+
+
+def _changes(sampling: Sampling, prefix: Prefix, tree: TokenTree) -> bool:
+    held_back = bool(prefix.num_before_stop and prefix.stop_ids)
+    masked = held_back or bool(sampling.bad_sequences) or prefix.matcher is not None
+    return masked or sampling.shifted or sampling.penalised
+
+
+def _own_copy(logits_TV: torch.Tensor) -> torch.Tensor:
+    """As wide as float32 at least, and ours to change."""
+    return logits_TV.clone() if logits_TV.dtype in (torch.float32, torch.float64) else logits_TV.float()
+
+
+def _forbid(rows_NV: torch.Tensor, forbidden: torch.Tensor) -> None:
+    rows_NV.clamp_(min=NEVER).masked_fill_(forbidden, -torch.inf)
+
+
+def _allow(rows_NV: torch.Tensor, sampling: Sampling) -> None:
+    ids = torch.tensor(sampling.allowed_token_ids, device=rows_NV.device)
+    kept = rows_NV[:, ids].clamp(min=NEVER)
+    rows_NV.fill_(-torch.inf)
+    rows_NV[:, ids] = kept
+
+
+def _ban(rows_NV: torch.Tensor, sampling: Sampling, prefix: Prefix, tree: TokenTree) -> None:
+    """The last token of a bad sequence has no probability where the output ends with all tokens before it."""
+    rows_NV.clamp_(min=NEVER)
+    tail_NL = _tails(prefix.output, tree, max(map(len, sampling.bad_sequences)) - 1)
+    for *before, last in sampling.bad_sequences:
+        ends = (tail_NL[:, tail_NL.shape[1] - len(before) :] == before).all(1)
+        if ends.any():
+            rows_NV[torch.from_numpy(np.flatnonzero(ends)).to(rows_NV.device), last] = -torch.inf
+
+
+def _tails(output: Sequence[int], tree: TokenTree, length: int) -> Ints:
+    """int64[N, length]: the last tokens of the output at each node, -1 before its beginning."""
+    tails = np.full((len(tree), length), -1, dtype=np.int64)
+    if length:
+        known = list(output)[-length:]
+        tails[0, length - len(known) :] = known
+        for node, parent in enumerate(tree.parent.tolist()[1:], start=1):
+            tails[node, :-1], tails[node, -1] = tails[parent, 1:], tree.token[node]
+    return tails
+
+
+def _hold_back(rows_NV: torch.Tensor, prefix: Prefix, tree: TokenTree) -> None:
+    """No stop before its time: a row at depth d decides about token d of what is still to come."""
+    early = torch.from_numpy(np.flatnonzero(tree.depth < prefix.num_before_stop)).to(rows_NV.device)
+    ids = torch.tensor(prefix.stop_ids, device=rows_NV.device)
+    rows_NV.clamp_(min=NEVER)
+    rows_NV[early[:, None], ids] = -torch.inf
+
+
+def _bias(rows_NV: torch.Tensor, sampling: Sampling) -> None:
+    ids, bias = zip(*sampling.logit_bias, strict=True)
+    rows_NV[:, torch.tensor(ids, device=rows_NV.device)] += torch.tensor(
+        bias, dtype=rows_NV.dtype, device=rows_NV.device
+    )
+
+
+def _penalise(rows_NV: torch.Tensor, sampling: Sampling, history: History, tree: TokenTree) -> None:
+    """Scores are divided by the repetition penalty where positive, multiplied where negative; the others are subtracted."""
+    tokens, *tables = history.below(tree)
+    ids, counts, present = (torch.from_numpy(table).to(rows_NV.device) for table in (tokens, *tables))
+    scores = rows_NV.index_select(1, ids)
+    factor = sampling.repetition_penalty
+    repeated = torch.where(scores > 0, scores / factor, scores * factor)
+    scores = torch.where(present, repeated, scores)
+    counts = counts.to(scores.dtype)
+    scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * counts.clamp(max=1)
+    rows_NV.index_copy_(1, ids, scores)
+
+
+def _unpacked(bits: NDArray[np.uint8], rows_NV: torch.Tensor) -> torch.Tensor:
+    """bool[N, V] of packed bits, unpacked where the rows are."""
+    packed = torch.from_numpy(bits).to(rows_NV.device)
+    places = torch.arange(8, dtype=torch.uint8, device=rows_NV.device)
+    return (packed[:, :, None] >> places & 1).flatten(1)[:, : rows_NV.shape[1]].bool()

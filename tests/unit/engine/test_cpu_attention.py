@@ -1,0 +1,199 @@
+"""Attention on the CPU against the dense float64 reference: random ragged trees on random block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from rootward.engine import partial_softmax, reach
+from rootward.engine.attention import DenseView
+from rootward.engine.batch import Step
+from rootward.engine.cpu_attention import paged
+from rootward.engine.kv_cache import PagedLayer, gathered
+from rootward.engine.paged import PagedContext, paged_reference
+from rootward.engine.slots import Size, Slots
+from rootward.ports import COMMITTED, Rows
+
+TOLERANCE = 1e-5
+SCALING = 0.3
+HEADS, SHARED, DIM = 6, 2, 16
+
+
+@dataclass
+class Case:
+    """Sessions with uncommitted trees, some nodes of which are new; and a layer whose storage is random."""
+
+    step: Step
+    layer: PagedLayer
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def error(self, window: int | None, context: PagedContext | None = None) -> float:
+        expected = paged_reference(
+            self.query, self.layer.keys, self.layer.values, context or self.step.paged, scaling=SCALING, window=window
+        )
+        self.layer.window = window
+        got = paged(self.query, self.key, self.value, self.layer, self.step.reach(window), SCALING)
+        assert got.shape == expected.shape
+        assert torch.isfinite(got).all()
+        worst = 0.0
+        for b, entry in enumerate(self.step.entries):  # padding rows may see what they like
+            rows = slice(0, entry.plan.num_rows)
+            worst = max(worst, float((got[b, rows] - expected[b, rows]).abs().nan_to_num(torch.inf).max()))
+        return worst
+
+
+def grow(slots: Slots, slot: int, rng: np.random.Generator, num: int, chain: float = 0.3) -> Rows:
+    tree = slots[slot]
+    known = [COMMITTED, *tree._node.tolist()]
+    first = max(known) + 1
+    parents = []
+    for i in range(num):
+        parents.append(known[-1] if rng.random() < chain else known[int(rng.integers(0, len(known)))])
+        known.append(first + i)
+    return Rows(slot, np.arange(first, first + num), np.array(parents), rng.integers(0, 50, num))
+
+
+def random_case(
+    seed: int, lengths: tuple[int, ...], widths: tuple[int, ...], dim_v: int = DIM, old: bool = True
+) -> Case:
+    """Sessions grown side by side, in small blocks and a fragmented pool."""
+    rng = np.random.default_rng(seed)
+    slots = Slots(Size.of(3 * len(lengths), max(lengths) + 8, 64, 4, None), 50, "x")
+    taken = slots.pool.take(slots.pool.num_blocks, 0)
+    slots.pool.give_back(block for block in taken if block % 3 or rng.random() < 0.5)  # what is left lies in short runs
+    mine = [slots.open() for _ in lengths]
+    left = dict(zip(mine, lengths, strict=True))
+    while any(left.values()):
+        slot = int(rng.choice([s for s, n in left.items() if n]))
+        num = min(left[slot], int(rng.integers(1, 12)))
+        with slots.placed([grow(slots, slot, rng, num, chain=1.0)]) as entries:
+            pass
+        slots.commit(slot, int(entries[0].rows.node[-1]), keep_below=False)
+        left[slot] -= num
+    if old:
+        for slot in mine[::2]:
+            with slots.placed([grow(slots, slot, rng, 7)]):
+                pass
+    batch = [grow(slots, slot, rng, num) for slot, num in zip(mine, widths, strict=True)]
+    with slots.placed(batch) as entries:
+        step = Step(entries, [range(len(r.node)) for r in batch], slots.size, torch.device("cpu"))
+    return with_storage(step, dim_v)
+
+
+def with_storage(step: Step, dim_v: int) -> Case:
+    """What nobody may look at is NaN."""
+    rng = torch.Generator().manual_seed(0)
+    layer = PagedLayer(step.size, None)
+    num, width = step.ids.shape
+    key, value = (torch.randn(num, width, SHARED, d, generator=rng) for d in (DIM, dim_v))
+    layer.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
+    layer.keys.fill_(torch.nan)
+    layer.values.fill_(torch.nan)
+    for entry in step.entries:
+        cells = torch.from_numpy(
+            np.concatenate([entry.table.cells(np.arange(entry.plan.length)), entry.table.cells(entry.plan.scratch)])
+        )
+        layer.keys[cells] = torch.randn(len(cells), SHARED, DIM, generator=rng)
+        layer.values[cells] = torch.randn(len(cells), SHARED, dim_v, generator=rng)
+    for b, entry in enumerate(step.entries):  # padding rows repeat row 0
+        key[b, entry.plan.num_rows :], value[b, entry.plan.num_rows :] = key[b, 0], value[b, 0]
+    layer.keys[step.write] = key.flatten(0, 1)
+    layer.values[step.write] = value.flatten(0, 1)
+    layer.keys[-1] = layer.values[-1] = torch.nan
+    query = torch.randn(num, HEADS, width, DIM, generator=rng)
+    return Case(step, layer, query, key.transpose(1, 2), value.transpose(1, 2))
+
+
+SHAPES = [
+    ((40,), (1,)),
+    ((40,), (9,)),
+    ((0,), (5,)),
+    ((33, 8, 17, 60), (1, 1, 1, 1)),
+    ((33, 8, 0, 60), (7, 1, 12, 4)),
+    ((300, 5), (3, 16)),
+]
+
+
+@pytest.mark.parametrize("calls", [0, 256])
+@pytest.mark.parametrize("window", [None, 3, 11, 50])
+@pytest.mark.parametrize(("lengths", "widths"), SHAPES)
+def test_equals_the_reference(
+    lengths: tuple[int, ...], widths: tuple[int, ...], window: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Piece by piece and copied, with nodes of earlier forwards and without."""
+    monkeypatch.setattr(reach, "CALL_CELLS", calls)
+    for seed in range(3):
+        assert random_case(seed, lengths, widths, old=bool(seed % 2)).error(window) < TOLERANCE
+
+
+def test_the_cases_have_what_they_are_there_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables in several pieces, tails of new and of older nodes, prefixes that end with shared nodes; short contexts in one call."""
+    case = random_case(1, (33, 8, 17, 60), (7, 1, 12, 4))
+    assert case.step.reach(None).whole is not None
+    monkeypatch.setattr(reach, "CALL_CELLS", 0)
+    read = reach.reach(case.step.entries, 12, None)
+    assert max(map(len, read.pieces)) > 2
+    assert read.whole is None
+    assert read.tail is not None
+    assert not read.new_rows
+    assert random_case(0, (33, 8), (7, 3), old=False).step.reach(None).new_rows
+    plain = random_case(0, (33, 8), (1, 1), old=False).step.reach(None)
+    assert plain.tail is None
+    assert [sum(num for _, num in pieces) for pieces in plain.pieces] == [34, 9]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("dim_v", [DIM, 8])
+def test_without_the_private_kernel(flash: bool, dim_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain products give the same: where torch lacks the kernel, and where K and V differ in dimension."""
+    monkeypatch.setattr(partial_softmax, "has_flash", lambda dtype: flash)
+    for window in (None, 11):
+        assert random_case(5, (33, 8, 60), (7, 1, 4), dim_v).error(window) < TOLERANCE
+
+
+def test_planted_defects_show() -> None:
+    """One committed token too few, a node's position or a bit of visibility off by one: the comparison sees each."""
+    case = random_case(1, (33, 40, 17), (7, 3, 12))
+    right = case.step.paged
+    assert case.error(3) < TOLERANCE
+    shorter = replace(right, length=right.length - 1)
+    shifted = replace(right, scratch_position=right.scratch_position + 1)
+    swapped = replace(right, sees=right.sees.roll(1, 1))
+    moved = replace(right, block_table=right.block_table.roll(1, 1))
+    for wrong in (shorter, shifted, swapped, moved):
+        assert case.error(3, wrong) > 1e-3
+
+
+@pytest.mark.parametrize("window", [None, 11])
+def test_the_dense_view_equals_the_reference(window: int | None) -> None:
+    case = random_case(2, (33, 0, 60), (7, 2, 4))
+    view = DenseView(case.step.paged)
+    keys, values = (
+        gathered(storage, view.cells).repeat_interleave(HEADS // SHARED, 1)
+        for storage in (case.layer.keys, case.layer.values)
+    )
+    score = case.query @ keys.transpose(-1, -2) * SCALING + view.mask(window, torch.float32)
+    got = (torch.softmax(score, -1) @ values).transpose(1, 2)
+    expected = paged_reference(
+        case.query, case.layer.keys, case.layer.values, case.step.paged, scaling=SCALING, window=window
+    )
+    assert float((got - expected).abs().max()) < TOLERANCE
+
+
+def test_parts_merge_whatever_the_cut() -> None:
+    rng = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(2, 3, n, 8, generator=rng) for n in (4, 9, 9))
+    whole = partial_softmax.attend(query, key, value, SCALING)
+    for cut in (1, 5, 8):
+        a, b = (
+            partial_softmax.attend(query, key[:, :, s], value[:, :, s], SCALING) for s in (slice(cut), slice(cut, None))
+        )
+        for got in (partial_softmax.merged(a, b), partial_softmax.merged(b, a)):
+            torch.testing.assert_close(got, whole.out)
+    nothing = partial_softmax.Part(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
+    torch.testing.assert_close(partial_softmax.merged(nothing, whole), whole.out, atol=0, rtol=0)

@@ -1,0 +1,258 @@
+"""Every parameter of a generation reaches the verifier as it was said, over HTTP, gRPC and the SDK, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import replace
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving, serving
+from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
+
+from gateway.http_answers import logprobs
+from gateway.http_api import build_app
+from gateway.http_requests import parse_completion
+from gateway.requests import GenerateRequest
+from gateway.stops import Span
+from rootward.client import AsyncClient, SamplingParams
+from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
+from rootward.errors import BadRequestError, InvalidRequest
+
+SAMPLING = {
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 0.25,
+    "allowed_token_ids": [3, 5],
+}
+WANTED = Sampling(**(SAMPLING | {"allowed_token_ids": (3, 5)}), logit_bias=((5, 1.5), (7, -100.0)))
+
+
+async def post(service, body: dict[str, object]) -> httpx.Response:
+    transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        return await client.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 50} | body))
+
+
+async def test_processors_over_http_and_the_sdk() -> None:
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        body = SAMPLING | {"logit_bias": {"7": -100, "5": 1.5}, "min_tokens": 4, "logprobs": 2}
+        assert (await post(service, body)).status_code == 200
+        biased = SamplingParams(**SAMPLING, logit_bias={7: -100, 5: 1.5}, min_tokens=4, logprobs=2, max_tokens=50)
+        await client.generate("a", sampling=biased)
+        over_http, over_grpc = verifier.requests
+        for got in (over_http, over_grpc):
+            assert got.sampling == WANTED
+            assert got.stopping.min_tokens == 4
+            assert got.logprobs == 2
+
+
+async def test_bad_words_become_token_sequences() -> None:
+    verifier, encode = SpellingVerifier(), byte_level().encode
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        await post(service, {"bad_words": ["def", " return"]})
+        await client.generate("a", sampling=SamplingParams(bad_words=["def", " return"]))
+        for got in verifier.requests:
+            assert got.sampling.bad_sequences == tuple(map(encode, ["def", " def", "return", " return"]))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+SCHEMA_TEXT = json.dumps(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure(Form.JSON_OBJECT)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            Structure(Form.JSON_SCHEMA, SCHEMA_TEXT),
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, Structure(Form.JSON_SCHEMA, SCHEMA_TEXT)),
+        ({"structured_outputs": {"json": SCHEMA_TEXT, "regex": None}}, Structure(Form.JSON_SCHEMA, SCHEMA_TEXT)),
+        ({"structured_outputs": {"json_object": True}}, Structure(Form.JSON_OBJECT)),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, Structure(Form.REGEX, "[0-9]+")),
+        ({"structured_outputs": {"grammar": "start: /a/"}}, Structure(Form.GRAMMAR, "start: /a/")),
+        ({"structured_outputs": {"choice": ["yes", 'n"o']}}, Structure(Form.GRAMMAR, 'start: "yes" | "n\\"o"')),
+    ],
+)
+async def test_forms_over_http(body, wanted) -> None:
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        assert (await post(service, body)).status_code == 200
+        assert verifier.requests[-1].structure == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"json_object": True}, Structure(Form.JSON_OBJECT)),
+        ({"json_schema": SCHEMA}, Structure(Form.JSON_SCHEMA, SCHEMA_TEXT)),
+        ({"json_schema": SCHEMA_TEXT}, Structure(Form.JSON_SCHEMA, SCHEMA_TEXT)),
+        ({"regex": "a|b"}, Structure(Form.REGEX, "a|b")),
+        ({"grammar": "start: /a/"}, Structure(Form.GRAMMAR, "start: /a/")),
+        ({}, None),
+    ],
+)
+async def test_forms_over_the_sdk(given, wanted) -> None:
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
+        await client.generate("a", sampling=SamplingParams(**given))
+        assert verifier.requests[-1].structure == wanted
+        with pytest.raises(ValueError, match="one form"):
+            await client.generate("a", sampling=SamplingParams(json_object=True, regex="a"))
+        with pytest.raises(BadRequestError, match=r"^structured_output: .* cannot be combined with ignore_eos"):
+            await client.generate("a", sampling=SamplingParams(json_object=True, ignore_eos=True))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"min_p": 1.5}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": "much"}, "frequency_penalty"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": "big"}}, "logit_bias.5"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+        ({"allowed_token_ids": [999]}, "allowed_token_ids"),
+        ({"allowed_token_ids": 5}, "allowed_token_ids"),
+        ({"min_tokens": 51}, "min_tokens"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "structured_output"),
+        ({"bad_words": "x"}, "bad_words"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x" * 65]}, "bad_words"),
+        ({"bad_words": ["x"], "allowed_token_ids": [5]}, "bad_words"),
+        ({"bad_words": ["x"], "structured_outputs": {"regex": "a"}}, "structured_output"),
+        ({"echo": True}, "echo"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ],
+)
+async def test_refusals_name_the_parameter(body, param) -> None:
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        response = await post(service, body)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert not verifier.requests
+
+
+@pytest.mark.parametrize("stop", [None, "return"])
+async def test_logprobs_over_http(stop) -> None:
+    """One entry per emitted token, cut where the text is cut; the parts of a stream make up the whole."""
+    async with serving(SpellingVerifier()) as service:
+        whole = (await post(service, {"logprobs": 2, "stop": stop})).json()
+        choice, told = whole["choices"][0], whole["choices"][0]["logprobs"]
+        count = whole["usage"]["completion_tokens"]
+        assert [len(column) for column in told.values()] == [count] * 4
+        assert told["token_logprobs"] == [-0.5 * (i + 1) for i in range(count)]
+        for i in range(count):
+            top = told["top_logprobs"][i]
+            assert top == {"token_id:100": -0.25, told["tokens"][i]: told["token_logprobs"][i]}
+        if stop is None:
+            assert "".join(told["tokens"][:-1]) == choice["text"] == TEXT  # the last one ends the text and is not shown
+        assert [TEXT[at:].startswith(t) for at, t in zip(told["text_offset"], told["tokens"][:-1], strict=False)]
+        stream = (await post(service, {"logprobs": 2, "stop": stop, "stream": True})).text
+        events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: {")]
+        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events]
+        assert {name: [x for part in parts for x in part[name]] for name in told} == told
+
+
+async def test_logprobs_of_the_emitted_token_alone() -> None:
+    async with serving(SpellingVerifier()) as service:
+        told = (await post(service, {"logprobs": 0})).json()["choices"][0]["logprobs"]
+        assert told["top_logprobs"] == [
+            {token: logprob} for token, logprob in zip(told["tokens"], told["token_logprobs"], strict=True)
+        ]
+
+
+async def test_logprobs_over_grpc() -> None:
+    async with grpc_serving(SpellingVerifier()) as (_, address), AsyncClient(address) as client:
+        async with client.stream("a", sampling=SamplingParams(logprobs=2)) as stream:
+            deltas = [delta async for delta in stream]
+            result = await stream.get_final_result()
+        wanted = [logprob_of(i, token, 2) for i, token in enumerate(IDS)]
+        assert [(one.logprob, one.top) for one in result.logprobs] == [(one.logprob, one.top) for one in wanted]
+        assert [one for delta in deltas for one in delta.logprobs] == list(result.logprobs)
+        assert all(len(delta.logprobs) == len(delta.token_ids) for delta in deltas)
+        assert not (await client.generate("a")).logprobs
+
+
+async def test_logprobs_survive_a_lost_verifier() -> None:
+    dying, other = SpellingVerifier(die_after=lambda r: 4), SpellingVerifier()
+    async with serving(dying, other) as service:
+        for i in range(6):
+            generated = await service.collect(GenerateRequest("a", request_id=f"r{i}", logprobs=1))
+            wanted = [logprob_of(i, token, 1) for i, token in enumerate(IDS)]
+            assert [span.logprob for span in generated.spans] == wanted
+
+
+async def test_a_verifier_that_sends_no_logprobs_is_not_believed() -> None:
+    async with serving(SpellingVerifier(spoil=lambda run: [replace(run, logprobs=())])) as service:
+        with pytest.raises(Exception, match="logprobs"):
+            await service.collect(GenerateRequest("a", logprobs=1))
+
+
+def test_tokens_with_one_text_are_told_apart() -> None:
+    """Parts of characters, and two tokens that decode alike, go by their ids."""
+    texts = {1: "x", 2: "x", 3: "\ufffd", 4: "y"}
+    spans = [Span(2, "x", True, TokenLogprob(-1.0, ((1, -0.5), (2, -1.0), (3, -float("inf")))))]
+    told = logprobs(spans, 10, texts.__getitem__)
+    assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
+    assert told["text_offset"] == [10]
+
+
+async def test_no_stop_before_min_tokens() -> None:
+    """A stop string that is complete within the first tokens is text; one that ends later counts."""
+    verifier = SpellingVerifier(text="ab ab ab ab")
+    async with serving(verifier) as service:
+        for least in range(12):
+            generated = await service.collect(GenerateRequest("a", stop=("ab",), min_tokens=least, max_tokens=12))
+            tokens = byte_level().encode(verifier.text)
+            ends = [len(byte_level().decode(tokens[: i + 1])) for i in range(len(tokens))]
+            found = [at for at in (0, 3, 6, 9) if sum(end < at + 2 for end in ends) + 1 > least]
+            expected = verifier.text[: found[0]] if found else verifier.text
+            assert generated.text == expected, least
+        with pytest.raises(InvalidRequest, match="min_tokens: 13 is outside"):
+            await service.collect(GenerateRequest("a", min_tokens=13, max_tokens=12))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = [*SAMPLING, "logit_bias", "min_tokens", "logprobs", "bad_words", "response_format", "structured_outputs"]
+forms = st.fixed_dictionaries({}, optional={n: json_values for n in ("type", "json", "regex", "choice", "json_schema")})
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), json_values | forms | st.dictionaries(st.just("5"), json_values)))
+def test_any_body_is_a_request_or_an_invalid_request(body) -> None:
+    with suppress(InvalidRequest):
+        parse_completion(json.dumps({"prompt": "a"} | body).encode(), {})

@@ -1,0 +1,50 @@
+"""The cost of a step as a line over its rows: learned from steps, never falling, never below zero."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rootward.engine.tabular import TabularModel
+from verifier_service.cost import StepCost, measure
+
+
+def test_nothing_is_known_before_the_first_step() -> None:
+    assert not StepCost().known
+    assert StepCost().seconds(8) == 0.0
+
+
+def test_steps_of_one_size_tell_nothing_about_others() -> None:
+    cost = StepCost()
+    cost.add(8, 0.02)
+    assert cost.seconds(1) == cost.seconds(100) == pytest.approx(0.02)
+
+
+def test_the_line_is_found_and_followed_when_the_machine_changes() -> None:
+    cost = StepCost()
+    for scale in (1.0, 3.0):
+        for rows in [1, 4, 16, 64] * 100:
+            cost.add(rows, scale * (0.01 + 0.001 * rows))
+        for rows in (1, 10, 100):
+            assert cost.seconds(rows) == pytest.approx(scale * (0.01 + 0.001 * rows), rel=1e-3)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 10.0)), min_size=1, max_size=20), st.integers(1, 300))
+def test_more_rows_never_look_cheaper_and_none_costs_less_than_nothing(steps, rows: int) -> None:
+    cost = StepCost()
+    for size, seconds in steps:
+        cost.add(size, seconds)
+    assert -1e-9 <= cost.seconds(rows) <= cost.seconds(rows + 1) + 1e-9
+
+
+def test_measuring_leaves_the_model_idle() -> None:
+    model = TabularModel(5, seed=1, max_positions=16)
+    free = model.num_free_slots
+    ticks = count()
+    cost = measure(model, (1, 8, 32), clock=lambda: 0.5 * next(ticks))
+    assert cost.seconds(8) == pytest.approx(0.5)
+    assert model.num_free_slots == free

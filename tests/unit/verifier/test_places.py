@@ -1,0 +1,89 @@
+"""Who holds KV and who waits: nobody overtakes, the preempted come back first with their round as it was, nothing is held for the dead."""
+
+from __future__ import annotations
+
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from verifier_service.places import Places
+from verifier_service.sessions import Draft, Session
+
+
+class Slots:
+    """A model that counts its slots, and a memory that counts what it has let in: `room` is set by the test."""
+
+    def __init__(self) -> None:
+        self.open_slots: set[int] = set()
+        self.room = 2
+        self.num_blocks = self.num_free_blocks = 4
+        self.known = 0
+
+    def open(self, tokens, *, salt: str) -> int:
+        slot = min(set(range(9)) - self.open_slots)
+        self.open_slots.add(slot)
+        return slot
+
+    def close(self, slot: int) -> None:
+        self.open_slots.remove(slot)
+
+    def length(self, slot: int) -> int:
+        return self.known
+
+    def admits(self, session: Session, running) -> bool:
+        return len(session.tokens) + sum(len(s.tokens) for s in running) <= 10 * self.room
+
+
+def session(number: int, prompt: int = 3) -> Session:
+    wanted = VerifierRequest(f"r{number}", (1,) * prompt, stopping=Stopping(9))
+    return Session(number, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+
+
+def places() -> tuple[Places, Slots]:
+    slots = Slots()
+    return Places(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
+
+
+def test_places_are_given_in_order_and_nobody_overtakes_one_who_does_not_fit() -> None:
+    here, slots = places()
+    first, large, small = session(1), session(2, prompt=18), session(3)
+    for one in (first, large, small):
+        here.wait(one)
+    assert here.fill() == [first]
+    assert (here.num_waiting, len(slots.open_slots)) == (2, 1)
+    first.done = True
+    assert here.sweep() == [first]
+    assert here.fill() == [large]
+    slots.room = 3
+    assert here.fill() == [small]
+
+
+def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
+    """Decision 0005: whether a tree still waits depends on its values; memory must not change what is verified."""
+    here, slots = places()
+    one, two, three = (session(n, prompt=10) for n in (1, 2, 3))
+    for some in (one, two, three):
+        here.wait(some)
+    here.fill()
+    two.fed, two.cap = 2, 7
+    draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
+    here.preempt([2])
+    assert list(here.running) == [1]
+    assert slots.open_slots == {0}
+    assert (two.kv_slot, two.fed, two.prefill_left) == (None, 0, 9)
+    assert (two.cap, two.draft) == (7, draft)
+    assert here.gauges()["num_preemptions_total"] == 1
+    slots.known = 8
+    assert here.fill() == [two]
+    assert (two.prefill_left, two.cap, two.draft) == (1, 7, draft)
+    assert here.gauges()["prefix_cache_hits_total"] == 8
+
+
+def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed() -> None:
+    here, slots = places()
+    one = session(1)
+    here.wait(one)
+    here.fill()
+    here.preempt([1])
+    one.done = True
+    assert here.sweep() == [one]
+    assert here.sweep() == here.fill() == []
+    assert not slots.open_slots

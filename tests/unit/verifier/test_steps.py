@@ -1,0 +1,83 @@
+"""One engine step: prefill and rounds in one forward; nobody who is late costs any of it; drains wait for rounds that have begun."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from support.services import request, tabular_pair, verifier_of
+
+from rootward.core.requests import Rule, Sampling, SpeculationMode
+from rootward.core.rng import Key
+from rootward.engine.tabular import TabularModel
+from rootward.errors import DeadlineExceeded, Unavailable
+from verifier_service.runner import Chunk, Round, Runner
+from verifier_service.sessions import Session
+
+
+def round_of(slot: int, text: list[int]) -> Round:
+    return Round(slot, text[-1], len(text), Rule.TRAVERSAL, Sampling(), Key(7), 1)
+
+
+def test_a_mixed_step_is_its_two_halves_in_one_forward() -> None:
+    texts = [1, 2, 3, 4], [2, 2, 1]
+    outcomes, lengths, forwards = [], [], []
+    for mixed in (True, False):
+        model = TabularModel(5, seed=1)
+        runner, calls = Runner(model), []
+        honest = model.forward
+        model.forward = lambda *a, calls=calls, honest=honest, **k: calls.append(1) or honest(*a, **k)
+        old, new = model.open(), model.open()
+        runner.prefill([Chunk(old, tuple(texts[0][:-1]))])
+        chunk = Chunk(new, tuple(texts[1][:-1]))
+        if mixed:
+            outcomes.append(runner.step([chunk], [round_of(old, texts[0])]))
+        else:
+            assert runner.step([chunk], []) == []
+            outcomes.append(runner.step([], [round_of(old, texts[0])]))
+        lengths.append((model.length(old), model.length(new)))
+        forwards.append(len(calls))
+    assert outcomes[0] == outcomes[1]
+    assert lengths[0] == lengths[1] == (4, 2)
+    assert forwards == [2, 3]
+
+
+def session(service, number: int = 1, **about) -> Session:
+    wanted = request(f"r{number}", mode=SpeculationMode.AUTO, **about)
+    one = Session(number, wanted, Rule.TRAVERSAL, None, frozenset())
+    service._live[wanted.request_id] = one
+    service.places.wait(one)
+    return one
+
+
+@pytest.mark.parametrize(("phase", "fed"), [("queue", None), ("prefill", 1), ("decode", 2)])
+async def test_what_is_late_ends_before_it_costs_a_step(phase: str, fed: int | None) -> None:
+    service = verifier_of(tabular_pair()[0], {})
+    late, other = session(service, 1, deadline_s=5.0), session(service, 2, deadline_s=500.0)
+    now_s = asyncio.get_running_loop().time()
+    late.deadline_s, other.deadline_s = now_s, now_s + 1000.0
+    if fed is not None:
+        service._admit()
+        late.fed = other.fed = fed
+    service._sweep()
+    service._admit()
+    assert late.done
+    error = late.out.get_nowait()
+    assert isinstance(error, DeadlineExceeded)
+    assert error.metadata == {"phase": phase}
+    assert list(service._running) == [2]
+    step = service._plan()
+    assert {n for n, _ in step.prefill} | set(step.decode) == {2}
+
+
+async def test_a_drain_hands_back_at_once_only_what_has_not_begun_a_round() -> None:
+    service = verifier_of(tabular_pair()[0], {})
+    fresh, begun, away = (session(service, n) for n in (1, 2, 3))
+    service._admit()
+    begun.cap = away.cap = 4
+    service.places.preempt([3])
+    await service._drain_within(0.01)
+    assert isinstance(fresh.out.get_nowait(), Unavailable)
+    for one in (begun, away):
+        assert one.leaving
+        assert not one.done
