@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from rootward.engine.packed import pack_linears
 
 GENERATE, ASSISTED, LOOKUP = "transformers generate", "transformers assisted", "transformers prompt lookup"
 PACKED = "transformers assisted on our packed linears"
+
+WARM_UP_TOKENS = 8
 
 Variants = dict[str, dict[str, Any]]
 
@@ -87,19 +90,24 @@ class Baseline:
         self._target, self._worker, self._draft = target, worker, draft
 
     async def tune(self, jobs: Sequence[Job]) -> None:
-        """Choose the fastest setting over these jobs, all settings taking turns; the first job warms up and does not count.
+        """Choose the fastest setting over these jobs, cut to half their length, all settings taking turns.
 
-        With a single job the first setting stays, and only that one warms up.
+        The first job, cut to a few tokens, warms up and does not count. With a single job the first setting stays.
         """
         names = list(self.variants) if len(jobs) > 1 else [self.chosen]
         seconds = dict.fromkeys(names, 0.0)
-        for i, job in enumerate(jobs):
+        few = min(WARM_UP_TOKENS, jobs[0].max_tokens)
+        short = [
+            replace(jobs[0], max_tokens=few),
+            *(replace(j, max_tokens=max(few, j.max_tokens // 2)) for j in jobs[1:]),
+        ]
+        for i, job in enumerate(short):
             for name in names:
                 self.chosen = name
                 run = await self.run(job)
                 seconds[name] += run.seconds if i else 0.0
         if len(jobs) > 1:
-            tokens = sum(len(job.prompts) * job.max_tokens for job in jobs[1:])
+            tokens = sum(len(job.prompts) * job.max_tokens for job in short[1:])
             self.trials = {name: tokens / s for name, s in seconds.items()}
             self.chosen = min(names, key=lambda name: seconds[name])
 

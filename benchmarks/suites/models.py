@@ -118,11 +118,12 @@ def num_parameters(folder: Path) -> int:
 
 
 def token_prompts(folder: Path) -> list[list[int]]:
-    """The held-out demo prompts as this model's tokens; random ones for a model without a tokenizer."""
+    """The held-out demo prompts as this model's tokens; random ones of several lengths for a model without a tokenizer."""
     tokenizer = find_tokenizer(str(folder))
     if tokenizer is None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return random_prompts(64, config["vocab_size"], 24, 0)
+        rows = random_prompts(64, config["vocab_size"], 32, 0)
+        return [row[: 16 + i % 17] for i, row in enumerate(rows)]
     return tokenised(demo.prompts(), tokenizer, 1 << 20)
 
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rootward.core.requests import Committed, Finish, FinishReason, SpeculationStats
+
 ROOT = Path(__file__).resolve().parents[3]
 SHAPE = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 96}
 INFLATED = 300_000
@@ -52,7 +54,7 @@ def results(pair, tmp_path_factory):
 
     out, threads = tmp_path_factory.mktemp("out"), torch.get_num_threads()
     models = ["--target", str(pair / "target"), "--draft", str(pair / "draft")]
-    shape = ["--inflate", str(INFLATED), "--layers", "4", "--contexts", "500", "--threads", "1"]
+    shape = ["--inflate", str(INFLATED), "--layers", "4", "--threads", "1"]
     try:
         assert serving.main(["--quick", "--out", str(out), *models, *shape]) == 0
     finally:
@@ -64,9 +66,35 @@ def settings_of(results):
     return [(s["temperature"], s["context"], s["sessions"]) for s in results[0]["settings"]]
 
 
-def test_every_setting_is_there_and_contexts_that_do_not_fit_are_cut(results):
-    assert settings_of(results) == list(itertools.product((0.0, 1.0), (116,), (1, 2)))
-    assert "contexts of 500 were cut to 116" in results[1]
+def test_every_setting_is_there(results):
+    assert settings_of(results) == list(itertools.product((0.0, 1.0), (0,), (1, 2)))
+
+
+def test_contexts_that_do_not_fit_are_cut_and_the_report_says_so():
+    from benchmarks.suites.serving import fitting
+
+    assert fitting([0, 100, 500, 116], longest_prompt=32, most=128, max_tokens=12) == (
+        [0, 100, 116],
+        "The models hold 128 tokens: contexts of 500 were cut to 116.",
+    )
+    assert fitting([0, 100], longest_prompt=32, most=128, max_tokens=12) == ([0, 100], "")
+
+
+async def test_counts_of_our_runs_are_those_of_the_service():
+    """Two sessions, each with three passes, two of them on trees of four nodes, three nodes accepted."""
+    from benchmarks.suites.ours import Ours
+    from benchmarks.suites.paired import Job
+
+    class Verifier:
+        async def generate(self, request):
+            first = request.prompt[0]
+            yield Committed(1, 0, (first, 2, 3), (True, True, False))
+            stats = SpeculationStats(2, 1, 8, 3)
+            yield Committed(1, 3, (4, 5, 6), (True, False, False), Finish(FinishReason.LENGTH, stats=stats))
+
+    run = await Ours("ours", Verifier()).run(Job(((7,), (8,)), 1.0, 6, 3))
+    assert run.tokens == [[7, 2, 3, 4, 5, 6], [8, 2, 3, 4, 5, 6]]
+    assert (run.passes, run.speculated, run.drafted, run.accepted) == (6, 4, 16, 6)
 
 
 def test_every_system_made_every_token_in_every_repetition(results):
