@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from rootward.ports import LanguageModel, Rows
 
 MEMORY = 0.98  # what the past weighs after one more step
+OUTLIER = 4.0  # a step that took longer than so many times the expected counts as one that took so long
 REPEATS = 3  # of each size at start; the first is warm-up
 
 
@@ -21,6 +22,8 @@ class StepCost:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
 
     def add(self, rows: int, seconds: float) -> None:
+        if self.known:
+            seconds = min(seconds, OUTLIER * self.seconds(rows))
         now = (1.0, rows, seconds, rows * rows, rows * seconds)
         old = (self._weight, self._x, self._y, self._xx, self._xy)
         self._weight, self._x, self._y, self._xx, self._xy = (MEMORY * o + n for o, n in zip(old, now, strict=True))

@@ -17,7 +17,7 @@ TRIAL = 5  # tree rounds before an opinion
 PLAIN_FIRST = 2  # plain rounds before anything can be compared; trees are being grown meanwhile
 PLAIN_EVERY = 100  # one round in so many is plain, so that the comparison stays current
 WHOLE_EVERY = 16  # one round in so many verifies all it may, so that what late nodes are worth stays current
-FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # plain rounds until the next trial
+FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # plain steps until the next trial
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class Gain:
         self.plain, self.tree = plain, Pace(tokens=2.5)
         self.worth, self._cost = Worth(), cost or StepCost()
         self._rounds = 0
-        self._pause = 0  # plain rounds left until the next trial
+        self._pause = 0.0  # plain steps left until the next trial
         self._next_pause = FIRST_PAUSE
 
     @property
@@ -110,21 +110,24 @@ class Gain:
             return most
         return self.worth.best(most, load, self._cost)
 
-    def add(self, tokens: int, seconds: float, *, with_tree: bool, cap: int = 0, path: Iterable[int] = ()) -> None:
+    def add(
+        self, tokens: int, seconds: float, *, with_tree: bool, cap: int = 0, path: Iterable[int] = (), load: int = 1
+    ) -> None:
         """A round was committed, `seconds` after the one before. Waiting for a tree in vain is a cost of trees, not of plain decoding.
 
-        cap, path: the most nodes it might have had; the numbers, in draw order from 1, of those that were accepted."""
+        cap, path: the most nodes it might have had; the numbers, in draw order from 1, of those that were accepted.
+        load: sessions that share a step, so that many sessions do not count their way through a pause in no time."""
         self._rounds += 1
         if not with_tree:
             self.plain.add(tokens, seconds)
-            if self._pause:
-                self._pause -= 1
-                if not self._pause:
+            if self._pause > 0:
+                self._pause -= 1.0 / max(load, 1)
+                if self._pause <= 0:
                     self.tree = Pace(tokens=self.tree.tokens)
             return
         self.worth.add(cap, path)
         self.tree.add(tokens, seconds)
-        if self.tree.rounds < TRIAL:
+        if self.tree.rounds < TRIAL or self.paused:  # many sessions may lose in one step: that is one trial
             return
         if self.speedup < 1.0:
             self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)

@@ -284,9 +284,8 @@ class VerifierService:
 
     def _view(self, session: Session, now_s: float, nodes: int) -> View:
         draft, most = session.draft, self.policy.num_draft_tokens
-        if (
-            session.cap is None and not session.prefill_left
-        ):  # the round begins: what follows must not change while a tree waits
+        if session.cap is None and not session.prefill_left:
+            # The round begins: what is decided here must not change while a tree waits.
             # Deeper than tokens_left - 1 nothing could be emitted.
             fitting = min(session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1)
             session.cap = fitting if session.required else session.gain.nodes(fitting, max(1, len(self._running)))
@@ -337,7 +336,14 @@ class VerifierService:
             tree = bool(outcome.num_nodes)
             cap = session.cap or 0 if tree else 0
             seconds = now_s - session.committed_s
-            session.gain.add(len(outcome.tokens), seconds, with_tree=tree or missed, cap=cap, path=outcome.path)
+            session.gain.add(
+                len(outcome.tokens),
+                seconds,
+                with_tree=tree or missed,
+                cap=cap,
+                path=outcome.path,
+                load=len(self._running),
+            )
         committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed, logprobs=outcome.logprobs)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from rootward.core.frames import extend_hash
 from rootward.core.living_tree import LivingTree
+from rootward.core.pairing import check_rule
 from rootward.core.requests import (
     Committed,
     Finish,
@@ -28,6 +29,9 @@ from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import InvalidRequest, ServiceError
 from verifier_service.gain import Gain, Pace
+
+MAX_STOPS = 1024  # token ids that may end one generation
+MATCHED = (Law.TOP_K, Law.COUPLED)  # trees that only the target's own tokens may decide
 
 
 @dataclass(slots=True, eq=False)
@@ -89,8 +93,11 @@ class Session:
     drafter_name: str = ""
     matcher: TreeMatcher | None = None  # of the request's structure, at the end of the committed text
     history: History | None = None  # of the text, where penalties need it
+    stop_ids: frozenset[int] = field(init=False)  # tokens that end this generation
 
     def __post_init__(self) -> None:
+        own = frozenset(self.request.stopping.stop_token_ids)
+        self.stop_ids = own if self.request.stopping.ignore_eos else own | self.eos_ids
         if self.request.sampling.penalised:
             self.history = History(self.request.prompt, self.request.committed)
         self.tokens = [*self.request.prompt, *self.request.committed]
@@ -104,11 +111,11 @@ class Session:
     @property
     def priority(self) -> int:
         """Lower runs earlier and is preempted later."""
-        return 0
+        return self.request.priority
 
     @property
     def tenant(self) -> str:
-        return ""
+        return self.request.tenant
 
     @property
     def work(self) -> int:
@@ -132,12 +139,6 @@ class Session:
     @property
     def tokens_left(self) -> int:
         return self.request.stopping.max_tokens - self.num_output
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end this generation."""
-        own = frozenset(self.request.stopping.stop_token_ids)
-        return own if self.request.stopping.ignore_eos else own | self.eos_ids
 
     @property
     def prefix(self) -> Prefix:
@@ -189,29 +190,36 @@ class Session:
         )
 
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        stop_ids = self.stop_ids
         for i, token in enumerate(tokens[: self.tokens_left]):
-            if token in stop_ids:
+            if token in self.stop_ids:
                 return tokens[: i + 1], token
         return tokens[: self.tokens_left], None
 
 
 def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
-    """What a request's sampling and wishes mean. Greedy decoding always matches: every lossless rule is longest-match there."""
+    """What a request's sampling and wishes mean. Greedy decoding always matches: every lossless rule is longest-match there.
+
+    InvalidRequest: the rule asked for would not be lossless on the trees asked for."""
     wish = request.speculation
+    if wish.law is not None and wish.rule is not None:
+        try:
+            check_rule(wish.law, wish.rule)
+        except ValueError as wrong:
+            raise InvalidRequest("speculation.rule", wish.rule.value, f"cannot be served: {wrong}") from None
     if request.sampling.greedy:
-        return Rule.MATCH, wish.law if wish.law in (Law.TOP_K, Law.COUPLED) else Law.TOP_K
-    if wish.law in (Law.TOP_K, Law.COUPLED) or wish.rule is Rule.MATCH:
+        return Rule.MATCH, wish.law if wish.law in MATCHED else Law.TOP_K
+    if wish.rule is Rule.MATCH or (wish.rule is None and wish.law in MATCHED):
         return Rule.MATCH, wish.law or Law.COUPLED
-    if wish.law is None and default_law in (Law.TOP_K, Law.COUPLED) and wish.rule is None:
+    if wish.law is None and default_law in MATCHED and wish.rule is None:
         return Rule.MATCH, default_law
-    law = wish.law or (default_law if default_law in (Law.SAMPLED, Law.GREEDY) else Law.SAMPLED)
-    return wish.rule or Rule.TRAVERSAL, law
+    return wish.rule or Rule.TRAVERSAL, wish.law or (Law.SAMPLED if default_law in MATCHED else default_law)
 
 
 def check_tokens(request: VerifierRequest, vocab_size: int, eos_ids: Iterable[int]) -> None:
     """Every id must be a row of the model's embedding, and some token must always be allowed."""
     sampling, stopping = request.sampling, request.stopping
+    if len(stopping.stop_token_ids) > MAX_STOPS:
+        raise InvalidRequest("stop_token_ids", len(stopping.stop_token_ids), f"ids are more than {MAX_STOPS}")
     for name, ids in (
         ("prompt", (*request.prompt, *request.committed)),
         ("stop_token_ids", stopping.stop_token_ids),

@@ -198,6 +198,8 @@ class VerifierRequest:
     deadline_s: float | None = None  # seconds from now; None = no deadline
     structure: Structure | None = None
     logprobs: int | None = None  # None = none; k = of the emitted token and of the k most likely ones
+    priority: int = 0  # lower runs earlier
+    tenant: str = ""  # who asks: tenants share places fairly and never each other's cached prefixes
 
     def __post_init__(self) -> None:
         k = self.logprobs
@@ -209,6 +211,7 @@ class VerifierRequest:
         _require(len(self.prompt) > 0, "prompt", "", "is empty; give at least one token")
         _require(0 <= self.seed < 2**64, "seed", self.seed, "is outside [0, 2^64)")
         _require(self.epoch >= 1, "epoch", self.epoch, "is below 1")
+        _require(-(2**31) <= self.priority < 2**31, "priority", self.priority, "is outside [-2^31, 2^31)")
 
     def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
         """What would leave a complete output without a next token, or an incomplete one without any."""

@@ -48,6 +48,8 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         deadline_s=value.deadline_s,
         decoding=decoding_to_pb(value.sampling, value.structure),
         logprobs=value.logprobs,
+        priority=value.priority,
+        tenant=value.tenant,
     )
 
 
@@ -69,6 +71,8 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
         deadline_s=deadline_s,
         structure=structure_from_pb(pb.decoding),
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
+        priority=pb.priority,
+        tenant=pb.tenant,
     )
 
 

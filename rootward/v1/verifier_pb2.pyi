@@ -135,6 +135,8 @@ class VerifierRequest(_message.Message):
     DEADLINE_S_FIELD_NUMBER: _builtins.int
     DECODING_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -148,6 +150,10 @@ class VerifierRequest(_message.Message):
     """seconds from now; absent = none"""
     logprobs: _builtins.int
     """absent = none; k = of the emitted token and of the k most likely"""
+    priority: _builtins.int
+    """lower runs earlier"""
+    tenant: _builtins.str
+    """who asks: tenants share places fairly and never each other's cached prefixes"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -175,10 +181,12 @@ class VerifierRequest(_message.Message):
         deadline_s: _builtins.float | None = ...,
         decoding: _generate_pb2.Decoding | None = ...,
         logprobs: _builtins.int | None = ...,
+        priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015

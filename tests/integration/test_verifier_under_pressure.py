@@ -73,9 +73,7 @@ async def test_all_finish_with_the_text_they_would_have_had_alone() -> None:
         results = await asyncio.gather(*(collect(system.verifier, job) for job in jobs))
         assert [tokens for tokens, _ in results] == texts
         stats = (await system.verifier.get_info()).stats
-        print(stats)
         assert stats["num_preemptions_total"] > 0
-        assert stats["prefix_cache_hits_total"] > 0
         assert sum(last.finish.stats.num_accepted_draft_tokens for _, last in results) > 0
         await assert_nothing_is_held(system)
 
@@ -101,7 +99,13 @@ async def test_cancelling_half_of_them_at_random_moments_leaves_nothing_behind(s
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-        ends = [rng.choice([cancelled, dropped]) if i in doomed else None for i in range(NUM)]
+        async def dropped_while_away(job: VerifierRequest) -> None:
+            task, away = asyncio.create_task(collect(system.verifier, job)), system.service.places._away
+            await until(lambda: any(one.request is job for one in away.values()) or task.done())
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        ends = [rng.choice([cancelled, dropped, dropped_while_away]) if i in doomed else None for i in range(NUM)]
         results = await asyncio.gather(
             *(collect(system.verifier, job) if end is None else end(job) for end, job in zip(ends, jobs, strict=True))
         )
@@ -110,14 +114,26 @@ async def test_cancelling_half_of_them_at_random_moments_leaves_nothing_behind(s
         await assert_nothing_is_held(system)
 
 
+async def test_what_was_said_before_is_not_computed_again_except_for_another_tenant() -> None:
+    first = request("a", tuple(range(5)) * 6, temperature=0.0, tenant="one")
+    target, draft = tight_pair(mixed(seed=5))
+    async with in_process(target, draft) as system:
+        text, _ = await collect(system.verifier, first)
+        for name, tenant, hits in (("b", "one", 28), ("c", "two", 0)):
+            before = (await system.verifier.get_info()).stats["prefix_cache_hits_total"]
+            again, _ = await collect(system.verifier, replace(first, request_id=name, tenant=tenant))
+            after = (await system.verifier.get_info()).stats["prefix_cache_hits_total"]
+            assert (again, after - before) == (text, hits)
+        await assert_nothing_is_held(system)
+
+
 async def test_the_demo_pair_under_pressure() -> None:
+    """Greedily; the two best logits of these texts are never closer than 1.5e-4, far above rounding."""
     paths, rng = demo.paths(), random.Random(3)
     encode = AutoTokenizer.from_pretrained(paths.target).encode
     prompts = [tuple(encode(text)) for text in demo.prompts()[:16]]
     jobs = [
-        request(
-            f"r{i}", prompts[i % len(prompts)][: rng.randint(2, 16)], temperature=0.0, max_tokens=rng.randint(2, 24)
-        )
+        request(f"r{i}", prompts[i % len(prompts)][: rng.randint(2, 8)], temperature=0.0, max_tokens=rng.randint(2, 28))
         for i in range(NUM)
     ]
     texts = await alone(load_model(str(paths.target), max_slots=1, max_len=96), jobs)
@@ -125,6 +141,5 @@ async def test_the_demo_pair_under_pressure() -> None:
     target = load_model(str(paths.target), kv_cache_tokens=third(jobs), **size)
     async with in_process(target, load_model(str(paths.draft), **size)) as system:
         results = await asyncio.gather(*(collect(system.verifier, job) for job in jobs))
-        print((await system.verifier.get_info()).stats)
         assert [tokens for tokens, _ in results] == texts
         await assert_nothing_is_held(system)

@@ -144,6 +144,8 @@ request = st.builds(
     st.none() | st.floats(allow_nan=False, allow_infinity=False),
     st.just(None),
     st.none() | st.integers(0, 20),
+    st.integers(-(2**31), 2**31 - 1),
+    text,
 )
 requests = st.one_of(
     request,

@@ -32,6 +32,15 @@ def test_the_line_is_found_and_followed_when_the_machine_changes() -> None:
             assert cost.seconds(rows) == pytest.approx(scale * (0.01 + 0.001 * rows), rel=1e-3)
 
 
+def test_one_step_that_was_held_up_is_not_believed_in_full() -> None:
+    cost = StepCost()
+    for rows in [1, 4, 16, 64] * 25:
+        cost.add(rows, 0.01 + 0.001 * rows)
+    cost.add(16, 5.0)
+    for rows in (1, 16, 64):
+        assert cost.seconds(rows) == pytest.approx(0.01 + 0.001 * rows, rel=0.25)
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 10.0)), min_size=1, max_size=20), st.integers(1, 300))
 def test_more_rows_never_look_cheaper_and_none_costs_less_than_nothing(steps, rows: int) -> None:

@@ -45,6 +45,19 @@ def test_what_loses_stops_after_a_trial_and_is_tried_again_later_and_later() -> 
     assert not any(again[TRIAL + 1 :])
 
 
+def test_many_sessions_that_lose_at_once_lose_one_trial_and_pause_in_steps() -> None:
+    gain, load = Gain(known_plain()), 8
+    for _ in range(2):  # the step in which the trial is lost, and one that had begun
+        for _ in range(load):
+            gain.add(1, 1.0, with_tree=True, load=load)
+    steps = 0
+    while gain.paused:
+        for _ in range(load):
+            gain.add(1, 0.01, with_tree=False, load=load)
+        steps += 1
+    assert steps == FIRST_PAUSE
+
+
 def test_waiting_in_vain_counts_against_trees() -> None:
     gain = Gain(known_plain())
     for _ in range(TRIAL):
@@ -55,7 +68,7 @@ def test_waiting_in_vain_counts_against_trees() -> None:
 
 def line(base: float, slope: float) -> StepCost:
     cost = StepCost()
-    for rows in (1, 64):
+    for rows in [1, 2, 4, 8, 16, 32, 64] * 20:
         cost.add(rows, base + slope * rows)
     return cost
 

@@ -132,6 +132,7 @@ def test_a_form_that_cannot_be_followed_aborts() -> None:
         (Sampling(allowed_token_ids=(3,)), Stopping(9, (3,), True, 1), "min_tokens: 1 leaves no token"),
         (Sampling(), Stopping(9, tuple(range(10)), min_tokens=1), "min_tokens: 1 leaves no token"),
         (Sampling(), Stopping(9, (10,)), "stop_token_ids: 10"),
+        (Sampling(), Stopping(9, (3,) * 1025), "stop_token_ids: 1025 ids are more than 1024"),
         (Sampling(bad_sequences=((3, 10),)), Stopping(9), "bad_words: 10"),
         (Sampling(bad_sequences=tuple((t,) for t in range(9))), Stopping(9, min_tokens=1), "bad_words: 9 leave"),
     ],
@@ -168,3 +169,13 @@ def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
 def test_ratio_tests_on_chosen_trees_cannot_even_be_asked_for() -> None:
     with pytest.raises(ValueError, match="match"):
         Speculation(rule=Rule.TRAVERSAL, law=Law.TOP_K)
+
+
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN], ids=lambda v: v.value)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rule_that_would_not_be_lossless_is_refused_and_never_replaced(rule: Rule, temperature: float) -> None:
+    wish = Speculation(law=Law.COUPLED)
+    object.__setattr__(wish, "rule", rule)  # however it got past its own check
+    wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=wish)
+    with pytest.raises(InvalidRequest, match=f"speculation.rule: '{rule.value}' .* is not lossless for coupled"):
+        choose_rule(wanted, Law.SAMPLED)

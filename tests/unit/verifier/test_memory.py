@@ -1,0 +1,59 @@
+"""Blocks as numbers: what the scheduler is told must be what the model would take; who is let in finds what it was promised."""
+
+from __future__ import annotations
+
+import pytest
+from support.services import request
+
+from rootward.core.requests import Law, Rule
+from rootward.engine.tabular import TabularModel
+from rootward.ports import Rows
+from verifier_service.memory import Memory
+from verifier_service.sessions import Session
+
+
+def model(tokens: int = 64) -> TabularModel:
+    return TabularModel(5, seed=1, max_positions=24, tree_room=8, block_size=4, max_slots=4, kv_cache_tokens=tokens)
+
+
+def session(target: TabularModel, number: int, prompt: int, *, fed: int | None = None, law: Law | None = Law.SAMPLED):
+    one = Session(number, request(f"r{number}", (1,) * prompt), Rule.TRAVERSAL, law, frozenset())
+    if fed is not None:
+        one.kv_slot = target.open()
+        if fed:
+            target.forward([Rows.chain(one.kv_slot, 0, (1,) * fed)])
+            target.commit(one.kv_slot, fed - 1, keep_below=False)
+    return one
+
+
+@pytest.mark.parametrize("fed", range(10))
+def test_room_and_blocks_are_what_the_model_would_take(fed: int) -> None:
+    target = model()
+    memory = Memory(target, 8)
+    one = session(target, 1, 12, fed=fed)
+    room, blocks = memory.held(one)
+    assert target.num_blocks - target.num_free_blocks == blocks
+    for rows in range(1, 10):
+        assert -(-max(0, rows - room) // memory.block_size) == target.blocks_needed(one.kv_slot, rows)
+
+
+def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:
+    target = model(tokens=32)  # 8 blocks
+    memory = Memory(target, 8)
+    first = session(target, 1, 8, fed=0)  # promised 4 blocks
+    assert memory.admits(session(target, 2, 8), [first])
+    assert not memory.admits(session(target, 2, 9), [first])
+    assert memory.admits(session(target, 2, 16, law=None), [first])  # no tree
+    filled = session(target, 3, 8, fed=7)  # of its 4 it holds 2
+    assert memory.free_blocks == 6
+    assert not memory.admits(session(target, 2, 16), [filled])
+    assert memory.admits(session(target, 2, 8), [filled])
+
+
+def test_whoever_is_alone_is_let_in_and_nobody_without_a_slot() -> None:
+    target = model(tokens=32)
+    memory = Memory(target, 8)
+    assert memory.admits(session(target, 1, 24), [])
+    for number in range(4):
+        session(target, number, 1, fed=0)
+    assert not memory.admits(session(target, 9, 1), [])
