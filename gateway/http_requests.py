@@ -13,6 +13,8 @@ from gateway.requests import GenerateRequest
 from rootward.core.requests import Law, Rule, Sampling, Speculation, SpeculationMode
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
+MAX_DIGITS = 12  # of a header
+
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 
 # Known names that are not served, with the values that ask for nothing.
@@ -211,6 +213,6 @@ def _stream_options(body: Mapping[str, object], stream: bool) -> bool:
 def _deadline_s(header: str | None) -> float | None:
     if header is None:
         return None
-    if not header.isdecimal() or int(header) < 1:
+    if not header.isdecimal() or len(header) > MAX_DIGITS or int(header) < 1:
         raise InvalidRequest("x-request-timeout-ms", header[:16], "is no number of milliseconds above 0")
     return int(header) / 1000

@@ -5,7 +5,7 @@ Everything here happens in the loop task, between steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rootward.ports import LanguageModel
 from verifier_service.memory import Memory
@@ -40,13 +40,29 @@ class Places:
     def wait(self, session: Session) -> None:
         self._waiting.push(session)
 
-    def fill(self) -> list[Session]:
-        """Give the next in line a place while slots and blocks suffice. Nobody overtakes one for whom there is no room yet."""
+    @property
+    def num_fresh(self) -> int:
+        """Requests that wait and have not run yet: what the length of the queue is counted by."""
+        return self._waiting.num_fresh
+
+    def forget(self, session: Session) -> None:
+        """It has ended; if it waits it waits no longer."""
+        self._waiting.discard(session)
+
+    def fill(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
+        """Give the next in line a place while slots and blocks suffice. Nobody overtakes one for whom there is no room yet.
+
+        failed(session, error): the model would not take it; that costs the one session.
+        """
         entered = []
         while (session := self._waiting.head()) is not None and self.memory.admits(session, self.running.values()):
             self._waiting.pop()
             self._away.pop(session.number, None)
-            session.kv_slot = self.model.open(session.tokens, salt=session.tenant)
+            try:
+                session.kv_slot = self.model.open(session.tokens, salt=session.tenant)
+            except Exception as error:
+                failed(session, error)
+                continue
             session.fed = self.model.length(
                 session.kv_slot
             )  # of a text that begins alike, or its own before it was preempted

@@ -70,7 +70,7 @@ class VerifierService:
         self.admission = Admission(model.info, p)
         self._live = self.admission.live
         self._running = self.places.running
-        self._num_sessions = 0
+        self._num_sessions = self._num_compiling = 0
         self._wake = asyncio.Event()
         self._gains = Gains(cost)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
@@ -97,7 +97,8 @@ class VerifierService:
     async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Committed runs of one generation. Closing the iterator cancels it and frees everything at the next step."""
         deadline_s = self._deadline(request)
-        async with self._admitted(request, await self._matcher(request), deadline_s) as session:
+        matcher = await self._matcher(request, deadline_s)
+        async with self._admitted(request, matcher, deadline_s) as session:
             while True:
                 try:
                     async with asyncio.timeout_at(deadline_s):
@@ -168,17 +169,31 @@ class VerifierService:
         finally:
             session.done = True  # the loop frees it between steps
             self.admission.forget(session)
+            self.places.forget(session)
             self._wake_up()
 
-    async def _matcher(self, request: VerifierRequest) -> TreeMatcher | None:
+    async def _matcher(self, request: VerifierRequest, deadline_s: float | None) -> TreeMatcher | None:
+        """Compiling a form takes time: only for a request that would be let in, and it counts as queued meanwhile."""
         if request.structure is None:
             return None
-        return await asyncio.to_thread(self.grammars.matcher, request.structure, request.committed)
+        self._check(request)
+        self._num_compiling += 1
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await asyncio.to_thread(self.grammars.matcher, request.structure, request.committed)
+        except TimeoutError:
+            passed = f"deadline of {request.deadline_s} s passed"
+            raise DeadlineExceeded(passed, metadata={"phase": "queue"}) from None
+        finally:
+            self._num_compiling -= 1
 
-    def _session(self, request: VerifierRequest) -> Session:
+    def _check(self, request: VerifierRequest) -> None:
         ended = self._task is None or self._task.done()
         closed = "verifier is draining" if self.draining else "verifier is not running" if ended else ""
-        self.admission.check(request, num_queued=self.places.num_waiting, closed=closed)
+        self.admission.check(request, num_queued=self.places.num_fresh + self._num_compiling, closed=closed)
+
+    def _session(self, request: VerifierRequest) -> Session:
+        self._check(request)
         self.admission.fence(request)
         rule, law = choose_rule(request, self.policy.law)
         mode = request.speculation.mode
@@ -258,7 +273,7 @@ class VerifierService:
             self.pool.close(session, "ended")
 
     def _admit(self) -> None:
-        for session in self.places.fill():
+        for session in self.places.fill(self._abort):
             session.committed_s = time.monotonic()
         for session in self._running.values():
             if session.required or not session.gain.paused:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from rootward.core.frames import extend_hash
 from rootward.core.living_tree import LivingTree
@@ -106,7 +107,9 @@ class Session:
 
     @property
     def key(self) -> Key:
-        return Key(self.request.seed, self.request.choice)
+        """Ratio tests: two requests of one seed must not share coins, for what one's rounds teach shapes the other's (`gain.py`)."""
+        own = 0 if self.rule is Rule.MATCH else _number(self.request.request_id)
+        return Key(self.request.seed ^ own, self.request.choice)
 
     @property
     def priority(self) -> int:
@@ -213,6 +216,10 @@ def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
     if wish.law is None and default_law in MATCHED and wish.rule is None:
         return Rule.MATCH, default_law
     return wish.rule or Rule.TRAVERSAL, wish.law or (Law.SAMPLED if default_law in MATCHED else default_law)
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def check_tokens(request: VerifierRequest, vocab_size: int, eos_ids: Iterable[int]) -> None:

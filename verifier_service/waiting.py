@@ -49,6 +49,14 @@ class Tenants(Generic[A]):
             self._clock[one.tenant] = max(self._now, self._clock.get(one.tenant, 0.0))
         self._lines[one.tenant].append(one)
 
+    def discard(self, one: A) -> None:
+        """It waits no longer, wherever it stands."""
+        line = self._lines.get(one.tenant)
+        if line is not None and one in line:
+            line.remove(one)
+            if not line:
+                del self._lines[one.tenant]
+
     def head(self) -> A | None:
         """The next one; those that are done are forgotten."""
         for tenant, line in list(self._lines.items()):
@@ -85,6 +93,11 @@ class WaitingLine(Generic[A]):
     def __iter__(self) -> Iterator[A]:
         yield from (one for one in chain(self._back, *self._fresh.values()) if not one.done)
 
+    @property
+    def num_fresh(self) -> int:
+        """Those that have never had a place."""
+        return sum(1 for tenants in self._fresh.values() for one in tenants if not one.done)
+
     def push(self, one: A) -> None:
         """Behind those of its tenant."""
         self._fresh.setdefault(one.priority, Tenants()).push(one)
@@ -92,6 +105,15 @@ class WaitingLine(Generic[A]):
     def push_front(self, one: A) -> None:
         """It has been running: before all fresh ones of its priority; its tenant has paid already."""
         self._back.append(one)
+
+    def discard(self, one: A) -> None:
+        """It has ended. Without this whoever is cancelled behind a head that waits long would be held as long."""
+        if one in self._back:
+            self._back.remove(one)
+        elif (tenants := self._fresh.get(one.priority)) is not None:
+            tenants.discard(one)
+            if not any(True for _ in tenants):
+                del self._fresh[one.priority]
 
     def head(self) -> A | None:
         self._back = [one for one in self._back if not one.done]

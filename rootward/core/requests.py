@@ -14,6 +14,7 @@ from itertools import pairwise
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD, MAX_BAD_TOKENS = 256, 32
+MAX_NAME = 256  # characters of a tenant
 MAX_FORM = 1 << 18  # characters of a schema, expression or grammar
 
 _SAMPLING_RANGES = (
@@ -56,6 +57,11 @@ class FinishReason(str, Enum):
     ABORTED = "aborted"
 
 
+def is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: a lone surrogate cannot."""
+    return not any("\ud800" <= char <= "\udfff" for char in value)
+
+
 def _require(ok: bool, name: str, value: object, fix: str) -> None:
     if not ok:
         raise ValueError(f"{name}: {value!r} {fix}")
@@ -85,7 +91,7 @@ class Sampling:
             value = getattr(self, name)
             inside = low <= value <= high and (value > low or "[" in ok)
             _require(math.isfinite(value) and inside, name, value, f"is outside {ok}; {fix}")
-        _require(self.top_k >= 0, "top_k", self.top_k, "is negative; use 0 to keep every token")
+        _require(0 <= self.top_k < 2**32, "top_k", self.top_k, "is outside [0, 2^32); use 0 to keep every token")
         object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
         object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))
         tokens = [token for token, _ in self.logit_bias]
@@ -140,6 +146,7 @@ class Structure:
     def __post_init__(self) -> None:
         free = self.form is Form.JSON_OBJECT
         _require(bool(self.text.strip()) is not free, self.form.value, self.text[:32], _FORM_FIX[free])
+        _require(is_text(self.text), self.form.value, "", "has a lone surrogate, which is no text; leave it out")
         _require(len(self.text) <= MAX_FORM, self.form.value, len(self.text), f"characters are more than {MAX_FORM}")
 
 
@@ -212,6 +219,8 @@ class VerifierRequest:
         _require(0 <= self.seed < 2**64, "seed", self.seed, "is outside [0, 2^64)")
         _require(self.epoch >= 1, "epoch", self.epoch, "is below 1")
         _require(-(2**31) <= self.priority < 2**31, "priority", self.priority, "is outside [-2^31, 2^31)")
+        named = len(self.tenant) <= MAX_NAME and is_text(self.tenant)
+        _require(named, "tenant", self.tenant[:32], f"is no text of at most {MAX_NAME} characters")
 
     def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
         """What would leave a complete output without a next token, or an incomplete one without any."""

@@ -135,6 +135,8 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"allowed_token_ids": 5}, "allowed_token_ids"),
         ({"min_tokens": 51}, "min_tokens"),
         ({"logprobs": 21}, "logprobs"),
+        ({"top_k": 10**30}, "top_k"),
+        ({"structured_outputs": {"regex": "\ud800"}}, "regex"),
         ({"logprobs": True}, "logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json"}, "response_format"),

@@ -69,14 +69,19 @@ def test_slots_are_never_reused() -> None:
 
 def test_only_coupled_drafting_learns_the_seed() -> None:
     """Under ratio tests a drafter that could compute the coins could bias the text."""
-    for law, wanted in (
-        (Law.COUPLED, 77),
-        (Law.SAMPLED, Key(77).derive(Role.DRAW)),
-        (Law.GREEDY, Key(77).derive(Role.DRAW)),
-    ):
-        busy = up(link())
-        busy.open(session(law=law), **SHAPE)
-        assert busy._opens[0].seed == wanted
+    for law in (Law.COUPLED, Law.SAMPLED, Law.GREEDY):
+        busy, one = up(link()), session(law=law)
+        busy.open(one, **SHAPE)
+        assert busy._opens[0].seed == (77 if law is Law.COUPLED else one.key.derive(Role.DRAW))
+
+
+def test_ratio_tests_of_two_requests_never_share_coins() -> None:
+    """What the rounds of one teach (how many nodes pay) shapes the rounds of the other."""
+    ratio, match = [session(1), session(2)], [session(1), session(2)]
+    for one in match:
+        one.rule = Rule.MATCH
+    assert ratio[0].key != ratio[1].key
+    assert match[0].key == match[1].key == Key(77)
 
 
 def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:

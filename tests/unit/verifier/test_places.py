@@ -37,6 +37,10 @@ def session(number: int, prompt: int = 3) -> Session:
     return Session(number, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
 
 
+def lost(one: Session, error: Exception) -> None:
+    raise error
+
+
 def places() -> tuple[Places, Slots]:
     slots = Slots()
     return Places(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
@@ -47,13 +51,13 @@ def test_places_are_given_in_order_and_nobody_overtakes_one_who_does_not_fit() -
     first, large, small = session(1), session(2, prompt=18), session(3)
     for one in (first, large, small):
         here.wait(one)
-    assert here.fill() == [first]
+    assert here.fill(lost) == [first]
     assert (here.num_waiting, len(slots.open_slots)) == (2, 1)
     first.done = True
     assert here.sweep() == [first]
-    assert here.fill() == [large]
+    assert here.fill(lost) == [large]
     slots.room = 3
-    assert here.fill() == [small]
+    assert here.fill(lost) == [small]
 
 
 def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
@@ -62,7 +66,7 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     one, two, three = (session(n, prompt=10) for n in (1, 2, 3))
     for some in (one, two, three):
         here.wait(some)
-    here.fill()
+    here.fill(lost)
     two.fed, two.cap = 2, 7
     draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
     here.preempt([2])
@@ -72,7 +76,7 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     assert (two.cap, two.draft) == (7, draft)
     assert here.gauges()["num_preemptions_total"] == 1
     slots.known = 8
-    assert here.fill() == [two]
+    assert here.fill(lost) == [two]
     assert (two.prefill_left, two.cap, two.draft) == (1, 7, draft)
     assert here.gauges()["prefix_cache_hits_total"] == 8
 
@@ -81,9 +85,31 @@ def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed(
     here, slots = places()
     one = session(1)
     here.wait(one)
-    here.fill()
+    here.fill(lost)
     here.preempt([1])
     one.done = True
     assert here.sweep() == [one]
-    assert here.sweep() == here.fill() == []
+    assert here.sweep() == here.fill(lost) == []
     assert not slots.open_slots
+
+
+def test_one_whom_the_model_will_not_take_costs_nobody_else() -> None:
+    here, slots = places()
+    bad, good = session(1), session(2)
+    plain_open = slots.open
+
+    def open_(tokens, *, salt: str) -> int:
+        if not bad.done:
+            raise RuntimeError("not this one")
+        return plain_open(tokens, salt=salt)
+
+    slots.open = open_  # type: ignore[method-assign]
+    here.wait(bad)
+    here.wait(good)
+
+    def failed(one: Session, error: Exception) -> None:
+        one.done = True
+
+    assert here.fill(failed) == [good]
+    assert bad.done
+    assert bad.kv_slot is None

@@ -111,3 +111,22 @@ def test_everybody_who_stays_is_served_once(moves: list[tuple[One, str]]) -> Non
         (waiting.push if move == "push" else waiting.push_front)(one)
     served += drained(waiting)
     assert sorted(one.number for one in served) == sorted(one.number for one in came if not one.done)
+
+
+def test_whoever_leaves_behind_a_waiting_head_is_held_no_longer() -> None:
+    head, others = One(), [One(tenant, priority) for tenant in "abc" for priority in (0, 1, 2)]
+    waiting = line(head, *others)
+    back = One(priority=1)
+    waiting.push_front(back)
+    for one in (*others, back):
+        one.done = True
+        waiting.discard(one)
+    assert waiting.pop() is head
+    assert not waiting._back
+    assert not any(list(tenants) for tenants in waiting._fresh.values())
+
+
+def test_preempted_ones_do_not_fill_the_queue() -> None:
+    waiting = line(One(), One())
+    waiting.push_front(One())
+    assert (waiting.num_fresh, len(waiting)) == (2, 3)
