@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from drafter_service.trees import Heard, heard, shape_fault
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
@@ -76,9 +77,8 @@ class Grower(Generic[K]):
         """Start a tree; the answer is a Reject when it cannot be taken."""
         if key in self.trees:
             return Reject(message.slot, "slot is open already; use a new number")
-        shape = {name: getattr(message, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
-        if not message.prefix or min(shape.values()) < 1 or message.node_cap > MAX_NODES:
-            return Reject(message.slot, f"prefix of {len(message.prefix)} tokens, {shape}: out of range")
+        if fault := shape_fault(message, MAX_NODES):
+            return Reject(message.slot, fault)
         if len(message.prefix) >= self.model.info.max_positions:
             limit = self.model.info.max_positions
             return Reject(
@@ -97,19 +97,13 @@ class Grower(Generic[K]):
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
         """The truth advanced. The answer: what was drawn under the old base and not sent yet; or a plea for the prefix."""
         growing = self.trees.get(key)
-        if growing is None:
-            return [
-                NeedSync(message.slot, 0, 0)
-            ]  # closed, refused or never opened: its verifier should not wait for it
-        if max(message.tokens, default=0) >= self.model.info.vocab_size:
-            return [NeedSync(message.slot, growing.tree.length, growing.tree.hash)]
+        if growing is None:  # closed, refused or never opened: its verifier should not wait for it
+            return [NeedSync(message.slot, 0, 0)]
         tree = growing.tree
-        if message.base_len + len(message.tokens) <= tree.length and message.base_len < tree.length:
-            return []  # heard already
-        hash_after = tree.hash
-        for token in message.tokens:
-            hash_after = extend_hash(hash_after, token)
-        if message.base_len != tree.length or hash_after != message.hash_after:
+        news = heard(tree, message)
+        if news is Heard.KNOWN:
+            return []
+        if news is Heard.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
             return [NeedSync(message.slot, tree.length, tree.hash)]
         unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
         self._reroot(growing, message.tokens)
