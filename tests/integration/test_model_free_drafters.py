@@ -207,19 +207,19 @@ async def test_the_law_under_ratio_tests_is_the_target_s(rule: Rule) -> None:
 
 
 async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: TabularModel) -> np.ndarray:
-    """Pairs of requests with one seed, one after the other: what the second says first."""
+    """Pairs of requests with one seed and one id, one after the other: what the second says first."""
     counts = np.zeros(target.info.vocab_size)
     async with in_process(target, drafter, topk=1) as verifier:
         for seed in range(300):
-            for name in ("first", "second"):
-                wish = request(f"{seed} {name}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=Law.SAMPLED)
+            for _ in range(2):
+                wish = request(f"{seed}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=Law.SAMPLED)
                 tokens, _ = await collect(verifier, wish)
             counts[tokens[0]] += 1
     return counts
 
 
 async def test_a_memory_must_not_tell_a_session_of_its_own_coins() -> None:
-    """Requests with one seed share their coins, so what one has said must not decide the tree of the other."""
+    """Requests with one seed and one id share their coins: what one has said must not decide the tree of the other."""
     target = TabularModel(5, seed=4, sharpness=0.5)
     wanted = target.law(PROMPT) * 300
 

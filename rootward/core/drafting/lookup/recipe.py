@@ -41,7 +41,7 @@ class Recipe:
     def source(self, law: Law, shared: Successors) -> Source:
         """Sources for a new text.
 
-        Under ratio tests (SAMPLED, GREEDY) a text must not read what other texts wrote: requests with one seed share their coins, so
+        Under ratio tests (SAMPLED, GREEDY) a text must not read what other texts wrote: requests with one seed and id share their coins, so
         another's text tells of coins that are still to be used. Under matching nothing can bias, and memories are shared.
         """
         built = [self._part(name, settings, law, shared) for name, settings in self.parts]
