@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from support import structured
 from support.processed_law import PROCESSORS, STOP, processed_law
-from support.services import assert_at_rest, collect, in_process, over_grpc, request, tabular_pair
+from support.services import assert_at_rest, collect, in_process, over_grpc, request, tabular_pair, until
 
 from rootward.core.requests import (
     FinishReason,
@@ -24,7 +25,7 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.engine.tabular import TabularModel
-from rootward.errors import InvalidGrammar, InvalidRequest, UnsupportedParameter
+from rootward.errors import DeadlineExceeded, InvalidGrammar, InvalidRequest, Overloaded, UnsupportedParameter
 
 PROMPT = (1, 2, 3)
 OFF = SpeculationMode.DISABLED
@@ -218,4 +219,43 @@ async def test_a_form_that_the_vocabulary_cannot_spell_is_aborted_alone() -> Non
         assert last.finish.reason is FinishReason.ABORTED
         assert structured.text(tokens) == "a"
         assert len((await good)[0]) == 40
+        await assert_at_rest(system)
+
+
+class SlowForms:
+    """Grammars whose compilation ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = 0, threading.Event()
+
+    def matcher(self, structure: Structure, committed: tuple[int, ...]) -> None:
+        self.begun += 1
+        self.go_on.wait(60)
+
+
+async def test_a_form_is_compiled_only_for_a_request_that_would_be_let_in() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft, max_queued=2) as system:
+        system.service.grammars = forms = SlowForms()
+        formed = replace(request(), structure=Structure(Form.REGEX, "a"), deadline_s=None)
+        with pytest.raises(InvalidRequest, match="prompt"):
+            await collect(system.verifier, replace(formed, prompt=(10**6,)))
+        assert forms.begun == 0
+        jobs = [asyncio.create_task(collect(system.verifier, replace(formed, request_id=f"r{i}"))) for i in range(2)]
+        await until(lambda: forms.begun == 2)
+        with pytest.raises(Overloaded):  # those that compile count as queued
+            await collect(system.verifier, replace(formed, request_id="r2"))
+        forms.go_on.set()
+        await asyncio.gather(*jobs)
+        assert forms.begun == 2
+        await assert_at_rest(system)
+
+
+async def test_a_deadline_ends_the_wait_for_a_form() -> None:
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        system.service.grammars = forms = SlowForms()
+        with pytest.raises(DeadlineExceeded):
+            await collect(system.verifier, replace(request(), structure=Structure(Form.REGEX, "a"), deadline_s=0.05))
+        forms.go_on.set()
         await assert_at_rest(system)

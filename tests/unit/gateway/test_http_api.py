@@ -217,8 +217,9 @@ async def test_busy_gone_late_and_doubled():
         assert (doubled.status_code, doubled.json()["error"]["code"]) == (400, "duplicate_request_id")
         late = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "150"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
-        bad = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "soon"})
-        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
+        for value in ("soon", "0", "9" * 400, "9" * 5000):
+            bad = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": value})
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-request-timeout-ms")
         verifier.up = False
         gone = await client.post("/v1/completions", json={"prompt": "a"})
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "service_unavailable")
