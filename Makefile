@@ -17,7 +17,7 @@ PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraint
 PROTOS := $(wildcard proto/rootward/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test contract check proto clean
+.PHONY: help install demo test long contract check proto clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -29,6 +29,9 @@ demo: $(STAMP)  ## serve the demo pair on this machine and ask it something
 
 test: $(STAMP)  ## run the tests (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest $(ARGS)
+
+long: $(STAMP)  ## run the tests that take minutes: kills, fuzzing, soak (ARGS="-k name" to choose)
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 contract:  ## run the architecture suite on the oldest, pinned and latest transformers (downloads them)
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" tests/contract/versions.sh
