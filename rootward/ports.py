@@ -140,6 +140,23 @@ class VerifierInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """A worker that was found. `leaving`: it drains, or its pod terminates; it should get nothing new."""
+
+    address: str  # host:port
+    zone: str = ""
+    leaving: bool = False
+
+
+class Discovery(Protocol):
+    """Where the workers of one pool are (`rootward/discovery/`)."""
+
+    def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        """All of them, and all of them again whenever that changes; for ever. A source that does not answer is asked again, and what
+        it said last holds meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one gateway to drive a request, fenced by `epoch`."""
 

@@ -1,0 +1,194 @@
+"""How many rows of drafting a pool of drafters is asked for: what workers count, and the demand that follows (closed network, operational laws).
+
+    N    sessions that would take drafts now, with or without a drafter                          verifiers, a gauge
+    A    row-seconds of wanted growth per round: rows × time in draft forwards, no queueing      drafters
+    R0   mean round time − mean stall; stall: the part of waiting explained by queueing          verifiers
+    D    N · A / R0, rows that would be busy if nobody queued
+
+All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in heartbeats
+(`counters()`, the same names without prefix), so that a gateway can compute the signals from two beats without a Prometheus.
+Wanted: growth up to the node budget of a round. What grows beyond it (`ahead`) fills idle rows and is no demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+STALL_LIMIT = 0.15  # 1.5 × the objective: bounds what one look at the stall can ask for
+
+Counters = Mapping[str, float]
+
+
+@dataclass(slots=True)
+class VerifierDemand:
+    """What a verifier counts for one pool."""
+
+    sessions: int = 0  # N, now
+    rounds: int = 0
+    round_s: float = 0.0
+    stall_s: float = 0.0
+    prior_row_s: float = 0.0  # A before any drafter has reported
+
+    def add(self, round_s: float, stall_s: float) -> None:
+        """A round was committed so long after the one before; so much of it was queueing at the drafter."""
+        self.rounds += 1
+        self.round_s += round_s
+        self.stall_s += min(stall_s, round_s)
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "speculating_sessions": self.sessions,
+            "round_seconds_count": self.rounds,
+            "round_seconds_sum": self.round_s,
+            "draft_stall_seconds_sum": self.stall_s,
+            "draft_prior_row_seconds": self.prior_row_s,
+        }
+
+
+@dataclass(slots=True)
+class DrafterDemand:
+    """What a drafter counts. rows: B, what one level holds."""
+
+    rows: int
+    wanted_s: float = 0.0  # row-seconds
+    ahead_s: float = 0.0
+    growths: int = 0  # rounds grown for
+    compute_s: float = 0.0  # in draft forwards, summed over those rounds
+
+    def level(self, wanted: int, ahead: int, seconds: float) -> None:
+        """A draft forward of so many rows."""
+        self.wanted_s += wanted * seconds
+        self.ahead_s += ahead * seconds
+
+    def round(self, compute_s: float) -> None:
+        """A commit ended what was grown for one round."""
+        self.growths += 1
+        self.compute_s += compute_s
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "drafter_rows": self.rows,
+            "draft_row_seconds_wanted": self.wanted_s,
+            "draft_row_seconds_ahead": self.ahead_s,
+            "draft_compute_seconds_count": self.growths,
+            "draft_compute_seconds_sum": self.compute_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Two beats of one worker, the older one first. Another incarnation has started over."""
+
+    old: Counters
+    new: Counters
+    same_incarnation: bool = True
+
+    def increase(self, name: str) -> float:
+        before = self.old.get(name, 0.0) if self.same_incarnation else 0.0
+        return max(0.0, self.new.get(name, 0.0) - before)
+
+    def now(self, name: str) -> float:
+        return self.new.get(name, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What an autoscaler is told; None: unknown, which is not 0. row_seconds: A, to be remembered by the caller."""
+
+    demand: float | None = None  # D, in rows
+    rows: float | None = None  # share of rows busy with wanted growth
+    stall: float | None = None  # share of the rounds' time, limited
+    row_seconds: float | None = None
+
+
+def signals(
+    verifiers: Iterable[Reading], drafters: Iterable[Reading], seconds: float, remembered: float | None = None
+) -> Signals:
+    """The signals of one pool, from beats `seconds` apart. remembered: A as it was when drafters last reported."""
+    verifiers, drafters = list(verifiers), list(drafters)
+    if not verifiers:
+        return Signals(row_seconds=remembered)
+    sessions = sum(v.now("speculating_sessions") for v in verifiers)
+    rounds = _increase(verifiers, "round_seconds_count")
+    round_s, stall_s = _increase(verifiers, "round_seconds_sum"), _increase(verifiers, "draft_stall_seconds_sum")
+    wanted_s, growths = (
+        _increase(drafters, "draft_row_seconds_wanted"),
+        _increase(drafters, "draft_compute_seconds_count"),
+    )
+    prior = max(v.now("draft_prior_row_seconds") for v in verifiers)
+    row_seconds = wanted_s / growths if growths else remembered or prior or None
+    base_s = (round_s - stall_s) / rounds if rounds else 0.0
+    known = row_seconds is not None and base_s > 0
+    demand = sessions * row_seconds / base_s if known and row_seconds else None
+    rows = sum(d.now("drafter_rows") for d in drafters)
+    return Signals(
+        demand if sessions else 0.0,
+        wanted_s / seconds / rows if rows and seconds > 0 else 0.0,
+        min(stall_s / round_s, STALL_LIMIT) if round_s else 0.0,
+        row_seconds,
+    )
+
+
+def _increase(readings: Iterable[Reading], name: str) -> float:
+    return sum(reading.increase(name) for reading in readings)
+
+
+class DemandCollector:
+    """A prometheus-client collector over the accounts of a worker, by pool: `registry.register(DemandCollector(lambda: accounts))`."""
+
+    def __init__(self, accounts: Callable[[], Mapping[str, VerifierDemand | DrafterDemand]]) -> None:
+        self._accounts = accounts
+
+    def collect(self) -> Iterator[Metric]:
+        verifiers = {pool: a for pool, a in self._accounts().items() if isinstance(a, VerifierDemand)}
+        drafters = {pool: a for pool, a in self._accounts().items() if isinstance(a, DrafterDemand)}
+        yield from _of_verifier(verifiers)
+        yield from _of_drafter(drafters)
+
+
+def _of_verifier(accounts: Mapping[str, VerifierDemand]) -> Iterator[Metric]:
+    from prometheus_client.core import GaugeMetricFamily, SummaryMetricFamily
+
+    if not accounts:
+        return
+    sessions = GaugeMetricFamily(
+        "rootward_speculating_sessions", "Sessions that would take drafts now.", labels=["pool"]
+    )
+    rounds = SummaryMetricFamily("rootward_round_seconds", "Time from commit to commit of a session.", labels=["pool"])
+    stalls = SummaryMetricFamily(
+        "rootward_draft_stall_seconds", "Part of a round that was queueing at the drafter.", labels=["pool"]
+    )
+    prior = GaugeMetricFamily(
+        "rootward_draft_prior_row_seconds", "Row-seconds of a round before any drafter reported.", labels=["pool"]
+    )
+    for pool, account in accounts.items():
+        sessions.add_metric([pool], account.sessions)
+        rounds.add_metric([pool], account.rounds, account.round_s)
+        stalls.add_metric([pool], account.rounds, account.stall_s)
+        prior.add_metric([pool], account.prior_row_s)
+    yield from (sessions, rounds, stalls, prior)
+
+
+def _of_drafter(accounts: Mapping[str, DrafterDemand]) -> Iterator[Metric]:
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
+
+    if not accounts:
+        return
+    rows = GaugeMetricFamily("rootward_drafter_rows", "Rows of one draft forward.", labels=["pool"])
+    grown = CounterMetricFamily(
+        "rootward_draft_row_seconds", "Rows times time in draft forwards.", labels=["pool", "kind"]
+    )
+    compute = SummaryMetricFamily(
+        "rootward_draft_compute_seconds", "Time in draft forwards of one round's growth.", labels=["pool"]
+    )
+    for pool, account in accounts.items():
+        rows.add_metric([pool], account.rows)
+        grown.add_metric([pool, "wanted"], account.wanted_s)
+        grown.add_metric([pool, "ahead"], account.ahead_s)
+        compute.add_metric([pool], account.growths, account.compute_s)
+    yield from (rows, grown, compute)

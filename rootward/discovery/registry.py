@@ -1,0 +1,248 @@
+"""The registry of workers in Redis: who is alive, where, how full.
+
+    rw:worker:{role}:{id}      hash   what the worker says of itself (`Worker`); lives for 3 heartbeats
+    rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; who is older than 3 heartbeats is ignored
+
+`name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a Redis
+that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags, and no command touches two
+keys, so the keys of one worker may lie in different slots of a cluster.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis.asyncio
+import structlog
+from redis.exceptions import RedisError
+
+from rootward.clock import Clock, SystemClock
+from rootward.errors import ConfigurationError, Unavailable
+from rootward.ports import Peer
+
+log = structlog.get_logger("registry")
+
+HEARTBEAT_S = 1.0
+MISSED = 3  # heartbeats after which a worker counts as gone
+ASK_S = 0.5  # between two looks at the registry
+TIMEOUT_S = 2.0
+
+Counters = Mapping[str, Mapping[str, float]]  # pool → name → cumulative value, see rootward/demand.py
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker as it describes itself. `counters` only ever grow within one incarnation; a new one starts over."""
+
+    role: str  # "gateway", "verifier" or "drafter"
+    id: str  # unique, of this process
+    name: str  # what peers ask for: the served model of a verifier, the pool of a drafter
+    address: str
+    incarnation: int = 0
+    model: str = ""
+    fingerprint: str = ""
+    tokenizer_hash: str = ""
+    rows_cap: int = 0
+    rows_used: int = 0
+    kv_blocks_free: int = 0
+    zone: str = ""
+    draining: bool = False
+    counters: Counters = field(default_factory=dict)
+
+
+class RegistryUnavailable(Unavailable):
+    """Redis does not answer. What was known before holds."""
+
+
+class Registry:
+    """Reads and writes the registry. Every call ends within `timeout_s`, RegistryUnavailable if Redis does not answer."""
+
+    def __init__(
+        self, client: redis.asyncio.Redis, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._client, self.heartbeat_s, self._timeout_s = client, heartbeat_s, timeout_s
+
+    @property
+    def stale_s(self) -> float:
+        return MISSED * self.heartbeat_s
+
+    async def publish(self, worker: Worker) -> None:
+        """A heartbeat."""
+        async with self._answering():
+            beat_s = await self._now()
+            async with self._client.pipeline(transaction=False) as all_at_once:
+                key = worker_key(worker.role, worker.id)
+                all_at_once.hset(key, mapping=to_fields(worker))
+                all_at_once.pexpire(key, round(self.stale_s * 1e3))
+                index = index_key(worker.role, worker.name)
+                all_at_once.zadd(index, {worker.id: beat_s})
+                all_at_once.zremrangebyscore(index, "-inf", beat_s - 10 * self.stale_s)
+                await all_at_once.execute()
+
+    async def remove(self, worker: Worker) -> None:
+        """It ends: nobody needs to wait until it has missed its beats."""
+        async with self._answering():
+            await self._client.zrem(index_key(worker.role, worker.name), worker.id)
+            await self._client.delete(worker_key(worker.role, worker.id))
+
+    async def workers(self, role: str, name: str) -> tuple[Worker, ...]:
+        """Those that are alive, by id. One whose hash cannot be read is left out."""
+        async with self._answering():
+            oldest_s = await self._now() - self.stale_s
+            ids = [_text(i) for i in await self._client.zrangebyscore(index_key(role, name), oldest_s, "+inf")]
+            async with self._client.pipeline(transaction=False) as all_at_once:
+                for worker_id in ids:
+                    all_at_once.hgetall(worker_key(role, worker_id))
+                hashes = await all_at_once.execute() if ids else []
+        found = (from_fields(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
+        return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.id))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _now(self) -> float:
+        """One clock for all, so that those of the machines need not agree."""
+        seconds, micros = await self._client.time()
+        return float(seconds) + float(micros) / 1e6
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (RedisError, OSError, TimeoutError) as error:
+            raise RegistryUnavailable(f"the registry does not answer ({type(error).__name__})") from error
+
+
+@asynccontextmanager
+async def open_registry(url: str, *, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[Registry]:
+    """The registry at a URL, not yet connected: a Redis that is away is no reason not to start. ConfigurationError for a wrong URL."""
+    try:
+        client = redis.asyncio.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
+    except ValueError as error:
+        parts = urlsplit(url)
+        safe = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+        raise ConfigurationError(f"redis_url: {safe!r} is no Redis URL; write redis://host:port/0") from error
+    registry = Registry(client, heartbeat_s=heartbeat_s)
+    try:
+        yield registry
+    finally:
+        await registry.close()
+
+
+@asynccontextmanager
+async def registered(
+    registry: Registry, describe: Callable[[], Worker], clock: Clock | None = None
+) -> AsyncIterator[Callable[[], None]]:
+    """Publish what `describe` says at every heartbeat, and take it back at the end. Yields a function that asks for a beat at once."""
+    now = asyncio.Event()
+    beats = asyncio.create_task(_beat_forever(registry, describe, clock or SystemClock(), now), name="heartbeat")
+    try:
+        yield now.set
+    finally:
+        beats.cancel()
+        await asyncio.gather(beats, return_exceptions=True)
+        try:
+            await registry.remove(describe())
+        except RegistryUnavailable as error:
+            log.debug("not_unregistered", error=str(error))
+
+
+async def _beat_forever(registry: Registry, describe: Callable[[], Worker], clock: Clock, now: asyncio.Event) -> None:
+    answered = True
+    while True:
+        now.clear()
+        try:
+            await registry.publish(describe())
+            answered = True
+        except RegistryUnavailable as error:
+            if answered:
+                log.warning("heartbeat_failed", error=str(error))
+            answered = False
+        pause, asked = asyncio.ensure_future(clock.sleep(registry.heartbeat_s)), asyncio.ensure_future(now.wait())
+        try:
+            await asyncio.wait({pause, asked}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            pause.cancel()
+            asked.cancel()
+
+
+class RegistryDiscovery:
+    """`ports.Discovery`: the workers of a role under a name, looked up again every `ask_s`."""
+
+    def __init__(
+        self, registry: Registry, role: str, name: str, *, ask_s: float = ASK_S, clock: Clock | None = None
+    ) -> None:
+        self._registry, self._role, self._name = registry, role, name
+        self._ask_s, self._clock = ask_s, clock or SystemClock()
+
+    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        known: tuple[Peer, ...] | None = None
+        answered = True
+        while True:
+            try:
+                found = peers_of(await self._registry.workers(self._role, self._name))
+                answered = True
+                if found != known:
+                    known = found
+                    yield found
+            except RegistryUnavailable as error:
+                if answered:
+                    log.warning("registry_away", error=str(error))
+                answered = False
+            await self._clock.sleep(self._ask_s)
+
+
+def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:
+    """By address. Two workers at one address: one of them has just been replaced, and whoever listens there is met by dialling."""
+    by_address: dict[str, Peer] = {}
+    for worker in workers:
+        known = by_address.get(worker.address)
+        leaving = worker.draining and (known is None or known.leaving)
+        by_address[worker.address] = Peer(worker.address, worker.zone, leaving)
+    return tuple(by_address[address] for address in sorted(by_address))
+
+
+def worker_key(role: str, worker_id: str) -> str:
+    return f"rw:worker:{role}:{worker_id}"
+
+
+def index_key(role: str, name: str) -> str:
+    return f"rw:workers:{role}:{name}"
+
+
+_TEXTS = ("address", "model", "fingerprint", "tokenizer_hash", "zone")
+_NUMBERS = ("incarnation", "rows_cap", "rows_used", "kv_blocks_free")
+
+
+def to_fields(worker: Worker) -> dict[str, str]:
+    """The hash of a worker."""
+    fields = {name: str(getattr(worker, name)) for name in (*_TEXTS, *_NUMBERS)}
+    return fields | {"draining": str(int(worker.draining)), "counters": json.dumps(worker.counters)}
+
+
+def from_fields(role: str, worker_id: str, name: str, fields: Mapping[Any, Any]) -> Worker | None:
+    """The worker of a hash; None if the hash has expired or was written by something else."""
+    try:
+        known = {_text(key): _text(value) for key, value in fields.items()}
+        texts = {key: known[key] for key in _TEXTS}
+        numbers = {key: int(known[key]) for key in _NUMBERS}
+        counters = {
+            str(pool): {str(counter): float(value) for counter, value in values.items()}
+            for pool, values in json.loads(known["counters"]).items()
+        }
+        return Worker(role, worker_id, name, **texts, **numbers, draining=known["draining"] == "1", counters=counters)  # type: ignore[arg-type]
+    except (KeyError, ValueError, AttributeError, UnicodeDecodeError) as error:
+        if fields:
+            log.warning("worker_unreadable", worker=worker_id, error=repr(error))
+        return None
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,74 @@
+"""Workers that are written down, or found by name."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+
+import structlog
+
+from rootward.clock import Clock, SystemClock
+from rootward.ports import Peer
+
+log = structlog.get_logger("discovery")
+
+ASK_S = 5.0  # between two look-ups of a name
+TIMEOUT_S = 5.0
+
+Resolve = Callable[[str, int], Awaitable[list[str]]]
+
+
+class StaticDiscovery:
+    """`ports.Discovery`: these addresses, for ever."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self._peers = tuple(Peer(address) for address in dict.fromkeys(addresses))
+
+    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        yield self._peers
+        await asyncio.Event().wait()
+
+
+class DnsDiscovery:
+    """`ports.Discovery`: every A and AAAA record of a name (a headless service has one per ready pod), looked up again every `ask_s`."""
+
+    def __init__(
+        self, host: str, port: int, *, ask_s: float = ASK_S, clock: Clock | None = None, resolve: Resolve | None = None
+    ) -> None:
+        self._host, self._port, self._ask_s = host, port, ask_s
+        self._clock, self._resolve = clock or SystemClock(), resolve or addresses_of
+
+    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        known: tuple[Peer, ...] | None = None
+        answered = True
+        while True:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    addresses = await self._resolve(self._host, self._port)
+                answered = True
+                found = tuple(Peer(address) for address in sorted(set(addresses)))
+                if found != known:
+                    known = found
+                    yield found
+            except (OSError, TimeoutError) as error:
+                if answered:
+                    log.warning("name_not_resolved", host=self._host, error=str(error) or type(error).__name__)
+                answered = False
+            await self._clock.sleep(self._ask_s)
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """host:port of every address of a name; none for a name without addresses (no pod is ready). OSError: the resolver fails."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return []
+        raise
+    return [join(str(address[0]), port) for *_, address in found]
+
+
+def join(host: str, port: int) -> str:
+    """host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

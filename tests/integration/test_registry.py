@@ -1,0 +1,137 @@
+"""The registry on a real Redis: beats, stale ones, a Redis that goes and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+import redis.asyncio
+from support.redis import running_redis
+from support.services import until
+
+from rootward.discovery.registry import (
+    Registry,
+    RegistryDiscovery,
+    RegistryUnavailable,
+    Worker,
+    index_key,
+    open_registry,
+    registered,
+    worker_key,
+)
+from rootward.errors import ConfigurationError
+from rootward.ports import Peer
+
+BEAT_S = 0.1
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with running_redis() as url:
+        yield url
+
+
+@pytest.fixture
+async def registry(redis_url: str):
+    async with open_registry(redis_url, heartbeat_s=BEAT_S) as one:
+        await one._client.flushall()
+        yield one
+
+
+def worker(number: int, **more) -> Worker:
+    return Worker("drafter", f"d{number}", "fast", f"10.0.0.{number}:50061", 2**64 - number, **more)
+
+
+async def test_what_a_worker_says_is_what_peers_read(registry: Registry) -> None:
+    counters = {"fast": {"draft_row_seconds_wanted": 1.5}}
+    one = worker(
+        1, model="m", fingerprint="f", tokenizer_hash="t", rows_cap=16, rows_used=3, zone="z", counters=counters
+    )
+    two = worker(2, draining=True, kv_blocks_free=9)
+    await registry.publish(one)
+    await registry.publish(two)
+    assert await registry.workers("drafter", "fast") == (one, two)
+    assert await registry.workers("drafter", "slow") == await registry.workers("verifier", "fast") == ()
+    assert 0 < await registry._client.pttl(worker_key("drafter", "d1")) <= 1e3 * registry.stale_s
+    await registry.remove(one)
+    assert await registry.workers("drafter", "fast") == (two,)
+
+
+async def test_who_has_missed_its_beats_is_gone(registry: Registry) -> None:
+    await registry.publish(worker(1))
+    assert len(await registry.workers("drafter", "fast")) == 1
+    seconds, micros = await registry._client.time()
+    await registry._client.zadd(index_key("drafter", "fast"), {"d1": seconds + micros / 1e6 - 1.1 * registry.stale_s})
+    assert await registry.workers("drafter", "fast") == ()
+
+
+@pytest.mark.parametrize("fields", [{}, {"address": "a:1"}, {"address": b"\xff"}])
+async def test_a_hash_that_expired_or_is_none_of_ours_is_left_out(registry: Registry, fields) -> None:
+    await registry.publish(worker(1))
+    await registry._client.zadd(index_key("drafter", "fast"), {"ghost": 9e12})
+    if fields:
+        await registry._client.hset(worker_key("drafter", "ghost"), mapping=fields)
+    assert [one.id for one in await registry.workers("drafter", "fast")] == ["d1"]
+
+
+async def test_workers_are_seen_when_they_come_drain_and_go(registry: Registry) -> None:
+    draining = False
+    seen: list[tuple[Peer, ...]] = []
+
+    async def watch() -> None:
+        discovery = RegistryDiscovery(registry, "drafter", "fast", ask_s=0.01)
+        async with aclosing(discovery.watch()) as changes:
+            async for peers in changes:
+                seen.append(peers)
+
+    task = asyncio.create_task(watch())
+    await until(lambda: seen)
+    address = worker(1).address
+    async with registered(registry, lambda: worker(1, draining=draining)) as beat:
+        await until(lambda: seen[-1] == (Peer(address),))
+        draining = True
+        beat()
+        await until(lambda: seen[-1] == (Peer(address, leaving=True),))
+    await until(lambda: seen[-1] == ())
+    assert len(seen) == 4
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_without_redis_the_last_word_holds_and_a_redis_that_comes_back_empty_fills_again() -> None:
+    seen: list[tuple[Peer, ...]] = []
+
+    async def watch(registry: Registry) -> None:
+        async with aclosing(RegistryDiscovery(registry, "drafter", "fast", ask_s=0.01).watch()) as changes:
+            async for peers in changes:
+                seen.append(peers)
+
+    with running_redis() as url:
+        port = int(url.rpartition(":")[2].partition("/")[0])
+        async with open_registry(url, heartbeat_s=BEAT_S) as registry, registered(registry, lambda: worker(1)):
+            task = asyncio.create_task(watch(registry))
+            await until(lambda: seen and seen[-1])
+            await registry._client.shutdown(nosave=True)
+            with pytest.raises(RegistryUnavailable):
+                await registry.workers("drafter", "fast")
+            await asyncio.sleep(0.1)
+            assert seen[-1]
+            with running_redis(port):
+                async with asyncio.timeout(20):
+                    while not await _alive(url):
+                        await asyncio.sleep(0.02)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _alive(url: str) -> bool:
+    async with redis.asyncio.from_url(url) as client:
+        return bool(await client.exists(worker_key("drafter", "d1")))
+
+
+async def test_a_wrong_url_is_a_mistake_of_the_operator_and_shows_no_password() -> None:
+    with pytest.raises(ConfigurationError, match="redis_url") as error:
+        async with open_registry("ridis://user:secret@host"):
+            pass
+    assert "secret" not in str(error.value)

@@ -1,0 +1,80 @@
+"""Demand in rows: the golden cases of the recording rules, computed from two beats."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+
+from rootward.demand import DemandCollector, DrafterDemand, Reading, Signals, VerifierDemand, signals
+
+BEAT_S = 15.0
+
+
+def verifier(*, sessions=80, rounds=600, round_s=60.0, stall_s=12.0, prior=0.0, again=False) -> Reading:
+    """One interval. again: its counters started over meanwhile."""
+    base = VerifierDemand(sessions, 6000, 600.0, 120.0, prior)
+    start = VerifierDemand() if again else base
+    later = VerifierDemand(sessions, start.rounds + rounds, start.round_s + round_s, start.stall_s + stall_s, prior)
+    return Reading(base.counters(), later.counters(), not again)
+
+
+def drafter(*, wanted=48.0, ahead=900.0, growths=600, again=False) -> Reading:
+    base = DrafterDemand(16, 480.0, 9000.0, 6000, 300.0)
+    start = DrafterDemand(16) if again else base
+    later = DrafterDemand(16, start.wanted_s + wanted, start.ahead_s + ahead, start.growths + growths)
+    return Reading(base.counters(), later.counters(), not again)
+
+
+def test_steady() -> None:
+    assert signals([verifier()], [drafter()], BEAT_S) == Signals(
+        pytest.approx(80), pytest.approx(0.2), 0.15, pytest.approx(0.08)
+    )
+
+
+def test_a_cold_pool_is_wanted_before_its_first_drafter() -> None:
+    cold = signals([verifier(sessions=60, round_s=36.0, stall_s=0.0, prior=0.08)], [], BEAT_S)
+    assert (cold.demand, cold.rows, cold.stall) == (pytest.approx(80), 0.0, 0.0)
+
+
+@pytest.mark.parametrize("drafters", [[], [drafter(wanted=0.0, growths=0)]])
+def test_idle_is_zero(drafters) -> None:
+    assert signals([verifier(sessions=0, rounds=0, round_s=0.0, stall_s=0.0)], drafters, BEAT_S).demand == 0.0
+
+
+def test_a_restart_starts_over() -> None:
+    assert signals([verifier(again=True)], [drafter(again=True)], BEAT_S).demand == pytest.approx(80)
+
+
+def test_what_a_round_costs_is_remembered_when_all_drafters_are_lost() -> None:
+    lost = signals([verifier(round_s=48.0, stall_s=0.0)], [], BEAT_S, remembered=0.08)
+    assert (lost.demand, lost.row_seconds) == (pytest.approx(80), 0.08)
+
+
+def test_unknown_is_not_zero() -> None:
+    assert signals([verifier(rounds=0, round_s=0.0, stall_s=0.0)], [], BEAT_S).demand is None
+    assert signals([], [], BEAT_S) == Signals()
+    assert signals([verifier()], [], BEAT_S).demand is None
+
+
+def test_two_verifiers_and_two_drafters_add_up() -> None:
+    assert signals([verifier(), verifier()], [drafter(), drafter()], BEAT_S).demand == pytest.approx(160)
+
+
+def test_accounts_are_exported_by_pool() -> None:
+    registry, one, other = CollectorRegistry(), VerifierDemand(3), DrafterDemand(16)
+    one.add(0.5, 0.75)  # a stall is never longer than its round
+    other.level(2, 1, 0.25)
+    other.round(0.25)
+    registry.register(DemandCollector(lambda: {"fast": one, "cheap": other}))
+    lines = set(generate_latest(registry).decode().splitlines())
+    assert {
+        'rootward_speculating_sessions{pool="fast"} 3.0',
+        'rootward_round_seconds_sum{pool="fast"} 0.5',
+        'rootward_round_seconds_count{pool="fast"} 1.0',
+        'rootward_draft_stall_seconds_sum{pool="fast"} 0.5',
+        'rootward_draft_prior_row_seconds{pool="fast"} 0.0',
+        'rootward_draft_row_seconds_total{kind="wanted",pool="cheap"} 0.5',
+        'rootward_draft_row_seconds_total{kind="ahead",pool="cheap"} 0.25',
+        'rootward_drafter_rows{pool="cheap"} 16.0',
+        'rootward_draft_compute_seconds_count{pool="cheap"} 1.0',
+    } <= lines
