@@ -1,0 +1,97 @@
+"""A Redis client from a URL: one server, Sentinel or a cluster, with or without TLS.
+
+    redis://[user:password@]host:6379/0                            one server; unix:///path/redis.sock is one, too
+    redis+sentinel://[user:password@]host:26379,host:26379/name/0  the master called `name`, wherever it is
+    redis+cluster://[user:password@]host:7000,host:7001            a cluster, found from any of these nodes
+
+`rediss` in place of `redis` is TLS; its options follow as a query: `?ssl_ca_certs=ca.pem&ssl_certfile=me.pem&ssl_keyfile=me.key`.
+User and password are those of an ACL user on the servers; Sentinels that ask for their own get
+`?sentinel_username=…&sentinel_password=…`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection, parse_url
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from rootward.errors import ConfigurationError
+
+_KINDS = ("", "+sentinel", "+cluster")
+SCHEMES = ("unix", *(f"{plain}{kind}" for plain in ("redis", "rediss") for kind in _KINDS))
+SENTINEL_PORT, SERVER_PORT = 26379, 6379
+
+
+def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
+    """A client that has not connected yet, answers in text, and gives every command `timeout_s`. ConfigurationError for a wrong URL."""
+    scheme = urlsplit(url).scheme
+    try:
+        if scheme not in SCHEMES:
+            raise ValueError(f"scheme {scheme!r}")
+        plain, _, kind = scheme.partition("+")
+        if kind == "sentinel":
+            return _sentinel(url, plain, _common(timeout_s))
+        if kind == "cluster":
+            return _cluster(url, plain, _common(timeout_s))
+        return Redis.from_url(url, **_common(timeout_s))
+    except (ValueError, TypeError) as error:
+        example = "redis://host:port/0, redis+sentinel://host:port/name or redis+cluster://host:port"
+        raise ConfigurationError(f"redis_url: {redacted(url)!r} is no Redis URL; write {example}") from error
+
+
+def redacted(url: str) -> str:
+    """The URL without users, passwords and options."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+
+
+def _common(timeout_s: float) -> dict[str, Any]:
+    # One retry at once: connections in the pool may be from before a restart. Who calls bounds the whole.
+    once = Retry(NoBackoff(), 1)
+    return {
+        "decode_responses": True,
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": once,
+    }
+
+
+def _sentinel(url: str, plain: str, common: dict[str, Any]) -> Redis:
+    name, _, db = urlsplit(url).path.strip("/").partition("/")
+    if not name:
+        raise ValueError("the name of the master is missing")
+    query = dict(parse_qsl(urlsplit(url).query))
+    own = {k: query.pop(f"sentinel_{k}") for k in ("username", "password") if f"sentinel_{k}" in query}
+    options = common | _options(url, plain, query)
+    of_sentinels = {k: v for k, v in options.items() if k not in ("username", "password")} | own
+    sentinel = Sentinel(_hosts(url, SENTINEL_PORT), sentinel_kwargs=of_sentinels, **options)
+    return sentinel.master_for(name, db=int(db or 0))
+
+
+def _cluster(url: str, plain: str, common: dict[str, Any]) -> RedisCluster:
+    nodes = [ClusterNode(host, port) for host, port in _hosts(url, SERVER_PORT)]
+    return RedisCluster(startup_nodes=nodes, **common, **_options(url, plain, dict(parse_qsl(urlsplit(url).query))))
+
+
+def _hosts(url: str, port: int) -> list[tuple[str, int]]:
+    parts = [urlsplit(f"//{host}") for host in urlsplit(url).netloc.rpartition("@")[2].split(",")]
+    if not all(part.hostname for part in parts):
+        raise ValueError("a host is missing")
+    return [(str(part.hostname), part.port or port) for part in parts]
+
+
+def _options(url: str, plain: str, query: dict[str, str]) -> dict[str, Any]:
+    """User, password and TLS, as the client's own parser of URLs of one server reads them."""
+    user = urlsplit(url).netloc.rpartition("@")[0]
+    found: dict[str, Any] = dict(parse_url(f"{plain}://{user}@host/?{urlencode(query)}"))
+    for name in ("host", "port", "db"):
+        found.pop(name, None)
+    if found.pop("connection_class", None) is SSLConnection:
+        found["ssl"] = True
+    return found

@@ -1,0 +1,41 @@
+"""URLs of Redis: which client they mean, and what is refused. That the clients work is tested on real servers."""
+
+import pytest
+from redis.asyncio import Redis, RedisCluster
+from redis.asyncio.sentinel import SentinelConnectionPool
+
+from rootward.errors import ConfigurationError
+from rootward.redis_client import open_redis, redacted
+
+
+async def test_one_server_sentinel_and_cluster():
+    one = open_redis("redis://user:word@h:1/2", timeout_s=1)
+    assert isinstance(one, Redis)
+    assert one.connection_pool.connection_kwargs["username"] == "user"
+    watched = open_redis("redis+sentinel://user:word@a:1,b/main/3?sentinel_password=x", timeout_s=1)
+    pool = watched.connection_pool
+    assert isinstance(pool, SentinelConnectionPool)
+    assert (pool.service_name, pool.connection_kwargs["db"], pool.connection_kwargs["password"]) == ("main", 3, "word")
+    sentinels = [s.connection_pool.connection_kwargs for s in pool.sentinel_manager.sentinels]
+    assert [(s["host"], s["port"], s["password"], s.get("username")) for s in sentinels] == [
+        ("a", 1, "x", None),
+        ("b", 26379, "x", None),
+    ]
+    cluster = open_redis("rediss+cluster://:word@a:1,b:2?ssl_ca_certs=ca.pem", timeout_s=1)
+    assert isinstance(cluster, RedisCluster)
+    assert cluster.connection_kwargs["password"] == "word"
+    assert cluster.connection_kwargs["ssl_ca_certs"] == "ca.pem"
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h", "redis+sentinel://h:1", "redis+cluster://", "redis+sentinel://h:x/m", "nowhere"]
+)
+def test_what_is_no_url_is_a_usage_error_without_its_password(url):
+    with pytest.raises(ConfigurationError, match=r"redis_url: .* write redis://") as caught:
+        open_redis(url.replace("://", "://me:secret@") + "?sentinel_password=hidden", timeout_s=1)
+    assert caught.value.exit_code == 2
+    assert not any(word in str(caught.value) for word in ("secret", "hidden"))
+
+
+def test_redacted():
+    assert redacted("redis://:p@h:1/2?ssl_keyfile=k") == "redis://h:1/2"
