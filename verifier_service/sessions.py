@@ -229,6 +229,7 @@ def check_tokens(request: VerifierRequest, vocab_size: int, eos_ids: Iterable[in
         raise InvalidRequest("stop_token_ids", len(stopping.stop_token_ids), f"ids are more than {MAX_STOPS}")
     for name, ids in (
         ("prompt", (*request.prompt, *request.committed)),
+        ("prediction", request.prediction),
         ("stop_token_ids", stopping.stop_token_ids),
         ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
         ("allowed_token_ids", sampling.allowed_token_ids),

@@ -8,6 +8,7 @@ slot; parent 0 is the root of the frame's base.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,16 +73,32 @@ class Open:
     max_depth: int
     topk: int  # most children per node
     eos_ids: tuple[int, ...] = ()  # never draft below these
+    ahead_cap: int = 0  # most nodes alive in guesses and below them; 0: no guesses
+    bonus_key: int | None = None  # of the bonus noise alone (`rng.BonusKey`); None: guesses are the likeliest tokens
+    prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
+    num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The truth advanced: the prefix of length base_len is followed by tokens; hash_after is the hash of the whole."""
+    """The truth advanced: the prefix of length base_len is followed by tokens; hash_after is the hash of the whole.
+
+    runs         lengths of the rounds that were merged here, in order; (): one
+    node_budget  nodes that the next round may verify; 0: stop growing; None: as before
+    """
 
     slot: int
     base_len: int
     tokens: tuple[int, ...]
     hash_after: int
+    runs: tuple[int, ...] = ()
+    node_budget: int | None = None
+
+    @property
+    def rounds(self) -> list[tuple[int, ...]]:
+        """The run of each round: accepted path, then the bonus token."""
+        ends = list(accumulate(self.runs or (len(self.tokens),)))
+        return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +111,7 @@ class Close:
 class Grow:
     """Nodes drawn since the last frame, in draw order, and the rows their families were drawn from.
 
-    parent, token: int64[n]; sampled: bool[n]; node i has id first_node + i.
+    parent, token: int64[n]; sampled, guess: bool[n]; node i has id first_node + i. guess: None is none.
     rows: expanded node id (0 = the root of the base) → (ids int64[k], weight int64[k]); law of the sampled children = weight / sum.
     """
 
@@ -109,6 +126,12 @@ class Grow:
     at_rest: bool = False  # nothing more will be drawn until the next Commit
     draft_us: int = 0
     queue_us: int = 0
+    guess: NDArray[np.bool_] | None = None
+
+    @property
+    def guesses(self) -> NDArray[np.bool_]:
+        """bool[n]: guesses of the bonus token, which no round verifies."""
+        return self.guess if self.guess is not None else np.zeros(len(self.token), dtype=np.bool_)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Grow):
@@ -120,7 +143,9 @@ class Grow:
         return (
             same_rows
             and all(getattr(self, s) == getattr(other, s) for s in scalars)
-            and all(np.array_equal(getattr(self, a), getattr(other, a)) for a in ("parent", "token", "sampled"))
+            and all(
+                np.array_equal(getattr(self, a), getattr(other, a)) for a in ("parent", "token", "sampled", "guesses")
+            )
         )
 
 

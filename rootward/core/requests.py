@@ -207,6 +207,9 @@ class VerifierRequest:
     logprobs: int | None = None  # None = none; k = of the emitted token and of the k most likely ones
     priority: int = 0  # lower runs earlier
     tenant: str = ""  # who asks: tenants share places fairly and never each other's cached prefixes
+    prediction: tuple[
+        int, ...
+    ] = ()  # the output that the client expects, from its beginning: one more source of drafts
 
     def __post_init__(self) -> None:
         k = self.logprobs

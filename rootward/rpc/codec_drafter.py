@@ -143,6 +143,10 @@ def _open_to_pb(value: Open) -> drafter_pb2.Open:
         topk=value.topk,
         eos_ids=value.eos_ids,
         decoding=decoding_to_pb(value.sampling),
+        ahead_cap=value.ahead_cap,
+        bonus_key=value.bonus_key,
+        prediction=pack_u32(value.prediction, "open.prediction"),
+        num_prompt=value.num_prompt,
     )
 
 
@@ -161,6 +165,10 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         max_depth=pb.max_depth,
         topk=pb.topk,
         eos_ids=tuple(pb.eos_ids),
+        ahead_cap=pb.ahead_cap,
+        bonus_key=pb.bonus_key if pb.HasField("bonus_key") else None,
+        prediction=unpack_u32(pb.prediction, "open.prediction"),
+        num_prompt=pb.num_prompt,
     )
 
 
@@ -170,11 +178,17 @@ def _commit_to_pb(value: Commit) -> drafter_pb2.Commit:
         base_len=value.base_len,
         tokens=pack_u32(value.tokens, "commit.tokens"),
         hash_after=value.hash_after,
+        runs=value.runs,
+        node_budget=value.node_budget,
     )
 
 
 def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit:
-    return Commit(pb.slot, pb.base_len, unpack_u32(pb.tokens, "commit.tokens"), pb.hash_after)
+    tokens, runs = unpack_u32(pb.tokens, "commit.tokens"), tuple(pb.runs)
+    if runs and (sum(runs) != len(tokens) or min(runs) < 1):
+        raise ValueError(f"commit.runs: {runs} for {len(tokens)} tokens; give lengths of at least 1 that add up")
+    budget = pb.node_budget if pb.HasField("node_budget") else None
+    return Commit(pb.slot, pb.base_len, tokens, pb.hash_after, runs, budget)
 
 
 def _need_sync_to_pb(value: NeedSync) -> drafter_pb2.NeedSync:

@@ -19,8 +19,9 @@ Rows = dict[int, tuple[Ints, Ints]]
 
 def grow_to_pb(value: Grow) -> drafter_pb2.Grow:
     num_nodes = len(value.token)
-    if len(value.parent) != num_nodes or len(value.sampled) != num_nodes:
-        raise ValueError(f"grow: {len(value.parent)} parents, {num_nodes} tokens and {len(value.sampled)} flags differ")
+    sizes = {len(value.parent), len(value.sampled), len(value.guesses)}
+    if sizes != {num_nodes}:
+        raise ValueError(f"grow: {num_nodes} tokens, but columns of {sorted(sizes)}; give one entry per node")
     parent_base, parent = pack_refs(value.parent, "grow.parent")
     return drafter_pb2.Grow(
         slot=value.slot,
@@ -36,6 +37,7 @@ def grow_to_pb(value: Grow) -> drafter_pb2.Grow:
         at_rest=value.at_rest,
         draft_us=value.draft_us,
         queue_us=value.queue_us,
+        guess=pack_bits(value.guesses),
     )
 
 
@@ -52,6 +54,7 @@ def grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
         at_rest=pb.at_rest,
         draft_us=pb.draft_us,
         queue_us=pb.queue_us,
+        guess=unpack_bits(pb.guess, pb.num_nodes, "grow.guess") if pb.guess else None,
     )
 
 

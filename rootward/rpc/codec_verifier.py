@@ -50,6 +50,7 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         logprobs=value.logprobs,
         priority=value.priority,
         tenant=value.tenant,
+        prediction=pack_u32(value.prediction, "prediction"),
     )
 
 
@@ -73,6 +74,7 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
         logprobs=pb.logprobs if pb.HasField("logprobs") else None,
         priority=pb.priority,
         tenant=pb.tenant,
+        prediction=unpack_u32(pb.prediction, "prediction"),
     )
 
 

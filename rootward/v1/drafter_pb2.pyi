@@ -247,6 +247,10 @@ class Open(_message.Message):
     TOPK_FIELD_NUMBER: _builtins.int
     EOS_IDS_FIELD_NUMBER: _builtins.int
     DECODING_FIELD_NUMBER: _builtins.int
+    AHEAD_CAP_FIELD_NUMBER: _builtins.int
+    BONUS_KEY_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -264,6 +268,14 @@ class Open(_message.Message):
     max_depth: _builtins.int
     topk: _builtins.int
     """most children per node"""
+    ahead_cap: _builtins.int
+    """most nodes alive in guesses and below them; 0 = no guesses"""
+    bonus_key: _builtins.int
+    """of the bonus noise and nothing else; absent = guesses are the likeliest tokens"""
+    prediction: _builtins.bytes
+    """u32: the output that the client expects, from its beginning"""
+    num_prompt: _builtins.int
+    """tokens of prefix that come before the output; read with a prediction"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -293,12 +305,18 @@ class Open(_message.Message):
         topk: _builtins.int = ...,
         eos_ids: _abc.Iterable[_builtins.int] | None = ...,
         decoding: _generate_pb2.Decoding | None = ...,
+        ahead_cap: _builtins.int = ...,
+        bonus_key: _builtins.int | None = ...,
+        prediction: _builtins.bytes = ...,
+        num_prompt: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decoding", b"decoding", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "bonus_key", b"bonus_key", "decoding", b"decoding", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "topk", b"topk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "topk", b"topk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
+    _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bonus_key) -> _WhichOneofReturnType__bonus_key | None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
 
@@ -312,6 +330,8 @@ class Commit(_message.Message):
     BASE_LEN_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     HASH_AFTER_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    NODE_BUDGET_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     base_len: _builtins.int
     """in tokens, prompt included"""
@@ -319,6 +339,12 @@ class Commit(_message.Message):
     """u32"""
     hash_after: _builtins.int
     """rolling hash of the whole prefix including `tokens`"""
+    node_budget: _builtins.int
+    """nodes that the next round may verify; 0 = stop growing; absent = as before"""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """lengths of the rounds that were merged here, in order; empty = one"""
+
     def __init__(
         self,
         *,
@@ -326,12 +352,16 @@ class Commit(_message.Message):
         base_len: _builtins.int = ...,
         tokens: _builtins.bytes = ...,
         hash_after: _builtins.int = ...,
+        runs: _abc.Iterable[_builtins.int] | None = ...,
+        node_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "node_budget", b"node_budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "hash_after", b"hash_after", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "base_len", b"base_len", "hash_after", b"hash_after", "node_budget", b"node_budget", "runs", b"runs", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
+    _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
 
 Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
@@ -378,6 +408,7 @@ class Grow(_message.Message):
     AT_REST_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     QUEUE_US_FIELD_NUMBER: _builtins.int
+    GUESS_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     base_len: _builtins.int
     """committed length the sender believed in"""
@@ -398,6 +429,8 @@ class Grow(_message.Message):
     """time spent drafting this frame, in microseconds"""
     queue_us: _builtins.int
     """time it waited for its turn, in microseconds"""
+    guess: _builtins.bytes
+    """one bit per node, least significant first: a guess of the bonus token, never verified; empty = none"""
     @_builtins.property
     def rows(self) -> Global___GrowRows:
         """absent under deterministic and coupled laws"""
@@ -418,10 +451,11 @@ class Grow(_message.Message):
         at_rest: _builtins.bool = ...,
         draft_us: _builtins.int = ...,
         queue_us: _builtins.int = ...,
+        guess: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_rest", b"at_rest", "base_hash", b"base_hash", "base_len", b"base_len", "draft_us", b"draft_us", "first_node", b"first_node", "num_nodes", b"num_nodes", "parent", b"parent", "parent_base", b"parent_base", "queue_us", b"queue_us", "rows", b"rows", "sampled", b"sampled", "slot", b"slot", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_rest", b"at_rest", "base_hash", b"base_hash", "base_len", b"base_len", "draft_us", b"draft_us", "first_node", b"first_node", "guess", b"guess", "num_nodes", b"num_nodes", "parent", b"parent", "parent_base", b"parent_base", "queue_us", b"queue_us", "rows", b"rows", "sampled", b"sampled", "slot", b"slot", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -137,6 +137,7 @@ class VerifierRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -154,6 +155,8 @@ class VerifierRequest(_message.Message):
     """lower runs earlier"""
     tenant: _builtins.str
     """who asks: tenants share places fairly and never each other's cached prefixes"""
+    prediction: _builtins.bytes
+    """the output that the client expects, one more source of drafts"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -183,10 +186,11 @@ class VerifierRequest(_message.Message):
         logprobs: _builtins.int | None = ...,
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
+        prediction: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015

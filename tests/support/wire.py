@@ -71,8 +71,37 @@ laws = st.sampled_from(Law)
 hello = st.builds(Hello, text, u64, text, u32, u32, u32)
 ack = st.builds(HelloAck, text, u64, text, u32, u32, few(laws), u32, u32, text, u32)
 load = st.builds(Load, u32, u32, u64, u64, st.booleans())
-opens = st.builds(Open, u32, text, u32, tokens, sampling, laws, u64, u32, u32, u32, u32, u32, tokens)
-commits = st.builds(Commit, u32, u32, tokens, u64)
+opens = st.builds(
+    Open,
+    u32,
+    text,
+    u32,
+    tokens,
+    sampling,
+    laws,
+    u64,
+    u32,
+    u32,
+    u32,
+    u32,
+    u32,
+    tokens,
+    u32,
+    st.none() | u64,
+    tokens,
+    u32,
+)
+commits = st.builds(
+    lambda slot, base, run, hash_, once, budget: Commit(
+        slot, base, run, hash_, () if once else (1,) * len(run), budget
+    ),
+    u32,
+    u32,
+    tokens,
+    u64,
+    st.booleans(),
+    st.none() | u32,
+)
 to_drafter = st.builds(
     ToDrafter, st.none() | hello, few(opens), few(commits), few(st.builds(Close, u32, text)), st.none() | load
 )
@@ -105,6 +134,7 @@ def grows(draw):
         at_rest=draw(st.booleans()),
         draft_us=draw(u64),
         queue_us=draw(u64),
+        guess=np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), dtype=np.bool_),
     )
 
 
@@ -146,6 +176,7 @@ request = st.builds(
     st.none() | st.integers(0, 20),
     st.integers(-(2**31), 2**31 - 1),
     text,
+    tokens,
 )
 requests = st.one_of(
     request,
