@@ -17,6 +17,7 @@ from rootward.core.growth import Policy
 from rootward.core.requests import Law
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, ModelInfo
+from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
@@ -82,12 +83,18 @@ async def load(settings: DrafterSettings) -> LanguageModel:
 
 
 async def serve(settings: DrafterSettings) -> None:
+    async with admin_port(settings.admin_listen) as admin:
+        await _serve(settings, admin)
+
+
+async def _serve(settings: DrafterSettings, admin: Admin) -> None:
     recipe = recipe_of(settings.model)
     drafter = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
     async with drafter, RpcServer(settings.listen, transport=DRAFTING, grace_s=1.0) as server:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         await server.set_ready(True)
+        admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.metrics.registry)
         announce("drafter", server.address)
         await until_stopped(server, drafter.drain, settings.shutdown_timeout_s, ended=drafter.ended)
 

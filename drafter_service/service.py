@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from drafter_service.metrics import Metrics
 from drafter_service.pairing import Agree, with_model
 from drafter_service.trees import Described, Trees
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.requests import Law
+from rootward.heart import Heart
 from rootward.ports import ModelInfo
 from rootward.rpc.info import DrafterInfo
 
@@ -71,6 +73,15 @@ class DrafterService:
         self.capacity, self.max_atoms = capacity, max_atoms
         self._agree = agree
         self.draining = False
+        self.heart = Heart()
+        self.metrics = Metrics()
+        self.metrics.watch(
+            lambda: {
+                "drafter_sessions_open": len(self.grower.trees),
+                "drafter_rows": self.capacity,
+                "drafter_streams": len(self._streams),
+            }
+        )
         self._mailbox: list[tuple[_Stream, ToDrafter | None]] = []  # None: the stream ended
         self._streams: dict[int, _Stream] = {}
         self._num_streams = 0
@@ -122,6 +133,11 @@ class DrafterService:
     def ended(self) -> asyncio.Task[None] | None:
         """Done when growth has failed for good; the process should end then."""
         return self._loop_task
+
+    @property
+    def alive(self) -> bool:
+        """False: only a restart helps."""
+        return self._loop_task is not None and not self._loop_task.done() and self.heart.beats
 
     async def drain(self) -> None:
         """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
@@ -177,7 +193,8 @@ class DrafterService:
                 await self._wake.wait()
             mail, self._mailbox = self._mailbox, []
             try:
-                frames = await loop.run_in_executor(self._thread, self._turn, mail)
+                with self.heart.beat():
+                    frames = await loop.run_in_executor(self._thread, self._turn, mail)
                 failures = 0
             except Exception:
                 # A bug must cost the trees, not the drafter: verifiers decode plainly and open new ones.

@@ -17,6 +17,7 @@ class DrafterSettings(ServiceSettings):
         "without a model: ngram:, recycling:, ngram+recycling:, random:vocab=…"
     )
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")

@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from gateway.http_api import build_app
-from gateway.http_server import HttpServer
 from gateway.service import ABORT_S, GatewayService
 from gateway.servicer import register
 from gateway.sessions import open_store
 from gateway.settings import GatewaySettings
 from gateway.text import load_tokenizer
 from gateway.upstreams import Upstreams
+from rootward.rpc.admin import admin_port
 from rootward.rpc.clients import RemoteVerifier
+from rootward.rpc.http_server import HttpServer
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
@@ -28,6 +29,7 @@ async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
     async with AsyncExitStack() as stack:
         http = HttpServer(settings.http_listen)
+        admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         service = await _service(settings, stack)
         server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
@@ -37,6 +39,7 @@ async def serve(settings: GatewaySettings) -> None:
             readiness = group.create_task(_keep_ready(service, server))
             await service.upstreams.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(service.ready)
+            admin.serving(ready=lambda: service.ready, metrics=service.metrics.registry)
             announce("gateway", f"{server.address} and http://{http.address}")
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)

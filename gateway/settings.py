@@ -32,6 +32,7 @@ class GatewaySettings(ServiceSettings):
     served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
     listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
+    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     redis_url: str = Field(
         "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
     )

@@ -17,7 +17,7 @@ MODULES = {
     "drafter": "drafter_service",
 }
 NEEDS = {"all": ("gateway", "worker"), "gateway": ("gateway",), "verifier": ("worker",), "drafter": ("worker",)}
-MARKS = {"gateway": "starlette", "worker": "torch"}  # a package that only this extra brings
+MARKS = {"gateway": "orjson", "worker": "torch"}  # a package that only this extra brings
 
 _OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

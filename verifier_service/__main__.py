@@ -14,6 +14,7 @@ from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.loading import load_model
 from rootward.engine.threads import use_threads
 from rootward.ports import Drafter, LanguageModel
+from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
@@ -58,6 +59,11 @@ def build(
 
 
 async def serve(settings: VerifierSettings) -> None:
+    async with admin_port(settings.admin_listen) as admin:
+        await _serve(settings, admin)
+
+
+async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     use_threads(settings.num_threads)
     model = await asyncio.to_thread(
         load_model,
@@ -84,6 +90,9 @@ async def serve(settings: VerifierSettings) -> None:
         VerifierServicer(verifier, drain).register(server)
         await server.start()
         await server.set_ready(True)
+        admin.serving(
+            ready=lambda: not verifier.draining, live=lambda: verifier.alive, metrics=verifier.metrics.registry
+        )
         announce("verifier", server.address)
         await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=verifier.ended)
 

@@ -31,6 +31,8 @@ class Places:
         """What is worth watching, by the names of serving.md."""
         total, free = self.model.num_blocks, self.model.num_free_blocks
         return {
+            "num_requests_running": float(len(self.running)),
+            "num_requests_waiting": float(self.num_waiting),
             "num_preemptions_total": float(self.num_preemptions),
             "kv_cache_usage_ratio": 1.0 - free / total,
             "prefix_cache_queries_total": float(self.num_asked),

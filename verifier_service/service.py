@@ -15,15 +15,17 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 
 from rootward.core.frames import Hello
-from rootward.core.requests import Committed, FinishReason, Law, SpeculationMode, VerifierRequest
+from rootward.core.requests import Committed, Law, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
+from rootward.heart import Heart
 from rootward.ports import Drafter, LanguageModel, VerifierInfo
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Gains
 from verifier_service.memory import Memory
+from verifier_service.metrics import Metrics
 from verifier_service.places import Places
 from verifier_service.policy import Policy
 from verifier_service.runner import Chunk, Outcome, Round, Runner
@@ -54,6 +56,7 @@ class VerifierService:
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
         self.draining = False
+        self.heart = Heart()
         p = self.policy
         usable = drafters if model.info.supports_trees else {}
         self.pool = DrafterPool(
@@ -73,6 +76,8 @@ class VerifierService:
         self._num_sessions = self._num_compiling = 0
         self._wake = asyncio.Event()
         self._gains = Gains(cost)
+        self.metrics = Metrics()
+        self.metrics.watch(self._stats)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
@@ -104,7 +109,7 @@ class VerifierService:
                     async with asyncio.timeout_at(deadline_s):
                         item = await session.out.get()
                 except TimeoutError:
-                    raise _late(session) from None
+                    raise session.late() from None
                 if isinstance(item, ServiceError):
                     raise item
                 yield item
@@ -123,13 +128,22 @@ class VerifierService:
             self.places.num_waiting,
             self.max_sessions,
             self.draining,
-            {"speedup_estimate": self._gains.speedup, **self.places.gauges()},
+            self._stats(),
         )
+
+    def _stats(self) -> dict[str, float]:
+        speedup = self._gains.speedup
+        return {"drafters_up": len(self.pool.up), "spec_decode_speedup_estimate": speedup, **self.places.gauges()}
 
     @property
     def ended(self) -> asyncio.Task[None] | None:
         """Done when the engine has failed for good; the process should end then."""
         return self._task
+
+    @property
+    def alive(self) -> bool:
+        """False: only a restart helps."""
+        return self._task is not None and not self._task.done() and self.heart.beats
 
     async def drain(self) -> None:
         """Refuse new sessions; return when the running ones have ended."""
@@ -151,7 +165,7 @@ class VerifierService:
             # In a round, only after its commit: a tree that waits must not be dropped for coming late, preempted or not.
             session.leaving = True
             if session.cap is None:
-                self._hand_back(session, "verifier is draining")
+                session.hand_back("verifier is draining")
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -251,8 +265,11 @@ class VerifierService:
         chunks = [self._chunk(number, size) for number, size in step.prefill]
         rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
         start_s = time.monotonic()
-        outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
+        with self.heart.beat():
+            outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
         now_s = time.monotonic()
+        kind = "prefill" if chunks else "verify" if step.verify else "plain"
+        self.metrics.stepped(kind, now_s - start_s)
         if not chunks:
             self._gains.cost.add(sum(len(r.tree) for r in rounds), now_s - start_s)
         for number, size in step.prefill:
@@ -268,7 +285,7 @@ class VerifierService:
         for session in self._live.values():
             if session.deadline_s is not None and session.deadline_s <= now_s and not session.done:
                 session.done = True
-                session.out.put_nowait(_late(session))
+                session.out.put_nowait(session.late())
         for session in self.places.sweep():
             self.pool.close(session, "ended")
 
@@ -344,6 +361,7 @@ class VerifierService:
         draft = session.draft
         wanted = draft is not None and not draft.at_rest and bool(session.cap)
         missed = wanted and outcome.num_nodes == 0
+        self.metrics.committed(len(outcome.tokens), outcome.num_nodes, missed=missed)
         if missed or outcome.num_nodes:
             self.pool.judge(session, missed=missed)
         now_s = time.monotonic()
@@ -369,21 +387,11 @@ class VerifierService:
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
         if session.leaving and not session.done:
-            self._hand_back(session, "verifier is draining")
+            session.hand_back("verifier is draining")
 
     def _gain(self, request: VerifierRequest, law: Law) -> Gain:
         return self._gains.of((law, round(10 * request.sampling.temperature), request.structure is not None))
 
     def _abort(self, session: Session, error: Exception) -> None:
         """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
-        self._hand_back(session, f"internal error in the engine: {type(error).__name__}")
-
-    @staticmethod
-    def _hand_back(session: Session, why: str) -> None:
-        session.finish(FinishReason.ABORTED)
-        session.out.put_nowait(Unavailable(why, retry_after_s=1.0))
-
-
-def _late(session: Session) -> DeadlineExceeded:
-    phase = "queue" if session.kv_slot is None else "prefill" if session.prefill_left else "decode"
-    return DeadlineExceeded(f"deadline of {session.request.deadline_s} s passed", metadata={"phase": phase})
+        session.hand_back(f"internal error in the engine: {type(error).__name__}")

@@ -28,7 +28,7 @@ from rootward.core.requests import (
 from rootward.core.rng import Key
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
-from rootward.errors import InvalidRequest, ServiceError
+from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
 from verifier_service.gain import Gain, Pace
 
 MAX_STOPS = 1024  # token ids that may end one generation
@@ -104,6 +104,16 @@ class Session:
         self.tokens = [*self.request.prompt, *self.request.committed]
         for token in self.tokens:
             self.hash = extend_hash(self.hash, token)
+
+    def hand_back(self, why: str) -> None:
+        """Another verifier may take it on from what is committed."""
+        self.finish(FinishReason.ABORTED)
+        self.out.put_nowait(Unavailable(why, retry_after_s=1.0))
+
+    def late(self) -> DeadlineExceeded:
+        """What its caller is told once the deadline has passed."""
+        phase = "queue" if self.kv_slot is None else "prefill" if self.prefill_left else "decode"
+        return DeadlineExceeded(f"deadline of {self.request.deadline_s} s passed", metadata={"phase": phase})
 
     @property
     def key(self) -> Key:

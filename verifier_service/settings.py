@@ -16,6 +16,7 @@ class VerifierSettings(ServiceSettings):
 
     model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
     listen: str = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
+    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     drafters: Annotated[list[str], NoDecode] = Field(
         default=[], description="addresses of drafters, with commas between; none: plain decoding"
     )

@@ -10,8 +10,8 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.http_api import build_app
-from gateway.http_server import HttpServer
 from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.rpc.http_server import HttpServer
 
 
 @asynccontextmanager

@@ -17,8 +17,8 @@ GRACE_S = 2  # for idle connections at the end; requests have been drained befor
 class HttpServer:
     """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
 
-    def __init__(self, address: str):
-        self._socket = bind(address)
+    def __init__(self, address: str, *, setting: str = "http_listen"):
+        self._socket = bind(address, setting)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._server: uvicorn.Server | None = None
@@ -48,8 +48,8 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def bind(address: str) -> socket.socket:
-    """A bound socket; ConfigurationError when the address is taken or none of this machine."""
+def bind(address: str, setting: str) -> socket.socket:
+    """A bound socket; ConfigurationError, naming the setting, when the address is taken or none of this machine."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -59,6 +59,6 @@ def bind(address: str) -> socket.socket:
         made.bind((host, int(port)))
     except OSError as error:
         made.close()
-        message = f"http_listen: {address!r} cannot be bound ({error.strerror or error}); choose another address or stop its owner"
+        message = f"{setting}: {address!r} cannot be bound ({error.strerror or error}); choose another address or stop its owner"
         raise ConfigurationError(message) from error
     return made

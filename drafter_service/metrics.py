@@ -1,0 +1,24 @@
+"""What the drafter counts; no label ever holds an id."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from rootward.readings import Read, Readings
+
+READINGS = {
+    "drafter_sessions_open": "Trees held.",
+    "drafter_rows": "Trees that can be held at once: what one replica counts for.",
+    "drafter_streams": "Verifiers connected.",
+}
+
+
+class Metrics:
+    """One registry per drafter, so that several can live in one process."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+    def watch(self, read: Read) -> None:
+        """Where the values of READINGS come from."""
+        Readings(self.registry, READINGS, read)
