@@ -166,7 +166,8 @@ class Generation:
     def _delta(self, spans: list[Span], ending: Ending | None = None) -> Delta:
         offset = self._num_sent
         self._num_sent += len(spans)
-        return Delta(self._plan.request.request_id, offset, tuple(spans), ending)
+        num_prompt = len(self._plan.first.prompt)
+        return Delta(self._plan.request.request_id, offset, tuple(spans), ending, prompt_tokens=num_prompt)
 
     def _last(self, finish: Finish | None, spans: list[Span] | None = None) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""

@@ -1,131 +1,142 @@
-"""What the HTTP API answers: the objects of OpenAI's completions API."""
+"""What the HTTP API answers: OpenAI's objects, whole and in chunks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from gateway.detokenizer import REPLACEMENT
-from gateway.requests import Ending, Usage
+from gateway.choices import Tally
+from gateway.http_logprobs import Names
+from gateway.http_shapes import Choice, Shape, text_of
+from gateway.requests import Delta, Ending, Usage
 from gateway.stops import Span
 from rootward.core.requests import SpeculationStats
 from rootward.ports import ModelInfo
 
-LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
+Body = dict[str, object]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """The parts that all chunks of one answer share. `decode` gives the text of one token."""
+    """One answer being told. `echoed` is by prompt what stands in front of the text; `names`: log-probabilities are wanted."""
 
+    shape: Shape
     request_id: str
     model: str
     fingerprint: str
-    decode: Callable[[int], str]
+    names: Names | None = None
+    num_choices: int = 1
+    num_outputs: int = 1
+    echoed: Sequence[Sequence[Span]] = ()
+    only_echo: bool = False
     return_token_ids: bool = False
     report_speculation: bool = False
-    logprobs: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+    tally: Tally = field(default_factory=Tally)
+    _told: dict[int, int] = field(default_factory=dict)  # characters sent, by output
 
-    def completion(self, spans: Sequence[Span], ending: Ending) -> dict[str, object]:
-        """The whole answer."""
-        body = self._body([self._choice(spans, ending)]) | {"usage": usage(ending.usage)}
-        if self.report_speculation:
-            body["metrics"] = {"speculative_decoding": speculation(ending.stats)}
-        return body
+    def __post_init__(self) -> None:
+        self.tally.num_choices = self.num_choices
 
-    def chunk(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int = 0) -> dict[str, object]:
-        """A part of the stream, from character `text_at` on. `usage` is null until the usage chunk."""
-        return self._body([self._choice(spans, ending, text_at)]) | {"usage": None}
+    def whole(self, spans: Mapping[int, Sequence[Span]]) -> Body:
+        """The whole answer, from the spans of every output; their endings are in the tally."""
+        choices = []
+        for index, ending in sorted(self.tally.endings.items()):
+            told = self._with_echo(index, spans[index])
+            choices.append(self._numbered(index, told, self.shape.whole(told, ending, names=self.names)))
+        return self._body(choices, self.shape.whole_object) | {"usage": self._usage()} | self._metrics()
 
-    def usage_chunk(self, ending: Ending) -> dict[str, object]:
+    def chunks(self, delta: Delta) -> list[Body]:
+        """The next chunks of the stream; `usage` is null in them if a chunk of its own will tell it."""
+        self.tally.add(delta)
+        index, first = delta.index, delta.index not in self._told
+        spans = self._with_echo(index, delta.spans) if first else self._kept(delta.spans)
+        at = self._told.get(index, 0)
+        self._told[index] = at + len(text_of(spans))
+        pieces = self.shape.pieces(spans, delta.ending, text_at=at, first=first, names=self.names)
+        tokens = [spans, *[()] * len(pieces)]
+        choices = [self._numbered(index, own, piece) for own, piece in zip(tokens, pieces, strict=False)]
+        usage = {"usage": self._usage() if self.continuous_usage else None}
+        wanted = usage if self.include_usage or self.continuous_usage else {}
+        return [self._body([choice], self.shape.chunk_object) | wanted for choice in choices]
+
+    @property
+    def single(self) -> bool:
+        """A position in the text says where the stream is only if there is one text."""
+        return self.num_outputs == 1
+
+    def last(self) -> Body | None:
         """The extra chunk that `stream_options.include_usage` asks for."""
-        body = self._body([]) | {"usage": usage(ending.usage)}
-        if self.report_speculation:
-            body["metrics"] = {"speculative_decoding": speculation(ending.stats)}
-        return body
+        if not self.include_usage:
+            return None
+        return self._body([], self.shape.chunk_object) | {"usage": self._usage()} | self._metrics()
 
-    def _body(self, choices: list[dict[str, object]]) -> dict[str, object]:
+    def _kept(self, spans: Sequence[Span]) -> Sequence[Span]:
+        return () if self.only_echo else spans
+
+    def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
+        echoed = self.echoed[index // self.num_choices] if self.echoed else ()
+        return (*echoed, *self._kept(spans))
+
+    def _body(self, choices: list[Choice], kind: str) -> Body:
         return {
-            "id": f"cmpl-{self.request_id}",
-            "object": "text_completion",
+            "id": self.shape.prefix + self.request_id,
+            "object": kind,
             "created": self.created,
             "model": self.model,
             "choices": choices,
             "system_fingerprint": self.fingerprint,
         }
 
-    def _choice(self, spans: Sequence[Span], ending: Ending | None, text_at: int = 0) -> dict[str, object]:
-        choice: dict[str, object] = {
-            "index": 0,
-            "text": "".join(s.text for s in spans),
-            "logprobs": logprobs(spans, text_at, self.decode) if self.logprobs else None,
-            "finish_reason": ending.reason.value if ending else None,
-            "stop_reason": (ending.stop_string if ending.stop_token_id is None else ending.stop_token_id)
-            if ending
-            else None,
-        }
-        if self.return_token_ids:
-            choice["token_ids"] = [s.token for s in spans]
-            choice["accepted"] = [s.accepted for s in spans]
-        return choice
+    def _numbered(self, index: int, spans: Sequence[Span], choice: Choice) -> Choice:
+        ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
+        return {"index": index, **choice, **(ids if self.return_token_ids else {})}
+
+    def _usage(self) -> Body:
+        counts = self.tally.usage
+        return usage(Usage(counts.prompt_tokens, 0, counts.cached_tokens) if self.only_echo else counts)
+
+    def _metrics(self) -> Body:
+        """Of a single output, as in vLLM."""
+        if not self.report_speculation:
+            return {}
+        ending: Ending | None = self.tally.only
+        return {"metrics": None if ending is None else {"speculative_decoding": speculation(ending.stats)}}
 
 
-def logprobs(spans: Sequence[Span], text_at: int, decode: Callable[[int], str]) -> dict[str, object]:
-    """One entry per token. The emitted token is always among its top ones."""
-    given = [(span.token, span.logprob) for span in spans if span.logprob is not None]
-    return {
-        "tokens": [_name(token, decode) for token, _ in given],
-        "token_logprobs": [max(of.logprob, LEAST_LOGPROB) for _, of in given],
-        "top_logprobs": [_top([*of.top, (token, of.logprob)], decode) for token, of in given],
-        "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
-    }
-
-
-def _top(pairs: Sequence[tuple[int, float]], decode: Callable[[int], str]) -> dict[str, float]:
-    """Logprob by text. Of two tokens with the same text the later one goes by its id."""
-    named: dict[str, tuple[int, float]] = {}
-    for token, logprob in pairs:
-        name = _name(token, decode)
-        if named.get(name, (token, 0.0))[0] != token:
-            name = f"token_id:{token}"
-        named[name] = token, max(logprob, LEAST_LOGPROB)
-    return {name: logprob for name, (_, logprob) in named.items()}
-
-
-def _name(token: int, decode: Callable[[int], str]) -> str:
-    """The text of a token; its id where it holds but a part of a character."""
-    text = decode(token)
-    return f"token_id:{token}" if REPLACEMENT in text else text
-
-
-def usage(counts: Usage) -> dict[str, object]:
+def usage(counts: Usage) -> Body:
     return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 
-def speculation(stats: SpeculationStats) -> dict[str, object]:
+def speculation(stats: SpeculationStats) -> Body:
     """Names and meanings of vLLM: the acceptance length counts the bonus token."""
+    rate = stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0.0
     return {
         "num_spec_steps": stats.num_spec_steps,
         "num_plain_steps": stats.num_plain_steps,
         "num_draft_tokens": stats.num_draft_tokens,
         "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
         "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": rate,
         "block_efficiency": stats.block_efficiency,
         "acceptance_histogram": list(stats.acceptance_histogram),
         "num_drafter_misses": stats.num_drafter_misses,
+        "drafter": stats.drafter,
         "verification": stats.verification,
         "seed": stats.seed,
     }
 
 
-def model_card(name: str, model: ModelInfo, created: int) -> dict[str, object]:
+def model_card(name: str, model: ModelInfo, created: int) -> Body:
     return {
         "id": name,
         "object": "model",

@@ -80,6 +80,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
     check_name("request_id", request.request_id)
     check_name("session_id", request.session_id)
     _check_stops(request)
+    prompt = _truncated(request, prompt, model)
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
     check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
@@ -98,6 +99,8 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             seed=secrets.randbits(64) if request.seed is None else request.seed,
             structure=request.structure,
             logprobs=request.logprobs,
+            choice=request.choice,
+            priority=request.priority,
         )
     eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
     return Plan(request, first, eos_ids, _warnings(request))
@@ -107,7 +110,7 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
     """Token ids of whatever prompt was given. Takes time in the length of a text."""
     prompt = request.prompt
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
+        return tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
     if isinstance(prompt, Chat):
         return tokenizer.encode_chat(
             prompt.messages,
@@ -116,6 +119,19 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
             template_kwargs=prompt.template_kwargs,
         )
     return prompt
+
+
+def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
+    """The end of the prompt, where the client would rather lose its beginning."""
+    most = request.truncate_prompt
+    if most is None:
+        return prompt
+    if most == -1:
+        most = max(1, model.max_positions - (request.max_tokens or 1))
+    if not 1 <= most < model.max_positions:
+        fix = f"is outside [1, {model.max_positions - 1}]; use -1 for as many as fit"
+        raise InvalidRequest("truncate_prompt_tokens", most, fix)
+    return prompt[-most:]
 
 
 def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> int:

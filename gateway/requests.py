@@ -41,12 +41,19 @@ class GenerateRequest:
     structure: Structure | None = None
     bad_words: tuple[str, ...] = ()  # texts that the output must not have
     logprobs: int | None = None  # None = none; k = of each token and of the k most likely ones
+    n: int = 1  # choices; the service itself runs one at a time, see choices.py
+    choice: int = 0  # which of them: its noise is that of (seed, choice)
+    index: int = 0  # of this output among all of the client's request
+    priority: int = 0  # lower runs earlier
+    add_special_tokens: bool | None = None  # around a text prompt; None = as the gateway is set
+    truncate_prompt: int | None = None  # keep so many tokens of the prompt, its last ones; -1 = as many as fit
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int
     completion_tokens: int  # tokens emitted, that is after the cut at a stop string
+    cached_tokens: int = 0  # of the prompt, whose KV was there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +88,8 @@ class Delta:
     offset: int
     spans: tuple[Span, ...] = ()
     ending: Ending | None = None
+    index: int = 0  # of the output, where a request has several
+    prompt_tokens: int = 0
 
     @property
     def text(self) -> str:

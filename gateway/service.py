@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from gateway import planning
 from gateway.admission import Admission
+from gateway.choices import belongs
 from gateway.cutoff import Aborted, Cutoff
 from gateway.generation import Generation
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, make_plan, prompt_ids, without_bad_words
+from gateway.planning import Plan, check_ids, check_model, make_plan, without_bad_words
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
 from gateway.sessions import Store, duplicate
 from gateway.stops import Output, Span
@@ -137,7 +139,7 @@ class GatewayService:
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         request = without_bad_words(request, self.tokenizer)
-        plan = make_plan(request, await self._prompt_ids(request), self.model)
+        plan = make_plan(request, await self.prompt_ids(request), self.model)
         cutoff = Cutoff(arrived + limit)
         try:
             async with self._running(plan, cutoff, arrived) as generation, aclosing(generation.deltas()) as deltas:
@@ -167,7 +169,7 @@ class GatewayService:
         if isinstance(prompt, str):
             encode = self.tokenizer.encode
             return await asyncio.to_thread(encode, prompt, add_special_tokens=add_special_tokens) if prompt else ()
-        return await self._prompt_ids(GenerateRequest(prompt))
+        return await self.prompt_ids(GenerateRequest(prompt))
 
     async def detokenize(self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """The text of token ids. InvalidRequest for ids that are none."""
@@ -177,10 +179,10 @@ class GatewayService:
 
     def abort(self, request_ids: Sequence[str], error: ServiceError | None = None) -> list[str]:
         """End these generations, with an error if one is given; returns the ids that were running."""
-        found = [i for i in request_ids if i in self._live]
+        found = [i for i in self._live if belongs(i, request_ids)]
         for request_id in found:
             self._live[request_id].abort(error)
-        return found
+        return [i for i in request_ids if any(belongs(live, [i]) for live in found)]
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let the others end until `timeout_s`, end the rest. Returns how many were ended."""
@@ -207,11 +209,12 @@ class GatewayService:
             return False
         return True
 
-    async def _prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+    async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Token ids of its prompt, as `generate` would take them."""
         prompt = request.prompt
         if isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS):
-            return await asyncio.to_thread(prompt_ids, request, self.tokenizer)
-        return prompt_ids(request, self.tokenizer)
+            return await asyncio.to_thread(planning.prompt_ids, request, self.tokenizer)
+        return planning.prompt_ids(request, self.tokenizer)
 
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:

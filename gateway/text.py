@@ -6,12 +6,16 @@ A prompt's text is tokenised exactly as given: no beginning-of-sequence token is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from gateway.detokenizer import Detokenizer
+from gateway.detokenizer import REPLACEMENT, Detokenizer
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+
+_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # Parameters of `apply_chat_template` itself. A client may set variables of the template, never the template.
 _TEMPLATE_OPTIONS = {
@@ -49,6 +53,9 @@ class Tokenizer(Protocol):
     ) -> tuple[int, ...]: ...
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes that a token adds to a text; None where that cannot be said."""
 
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
@@ -139,6 +146,17 @@ class HuggingFaceTokenizer:
         )
         return str(text)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """Those of a part of a character are read off the vocabulary, which spells bytes in one of two ways."""
+        text = self.decode([token], skip_special_tokens=False)
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:-1], 16)])
+        alphabet = _byte_alphabet()
+        return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
+
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         """A detokeniser for the output that follows `context`."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
@@ -176,8 +194,19 @@ class TokenNumbers:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{i} " for i in ids)
 
+    def token_bytes(self, token: int) -> bytes | None:
+        return f"{token} ".encode()
+
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.decode, context)
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The letters with which byte-level vocabularies spell bytes: printable ones stand for themselves, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _refuse_lone_surrogates(field: str, text: str) -> None:

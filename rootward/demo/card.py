@@ -31,7 +31,7 @@ tags: [python, speculative-decoding, tiny]
 
 Two tiny Llama models that continue Python source: `target/` and a `draft/` that imitates it. They exist so that
 Rootward can be tried and tested without a GPU or a download. They are no coding assistants: the text looks like
-Python and means little.
+Python and means little. In a chat, what the user says becomes a comment and the answer is code.
 
 | | target | draft |
 |---|---|---|

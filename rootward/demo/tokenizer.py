@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 END_OF_TEXT = "<|endoftext|>"
 VOCAB_SIZE = 2048
 MAX_LENGTH = 1024
+CHAT_TEMPLATE = Path(__file__).parent / "target" / "chat_template.jinja"  # messages as comments, answers as code
 
 # Digits stand alone; a word takes the one sign before it (" x", ".x", "_x"); line breaks take the indentation that
 # follows, because in Python "newline and eight spaces" is one decision. What no branch matches stays as it is.
@@ -43,6 +44,7 @@ def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_LENGTH,
+        chat_template=CHAT_TEMPLATE.read_text(encoding="utf-8"),
     )
 
 

@@ -108,7 +108,7 @@ def test_each_folder_loads_in_float32_by_the_ordinary_way(folder):
     assert model.config.tie_word_embeddings
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_both_models_share_one_tokenizer(name):
     target, draft = demo.paths()
     assert (target / name).read_bytes() == (draft / name).read_bytes()

@@ -56,7 +56,13 @@ async def test_a_completion():
         assert choice["logprobs"] is None
         assert "token_ids" not in choice
         tokens = len(IDS)
-        assert body["usage"] == {"prompt_tokens": 1, "completion_tokens": tokens, "total_tokens": 1 + tokens}
+        assert body["usage"] == {
+            "prompt_tokens": 1,
+            "completion_tokens": tokens,
+            "total_tokens": 1 + tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
         assert "metrics" not in body
 
 
@@ -164,11 +170,14 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
         ({"prompt": {"text": "a"}}, 400, "invalid_value", "prompt"),
         ({"prompt": [1, "a"]}, 400, "invalid_value", "prompt"),
         ({"prompt": [1, 330]}, 400, "invalid_value", "token_ids"),
-        ({"prompt": ["a", "b"]}, 400, "unsupported_parameter", "prompt"),
+        ({"prompt": ["a"] * 129}, 400, "invalid_value", "prompt"),
+        ({"prompt": ["a", 1]}, 400, "invalid_value", "prompt"),
         ({"prompt": "a", "model": "gpt"}, 404, "model_not_found", "model"),
-        ({"prompt": "a", "n": 2}, 400, "unsupported_parameter", "n"),
+        ({"prompt": "a", "n": 0}, 400, "invalid_value", "n"),
+        ({"prompt": "a", "n": 129}, 400, "invalid_value", "n"),
+        ({"prompt": "a", "n": "2"}, 400, "invalid_value", "n"),
         ({"prompt": "a", "best_of": 3}, 400, "unsupported_parameter", "best_of"),
-        ({"prompt": "a", "echo": True}, 400, "unsupported_parameter", "echo"),
+        ({"prompt": "a", "echo": 1}, 400, "invalid_value", "echo"),
         ({"prompt": "a", "suffix": "x"}, 400, "unsupported_parameter", "suffix"),
         ({"prompt": "a", "stop": [1]}, 400, "invalid_value", "stop"),
         ({"prompt": "a", "stop": ""}, 400, "invalid_value", "stop"),

@@ -14,8 +14,8 @@ from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
-from gateway.http_answers import logprobs
 from gateway.http_api import build_app
+from gateway.http_logprobs import Names, of_completion
 from gateway.http_requests import parse_completion
 from gateway.requests import GenerateRequest
 from gateway.stops import Span
@@ -152,7 +152,7 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"bad_words": ["x" * 65]}, "bad_words"),
         ({"bad_words": ["x"], "allowed_token_ids": [5]}, "bad_words"),
         ({"bad_words": ["x"], "structured_outputs": {"regex": "a"}}, "structured_output"),
-        ({"echo": True}, "echo"),
+        ({"echo": "yes"}, "echo"),
         ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
@@ -223,8 +223,16 @@ async def test_a_verifier_that_sends_no_logprobs_is_not_believed() -> None:
 def test_tokens_with_one_text_are_told_apart() -> None:
     """Parts of characters, and two tokens that decode alike, go by their ids."""
     texts = {1: "x", 2: "x", 3: "\ufffd", 4: "y"}
+
+    class Texts:
+        def decode(self, ids, *, skip_special_tokens=True):
+            return texts[ids[0]]
+
+        def token_bytes(self, token):
+            return None
+
     spans = [Span(2, "x", True, TokenLogprob(-1.0, ((1, -0.5), (2, -1.0), (3, -float("inf")))))]
-    told = logprobs(spans, 10, texts.__getitem__)
+    told = of_completion(spans, 10, Names(Texts()))
     assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
     assert told["text_offset"] == [10]
 

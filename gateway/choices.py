@@ -1,0 +1,113 @@
+"""Several outputs of one request: n independent choices of each of its prompts, run side by side and read as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+from gateway.requests import Delta, Ending, GenerateRequest, Usage
+from gateway.stops import Span
+from rootward.errors import InvalidRequest
+
+MAX_OUTPUTS = 128  # prompts x choices of one request
+MARK = "#"  # between a request's id and the number of one of its further outputs
+
+Generate = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
+
+
+def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] = ()) -> list[GenerateRequest]:
+    """One request per output, numbered: prompt by prompt, choice by choice. Without `prompts` the request's own is taken.
+
+    Choice i draws its noise from (seed, i), so that three choices contain the first one alone.
+    """
+    given = prompts or (request.prompt,)
+    if not 1 <= request.n <= MAX_OUTPUTS:
+        raise InvalidRequest("n", request.n, f"is outside [1, {MAX_OUTPUTS}]")
+    if len(given) * request.n > MAX_OUTPUTS:
+        raise InvalidRequest("prompt", len(given), f"prompts with {request.n} choices each are more than {MAX_OUTPUTS}")
+    name = request.request_id or uuid.uuid4().hex
+    made = []
+    for index in range(len(given) * request.n):
+        own = f"{name}{MARK}{index}" if index else name
+        prompt, choice = given[index // request.n], index % request.n
+        made.append(replace(request, prompt=prompt, request_id=own, n=1, choice=choice, index=index))
+    return made
+
+
+def belongs(request_id: str, wanted: Sequence[str]) -> bool:
+    """Whether it is one of these requests, or one of their outputs."""
+    return request_id in wanted or request_id.partition(MARK)[0] in wanted
+
+
+async def side_by_side(generate: Generate, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Delta, None]:
+    """Deltas of all of them as they come, each with its index and the client's request id, up to the last ending.
+
+    Closing it, or the failure of one, cancels all.
+    """
+    name = requests[0].request_id
+    arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(len(requests))  # bounded: a slow reader slows all down
+
+    async def run(request: GenerateRequest) -> None:
+        try:
+            async with aclosing(generate(request)) as deltas:
+                async for delta in deltas:
+                    await arrived.put(replace(delta, index=request.index, request_id=name))
+        except Exception as error:
+            await arrived.put(error)
+
+    tasks = [asyncio.create_task(run(request)) for request in requests]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            num_left -= item.ending is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Tokens and endings of all outputs, so far. Every prompt counts once, however many choices it has."""
+
+    num_choices: int = 1
+    endings: dict[int, Ending] = field(default_factory=dict)
+    _prompts: dict[int, int] = field(default_factory=dict)  # by output
+    _num_sent: int = 0
+
+    def add(self, delta: Delta) -> None:
+        self._num_sent += len(delta.spans)
+        self._prompts[delta.index] = delta.prompt_tokens
+        if delta.ending is not None:
+            self.endings[delta.index] = delta.ending
+            self._prompts[delta.index] = delta.ending.usage.prompt_tokens
+
+    @property
+    def usage(self) -> Usage:
+        first = {i // self.num_choices: i for i in sorted(self._prompts, reverse=True)}.values()
+        cached = sum(self.endings[i].usage.cached_tokens for i in first if i in self.endings)
+        return Usage(sum(self._prompts[i] for i in first), self._num_sent, cached)
+
+    @property
+    def only(self) -> Ending | None:
+        """The ending where there is a single output."""
+        return self.endings[0] if len(self.endings) == 1 else None
+
+
+async def in_runs(deltas: AsyncGenerator[Delta, None], interval: int) -> AsyncGenerator[Delta, None]:
+    """Deltas of at least `interval` tokens, the last one of each output excepted."""
+    held: dict[int, list[Span]] = {}
+    async with aclosing(deltas):
+        async for delta in deltas:
+            spans = [*held.pop(delta.index, ()), *delta.spans]
+            if len(spans) < interval and delta.ending is None:
+                held[delta.index] = spans
+                continue
+            yield replace(delta, offset=delta.offset + len(delta.spans) - len(spans), spans=tuple(spans))

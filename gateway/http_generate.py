@@ -1,0 +1,179 @@
+"""POST /v1/completions and /v1/chat/completions: a body in, an answer out, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+import rootward
+from gateway.choices import in_runs, outputs, side_by_side
+from gateway.http_answers import Answer, fingerprint
+from gateway.http_bodies import log_bug, read_body, respond, send_error
+from gateway.http_errors import http_error
+from gateway.http_logprobs import Names
+from gateway.http_requests import Parse, Wanted
+from gateway.http_shapes import Shape
+from gateway.planning import check_model, check_name
+from gateway.requests import Delta, GenerateRequest
+from gateway.service import GatewayService
+from gateway.stops import Span
+
+SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
+SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
+SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
+DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
+
+
+class Generations:
+    """An ASGI endpoint: it watches for a disconnect while it works, and then stops working."""
+
+    def __init__(self, service: GatewayService, parse: Parse, shape: Shape, names: Names):
+        self._service, self._parse, self._shape, self._names = service, parse, shape, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+        headers = {"x-request-id": request_id}
+        try:
+            check_name("x-request-id", request_id)
+            wanted = self._parse(await read_body(request), {**request.headers, **headers})
+            check_name("request_id", wanted.request.request_id)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            log_bug(error)
+            await send_error(http_error(error), headers if request_id.isascii() else {}, scope, receive, send)
+            return
+        limit_s = self._service.limits.request_timeout_s + SLOW_CLIENT_S
+        await _unless_disconnected(receive, self._answered(wanted, scope, receive, send), limit_s)
+
+    async def _answered(self, wanted: Wanted, scope: Scope, receive: Receive, send: Send) -> None:
+        """Headers of a stream go out with the first delta, so that a refusal still has its own status."""
+        headers = {"x-request-id": wanted.request.request_id}
+        started = False
+        try:
+            requests = await self._requests(wanted)
+            answer = await self._begun(wanted, requests)
+            deltas = in_runs(side_by_side(self._service.generate, requests), wanted.stream_interval)
+            async with aclosing(deltas):
+                if not wanted.stream:
+                    await respond(await _collected(answer, deltas), headers, scope, receive, send)
+                    return
+                first = await anext(deltas)
+                await send(_start({**SSE_HEADERS, **headers}))
+                started = True
+                async for event in _events(answer, first, deltas):
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:
+            log_bug(error)
+            if not started:
+                await send_error(http_error(error), headers, scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": _event(http_error(error).body), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _requests(self, wanted: Wanted) -> list[GenerateRequest]:
+        """One per output. A prompt with several choices is tokenised once."""
+        request = wanted.request
+        prompts = [*(wanted.prompts or [request.prompt])]
+        made = outputs(request, prompts)
+        if request.n == 1:
+            return made
+        check_model(request.model, self._service.served_model)
+        ids = [await self._service.prompt_ids(replace(request, prompt=prompt)) for prompt in prompts]
+        return [replace(one, prompt=ids[one.index // request.n]) for one in made]
+
+    async def _begun(self, wanted: Wanted, requests: Sequence[GenerateRequest]) -> Answer:
+        return Answer(
+            self._shape,
+            wanted.request.request_id,
+            self._service.served_model,
+            fingerprint(self._service.model, rootward.__version__),
+            self._names if wanted.request.logprobs is not None else None,
+            wanted.request.n,
+            len(requests),
+            [await self._echoed(prompt) for prompt in wanted.prompts] if wanted.echo else (),
+            only_echo=wanted.only_echo,
+            return_token_ids=wanted.return_token_ids,
+            report_speculation=wanted.report_speculation,
+            include_usage=wanted.include_usage,
+            continuous_usage=wanted.continuous_usage,
+        )
+
+    async def _echoed(self, prompt: str | tuple[int, ...]) -> Sequence[Span]:
+        """The prompt as it stands in front of the text."""
+        if isinstance(prompt, str):
+            return [Span(0, prompt, False)]
+        return [Span(0, await self._service.detokenize(prompt, skip_special_tokens=False), False)]
+
+
+async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, object]:
+    spans: dict[int, list[Span]] = {}
+    async for delta in deltas:
+        spans.setdefault(delta.index, []).extend(delta.spans)
+        answer.tally.add(delta)
+    return answer.whole(spans)
+
+
+async def _events(answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
+    """Chunks, with a comment in every long silence. The id of an event is the output position after it."""
+    delta: Delta | None = first
+    pending: asyncio.Task[Delta | None] | None = None
+    try:
+        while delta is not None:
+            for chunk in answer.chunks(delta):
+                yield _event(chunk, delta.offset + len(delta.spans) if answer.single else None)
+            pending = asyncio.create_task(_next_or_none(deltas))
+            while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
+                yield KEEP_ALIVE
+            delta = pending.result()
+    finally:
+        if pending is not None and not pending.done():
+            pending.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await pending
+    usage = answer.last()
+    if usage is not None:
+        yield _event(usage)
+    yield DONE
+
+
+async def _next_or_none(deltas: AsyncGenerator[Delta, None]) -> Delta | None:
+    return await anext(deltas, None)
+
+
+async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:
+    """Run `work`; when the client goes away first, or reads so slowly that `limit_s` pass, cancel it."""
+    worker = asyncio.create_task(work)
+    watcher = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({worker, watcher}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            worker.result()
+    finally:
+        for task in (worker, watcher):
+            task.cancel()
+        await asyncio.gather(worker, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _start(headers: dict[str, str]) -> dict[str, object]:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+def _event(body: dict[str, object], event_id: int | None = None) -> bytes:
+    prefix = b"" if event_id is None else b"id: %d\n" % event_id
+    return prefix + b"data: " + orjson.dumps(body) + b"\n\n"

@@ -1,0 +1,89 @@
+"""Several outputs of one request, as one stream."""
+
+from contextlib import aclosing
+
+import pytest
+from unit.gateway.service_for_tests import IDS, at_rest, serving
+from unit.gateway.verifier_for_tests import SpellingVerifier
+
+from gateway.choices import Tally, in_runs, outputs, side_by_side
+from gateway.requests import GenerateRequest
+from rootward.errors import InvalidRequest, RootwardError
+
+
+def test_outputs_are_prompts_times_choices():
+    request = GenerateRequest("a", request_id="r", n=2, seed=3)
+    made = outputs(request, ["a", (5, 6)])
+    assert [(m.prompt, m.request_id, m.choice, m.index, m.n) for m in made] == [
+        ("a", "r", 0, 0, 1),
+        ("a", "r#1", 1, 1, 1),
+        ((5, 6), "r#2", 0, 2, 1),
+        ((5, 6), "r#3", 1, 3, 1),
+    ]
+    (alone,) = outputs(GenerateRequest("a", request_id="r", seed=3))
+    assert (alone.request_id, alone.choice, alone.seed) == (made[0].request_id, made[0].choice, made[0].seed)
+    assert outputs(GenerateRequest("a"))[0].request_id
+    for n, prompts in ((0, ["a"]), (129, ["a"]), (64, ["a"] * 3)):
+        with pytest.raises(InvalidRequest):
+            outputs(GenerateRequest("a", n=n), prompts)
+
+
+async def test_all_outputs_arrive_and_each_prompt_counts_once():
+    verifier = SpellingVerifier(max_sessions=8)
+    async with serving(verifier) as service:
+        made = outputs(GenerateRequest("abc", request_id="r", n=3, seed=5), ["abc", "ab"])
+        tally, tokens = Tally(3), {}
+        async for delta in side_by_side(service.generate, made):
+            tally.add(delta)
+            assert delta.request_id == "r"
+            assert delta.offset == len(tokens.setdefault(delta.index, []))
+            tokens[delta.index] += delta.token_ids
+        assert tokens == {i: list(IDS) for i in range(6)}
+        assert (tally.usage.prompt_tokens, tally.usage.completion_tokens) == (5, 6 * len(IDS))
+        assert tally.only is None
+        assert {(r.seed, r.choice) for r in verifier.requests} == {(5, 0), (5, 1), (5, 2)}
+        await at_rest(service, verifier)
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 4])
+async def test_leaving_early_ends_all_of_them(num_read):
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with serving(verifier) as service:
+        made = outputs(GenerateRequest("abc", n=3))
+        async with aclosing(side_by_side(service.generate, made)) as deltas:
+            for _ in range(num_read):
+                await anext(deltas)
+        await at_rest(service, verifier)
+
+
+async def test_one_that_fails_ends_all():
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:
+        with pytest.raises(RootwardError, match="queue"):
+            async for _ in side_by_side(service.generate, outputs(GenerateRequest("abc", n=3))):
+                pass
+        await at_rest(service, verifier)
+
+
+async def test_abort_by_the_clients_id_ends_all():
+    verifier = SpellingVerifier(delay_s=0.05)
+    async with serving(verifier) as service:
+        reasons = []
+        aborted = None
+        async for delta in side_by_side(service.generate, outputs(GenerateRequest("abc", request_id="r", n=3))):
+            aborted = aborted or service.abort(["r", "other"])
+            if delta.ending:
+                reasons.append(delta.ending.reason.value)
+        assert (reasons, aborted) == (["aborted"] * 3, ["r"])
+        await at_rest(service, verifier)
+
+
+async def test_runs_of_each_output_are_gathered_alone():
+    async with serving() as service:
+        made = outputs(GenerateRequest("abc", n=2))
+        tokens = {0: [], 1: []}
+        async for delta in in_runs(side_by_side(service.generate, made), 7):
+            assert delta.offset == len(tokens[delta.index])
+            assert len(delta.spans) >= 7 or delta.ending
+            tokens[delta.index] += delta.token_ids
+        assert tokens == {0: list(IDS), 1: list(IDS)}
