@@ -1,12 +1,13 @@
-"""How many rows of drafting a pool of drafters is asked for: what workers count, and the demand that follows (closed network, operational laws).
+"""How many rows of drafting a pool of drafters is asked for: what workers count, and the demand that follows
+(closed network, operational laws).
 
     N    sessions that would take drafts now, with or without a drafter                          verifiers, a gauge
     A    row-seconds of wanted growth per round: rows × time in draft forwards, no queueing      drafters
     R0   mean round time − mean stall; stall: the part of waiting explained by queueing          verifiers
     D    N · A / R0, rows that would be busy if nobody queued
 
-All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in heartbeats
-(`counters()`, the same names without prefix), so that a gateway can compute the signals from two beats without a Prometheus.
+All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in
+heartbeats (`counters()`, the same names without prefix), so that a gateway can compute the signals from two beats without a Prometheus.
 Wanted: growth up to the node budget of a round. What grows beyond it (`ahead`) fills idle rows and is no demand.
 """
 

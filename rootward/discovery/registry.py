@@ -3,9 +3,9 @@
     rw:worker:{role}:{id}      hash   what the worker says of itself (`Worker`); lives for 3 heartbeats
     rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; who is older than 3 heartbeats is ignored
 
-`name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a Redis
-that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags, and no command touches two
-keys, so the keys of one worker may lie in different slots of a cluster.
+`name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat,
+so a Redis that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags,
+and no command touches two keys, so the keys of one worker may lie in different slots of a cluster.
 """
 
 from __future__ import annotations

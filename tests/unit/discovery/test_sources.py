@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import pytest
 
@@ -90,7 +90,5 @@ async def test_a_name_is_looked_up_again_and_what_it_said_last_holds() -> None:
 
 async def test_names_of_this_machine_resolve_and_unknown_ones_have_no_addresses() -> None:
     assert "127.0.0.1:50061" in await addresses_of("localhost", 50061)
-    try:
+    with suppress(socket.gaierror):  # a machine without any resolver cannot know
         assert await addresses_of("no-such-name.invalid", 1) == []
-    except OSError as error:  # a machine without any resolver cannot know
-        assert isinstance(error, socket.gaierror)
