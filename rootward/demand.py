@@ -1,5 +1,4 @@
-"""How many rows of drafting a pool of drafters is asked for: what workers count, and the demand that follows
-(closed network, operational laws).
+"""How many rows of drafting a pool is asked for: what workers count, and the demand that follows (closed network, operational laws).
 
     N    sessions that would take drafts now, with or without a drafter                          verifiers, a gauge
     A    row-seconds of wanted growth per round: rows × time in draft forwards, no queueing      drafters
@@ -7,7 +6,7 @@
     D    N · A / R0, rows that would be busy if nobody queued
 
 All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in
-heartbeats (`counters()`, the same names without prefix), so that a gateway can compute the signals from two beats without a Prometheus.
+heartbeats (`counters()`, the same names without prefix), so that a gateway computes the signals from two beats without a Prometheus.
 Wanted: growth up to the node budget of a round. What grows beyond it (`ahead`) fills idle rows and is no demand.
 """
 

@@ -3,9 +3,9 @@
     rw:worker:{role}:{id}      hash   what the worker says of itself (`Worker`); lives for 3 heartbeats
     rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; who is older than 3 heartbeats is ignored
 
-`name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat,
-so a Redis that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags,
-and no command touches two keys, so the keys of one worker may lie in different slots of a cluster.
+`name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a
+Redis that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags, and no command
+touches two keys, so the keys of one worker may lie in different slots of a cluster.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-import redis.asyncio
 import structlog
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import RedisError
 
 from rootward.clock import Clock, SystemClock
-from rootward.errors import ConfigurationError, Unavailable
+from rootward.errors import Unavailable
 from rootward.ports import Peer
+from rootward.redis_client import open_redis
 
 log = structlog.get_logger("registry")
 
@@ -64,7 +64,7 @@ class Registry:
     """Reads and writes the registry. Every call ends within `timeout_s`, RegistryUnavailable if Redis does not answer."""
 
     def __init__(
-        self, client: redis.asyncio.Redis, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S
+        self, client: Redis | RedisCluster, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S
     ) -> None:
         self._client, self.heartbeat_s, self._timeout_s = client, heartbeat_s, timeout_s
 
@@ -73,17 +73,15 @@ class Registry:
         return MISSED * self.heartbeat_s
 
     async def publish(self, worker: Worker) -> None:
-        """A heartbeat."""
+        """A heartbeat. Whoever reads between two of these writes sees the worker as it was, or not yet."""
+        key, index = worker_key(worker.role, worker.id), index_key(worker.role, worker.name)
         async with self._answering():
-            beat_s = await self._now()
-            async with self._client.pipeline(transaction=False) as all_at_once:
-                key = worker_key(worker.role, worker.id)
-                all_at_once.hset(key, mapping=to_fields(worker))
-                all_at_once.pexpire(key, round(self.stale_s * 1e3))
-                index = index_key(worker.role, worker.name)
-                all_at_once.zadd(index, {worker.id: beat_s})
-                all_at_once.zremrangebyscore(index, "-inf", beat_s - 10 * self.stale_s)
-                await all_at_once.execute()
+            now_s = await self._now()
+            fields = [part for field in to_fields(worker).items() for part in field]
+            await self._client.hset(key, items=fields)
+            await self._client.pexpire(key, round(self.stale_s * 1e3))
+            await self._client.zadd(index, {worker.id: now_s})
+            await self._client.zremrangebyscore(index, "-inf", now_s - 10 * self.stale_s)
 
     async def remove(self, worker: Worker) -> None:
         """It ends: nobody needs to wait until it has missed its beats."""
@@ -95,11 +93,8 @@ class Registry:
         """Those that are alive, by id. One whose hash cannot be read is left out."""
         async with self._answering():
             oldest_s = await self._now() - self.stale_s
-            ids = [_text(i) for i in await self._client.zrangebyscore(index_key(role, name), oldest_s, "+inf")]
-            async with self._client.pipeline(transaction=False) as all_at_once:
-                for worker_id in ids:
-                    all_at_once.hgetall(worker_key(role, worker_id))
-                hashes = await all_at_once.execute() if ids else []
+            ids: Any = await self._client.zrangebyscore(index_key(role, name), oldest_s, "+inf")
+            hashes: Any = await asyncio.gather(*(self._client.hgetall(worker_key(role, i)) for i in ids))
         found = (from_fields(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
         return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.id))
 
@@ -108,7 +103,8 @@ class Registry:
 
     async def _now(self) -> float:
         """One clock for all, so that those of the machines need not agree."""
-        seconds, micros = await self._client.time()
+        answer: Any = await self._client.time()
+        seconds, micros = next(iter(answer.values())) if isinstance(answer, dict) else answer  # a cluster: of any node
         return float(seconds) + float(micros) / 1e6
 
     @asynccontextmanager
@@ -123,13 +119,7 @@ class Registry:
 @asynccontextmanager
 async def open_registry(url: str, *, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[Registry]:
     """The registry at a URL, not yet connected: a Redis that is away is no reason not to start. ConfigurationError for a wrong URL."""
-    try:
-        client = redis.asyncio.from_url(url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S)
-    except ValueError as error:
-        parts = urlsplit(url)
-        safe = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        raise ConfigurationError(f"redis_url: {safe!r} is no Redis URL; write redis://host:port/0") from error
-    registry = Registry(client, heartbeat_s=heartbeat_s)
+    registry = Registry(open_redis(url, timeout_s=TIMEOUT_S), heartbeat_s=heartbeat_s)
     try:
         yield registry
     finally:
@@ -227,22 +217,17 @@ def to_fields(worker: Worker) -> dict[str, str]:
     return fields | {"draining": str(int(worker.draining)), "counters": json.dumps(worker.counters)}
 
 
-def from_fields(role: str, worker_id: str, name: str, fields: Mapping[Any, Any]) -> Worker | None:
+def from_fields(role: str, worker_id: str, name: str, fields: Mapping[str, str]) -> Worker | None:
     """The worker of a hash; None if the hash has expired or was written by something else."""
     try:
-        known = {_text(key): _text(value) for key, value in fields.items()}
-        texts = {key: known[key] for key in _TEXTS}
-        numbers = {key: int(known[key]) for key in _NUMBERS}
+        texts = {key: fields[key] for key in _TEXTS}
+        numbers = {key: int(fields[key]) for key in _NUMBERS}
         counters = {
             str(pool): {str(counter): float(value) for counter, value in values.items()}
-            for pool, values in json.loads(known["counters"]).items()
+            for pool, values in json.loads(fields["counters"]).items()
         }
-        return Worker(role, worker_id, name, **texts, **numbers, draining=known["draining"] == "1", counters=counters)  # type: ignore[arg-type]
-    except (KeyError, ValueError, AttributeError, UnicodeDecodeError) as error:
+        return Worker(role, worker_id, name, **texts, **numbers, draining=fields["draining"] == "1", counters=counters)  # type: ignore[arg-type]
+    except (KeyError, ValueError, AttributeError) as error:
         if fields:
             log.warning("worker_unreadable", worker=worker_id, error=repr(error))
         return None
-
-
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else str(value)

@@ -66,7 +66,7 @@ async def test_who_has_missed_its_beats_is_gone(registry: Registry) -> None:
     assert await registry.workers("drafter", "fast") == ()
 
 
-@pytest.mark.parametrize("fields", [{}, {"address": "a:1"}, {"address": b"\xff"}])
+@pytest.mark.parametrize("fields", [{}, {"address": "a:1"}, {"address": "a:1", "counters": "none"}])
 async def test_a_hash_that_expired_or_is_none_of_ours_is_left_out(registry: Registry, fields) -> None:
     await registry.publish(worker(1))
     await registry._client.zadd(index_key("drafter", "fast"), {"ghost": 9e12})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 
 import pytest
 
@@ -88,7 +88,5 @@ async def test_a_name_is_looked_up_again_and_what_it_said_last_holds() -> None:
     assert seen == [["a:1", "b:1"], ["a:1"], []]
 
 
-async def test_names_of_this_machine_resolve_and_unknown_ones_have_no_addresses() -> None:
+async def test_names_of_this_machine_resolve() -> None:
     assert "127.0.0.1:50061" in await addresses_of("localhost", 50061)
-    with suppress(socket.gaierror):  # a machine without any resolver cannot know
-        assert await addresses_of("no-such-name.invalid", 1) == []

@@ -1,0 +1,190 @@
+"""EndpointSlices over HTTP, by the real client: ready, terminating and gone pods; a watch that breaks, ends, or has lost track."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing, asynccontextmanager
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from kubernetes.aio import client
+from support.kubernetes_api import ApiServer, api_server
+from support.services import until
+
+from rootward.discovery import kubernetes as module
+from rootward.discovery.kubernetes import EndpointSliceDiscovery, Slices, open_endpoint_slices
+from rootward.errors import ConfigurationError
+from rootward.ports import Peer
+
+RECORDED = json.loads((Path(__file__).parents[1] / "support" / "endpointslice.json").read_text())
+NAME = RECORDED["metadata"]["name"]
+FIRST = Peer("10.244.1.17:50061", "eu-west-1a")
+SECOND = Peer("10.244.2.9:50061", "eu-west-1b")
+
+
+def recorded(*conditions: dict[str, bool], name: str = NAME, service: str = "drafter-fast") -> dict:
+    """The slice with these conditions of its first endpoints; the others are not there."""
+    item = deepcopy(RECORDED)
+    item["metadata"] |= {"name": name, "labels": item["metadata"]["labels"] | {module.SERVICE_LABEL: service}}
+    item["endpoints"] = item["endpoints"][: len(conditions)]
+    for endpoint, these in zip(item["endpoints"], conditions, strict=True):
+        endpoint["conditions"] = these
+    return item
+
+
+READY = {"ready": True, "serving": True, "terminating": False}
+UNREADY = {"ready": False, "serving": False, "terminating": False}
+LEAVING = {"ready": False, "serving": True, "terminating": True}
+
+
+class Watched:
+    """What discovery has said so far."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Peer, ...]] = []
+
+    async def follow(self, discovery: EndpointSliceDiscovery) -> None:
+        async with aclosing(discovery.watch()) as changes:
+            async for peers in changes:
+                self.seen.append(peers)
+
+    async def last(self, *peers: Peer) -> None:
+        await until(lambda: self.seen and self.seen[-1] == peers)
+
+
+@asynccontextmanager
+async def watching(server: ApiServer):
+    watched = Watched()
+    async with client.ApiClient(client.Configuration(host=server.url)) as api:
+        discovery = EndpointSliceDiscovery(client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc")
+        task = asyncio.create_task(watched.follow(discovery))
+        try:
+            yield watched
+        finally:
+            assert not task.done(), task.exception()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(module, "LONGEST_RETRY_S", 0.05)
+
+
+async def test_pods_that_come_leave_and_go_are_followed_in_one_watch() -> None:
+    async with api_server() as server:
+        await server.apply(RECORDED)
+        await server.apply(recorded(READY, READY, name="another", service="somebody-else"))
+        async with watching(server) as watched:
+            await watched.last(FIRST)  # the other pod is not ready
+            await server.apply(recorded(READY, READY))
+            await watched.last(FIRST, SECOND)
+            await server.apply(recorded(LEAVING, READY))
+            await watched.last(Peer(FIRST.address, FIRST.zone, leaving=True), SECOND)
+            await server.bookmark()
+            await server.apply(recorded(UNREADY, READY))
+            await watched.last(SECOND)
+            await server.delete(NAME)
+            await watched.last()
+        assert server.num_lists == 1
+
+
+@pytest.mark.parametrize("partial", [b"", b'{"type": "MODIFIED", "obj'])
+async def test_a_watch_that_breaks_goes_on_where_it_was(partial: bytes) -> None:
+    async with api_server() as server:
+        await server.apply(recorded(READY))
+        async with watching(server) as watched:
+            await watched.last(FIRST)
+            await until(lambda: server.num_watches)
+            await server.cut(partial)
+            await server.apply(recorded(READY, READY))  # nobody listens: the next watch hears of it
+            await watched.last(FIRST, SECOND)
+        assert server.num_lists == 1
+        versions = [query["resourceVersion"] for query in server.asked if "watch" in query]
+        assert versions[0] == "101"
+        assert len(versions) >= 2
+
+
+async def test_a_watch_that_has_lost_track_begins_with_a_list() -> None:
+    async with api_server() as server:
+        await server.apply(recorded(READY))
+        async with watching(server) as watched:
+            await watched.last(FIRST)
+            await until(lambda: server.num_watches)
+            await server.cut()
+            await server.apply(recorded(READY, READY))
+            await server.delete(NAME)
+            await server.apply(recorded(LEAVING, READY))
+            await server.compact()
+            await watched.last(Peer(FIRST.address, FIRST.zone, leaving=True), SECOND)
+        assert server.num_lists >= 2
+
+
+async def test_what_was_said_last_holds_while_the_server_is_away_or_refuses() -> None:
+    async with api_server() as server:
+        await server.apply(recorded(READY))
+        async with watching(server) as watched:
+            await watched.last(FIRST)
+            await until(lambda: server.num_watches)
+            for server.status in (403, 410, 500):
+                await server.cut()
+                asked = len(server.asked)
+                await until(lambda asked=asked: len(server.asked) > asked + 2)
+            assert watched.seen == [(FIRST,)]
+            server.status = 200
+            await server.apply(recorded(READY, READY))
+            await watched.last(FIRST, SECOND)
+
+
+async def test_it_lists_again_now_and_then(monkeypatch) -> None:
+    monkeypatch.setattr(module, "RESYNC_S", 0.0)
+    async with api_server() as server:
+        await server.apply(recorded(READY))
+        async with watching(server) as watched:
+            await watched.last(FIRST)
+            await until(lambda: server.num_watches)
+            await server.cut()
+            await until(lambda: server.num_lists >= 2)
+        assert watched.seen == [(FIRST,)]
+
+
+def listed(*items: dict) -> Slices:
+    slices = Slices()
+    slices.listed({"metadata": {"resourceVersion": "7"}, "items": list(items)})
+    return slices
+
+
+def test_absent_conditions_mean_ready_and_ports_go_by_name_or_number() -> None:
+    slices = listed(recorded({}))
+    assert slices.peers("grpc") == (FIRST,)
+    assert slices.peers("admin") == (Peer("10.244.1.17:9090", "eu-west-1a"),)
+    assert slices.peers("1234") == (Peer("10.244.1.17:1234", "eu-west-1a"),)
+    assert slices.peers("http") == ()
+    only = recorded({})
+    only["ports"] = [{"name": "", "port": 5}]
+    assert listed(only).peers("grpc") == (Peer("10.244.1.17:5", "eu-west-1a"),)
+
+
+def test_an_endpoint_in_two_slices_counts_once_and_ready_wins() -> None:
+    assert listed(recorded(LEAVING), recorded(READY, name="new")).peers("grpc") == (FIRST,)
+    assert listed(recorded(READY), recorded(LEAVING, name="new")).peers("grpc") == (FIRST,)
+
+
+def test_addresses_of_version_6_are_bracketed_and_names_are_not_dialled() -> None:
+    six, name = recorded(READY), recorded(READY, name="fqdn")
+    six["addressType"], six["endpoints"][0]["addresses"] = "IPv6", ["fd00::1", "fd00::2"]
+    name["addressType"], name["endpoints"][0]["addresses"] = "FQDN", ["a.example"]
+    assert listed(six, name).peers("grpc") == (Peer("[fd00::1]:50061", "eu-west-1a"),)
+
+
+async def test_outside_a_cluster_and_without_a_kubeconfig_it_says_so(monkeypatch, tmp_path) -> None:
+    async def none(**_: object) -> None:
+        raise module.ConfigException("Invalid kube-config file")
+
+    monkeypatch.setattr(module.config, "load_kube_config", none)
+    with pytest.raises(ConfigurationError, match="service account"):
+        async with open_endpoint_slices("drafters.ns"):
+            pass
