@@ -90,7 +90,8 @@ async def serve(settings: DrafterSettings) -> None:
 async def _serve(settings: DrafterSettings, admin: Admin) -> None:
     recipe = recipe_of(settings.model)
     drafter = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
-    async with drafter, RpcServer(settings.listen, transport=DRAFTING, grace_s=1.0) as server:
+    server = RpcServer(settings.listen, transport=DRAFTING, tls=settings.server_tls, grace_s=1.0)
+    async with drafter, server:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         await server.set_ready(True)

@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rootward.settings import ServiceSettings
+from rootward.tls_settings import TlsSettings
 
 
-class DrafterSettings(ServiceSettings):
+class DrafterSettings(TlsSettings):
     """Rootward drafter: grows token trees for verifiers with a small model, or without one."""
 
     model: str = Field(

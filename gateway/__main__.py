@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+from gateway.access import Access
 from gateway.http_api import build_app
+from gateway.keys import Keys
 from gateway.service import ABORT_S, GatewayService
 from gateway.servicer import register
 from gateway.sessions import open_store
@@ -28,19 +30,23 @@ FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if
 async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
     async with AsyncExitStack() as stack:
-        http = HttpServer(settings.http_listen)
+        http = HttpServer(settings.http_listen, certificates=settings.certificates)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
+        access = Access(Keys(settings.api_keys), settings.name) if settings.api_keys else None
         service = await _service(settings, stack)
-        server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
+        checks = (access.check_rpc,) if access else ()
+        server = RpcServer(settings.listen, tls=settings.server_tls, checks=checks, grace_s=1.0)
+        await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
         async with asyncio.TaskGroup() as group:
-            group.create_task(http.run_until_stopped(build_app(service)))
+            app = build_app(service)
+            group.create_task(http.run_until_stopped(access.around(app) if access else app))
             readiness = group.create_task(_keep_ready(service, server))
             await service.upstreams.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(service.ready)
             admin.serving(ready=lambda: service.ready, metrics=service.metrics.registry)
-            announce("gateway", f"{server.address} and http://{http.address}")
+            announce("gateway", f"{server.address} and {http.scheme}://{http.address}")
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)
             await service.drain(0)
@@ -50,7 +56,7 @@ async def serve(settings: GatewaySettings) -> None:
 async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayService:
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, add_special_tokens=settings.add_special_tokens)
     store = await open_store(settings.redis_url)
-    remotes = {address: RemoteVerifier(address) for address in settings.verifiers}
+    remotes = {address: RemoteVerifier(address, tls=settings.client_tls) for address in settings.verifiers}
     for remote in remotes.values():
         await stack.enter_async_context(remote)
     upstreams = Upstreams(remotes, tokenizer_hash=tokenizer.content_hash)

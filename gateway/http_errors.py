@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,8 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "UNSUPPORTED_PARAMETER": (400, "invalid_request_error", "unsupported_parameter"),
     "INVALID_GRAMMAR": (400, "invalid_request_error", "invalid_json_schema"),
     "CONTEXT_LENGTH_EXCEEDED": (400, "invalid_request_error", "context_length_exceeded"),
+    "INVALID_API_KEY": (401, "authentication_error", "invalid_api_key"),
+    "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
     "NOT_FOUND": (404, "invalid_request_error", "model_not_found"),
     "DUPLICATE_REQUEST_ID": (400, "invalid_request_error", "duplicate_request_id"),
     "NO_DRAFTER": (400, "invalid_request_error", "speculation_unavailable"),
@@ -48,12 +54,20 @@ def simple_error(status: int, code: str, message: str) -> HttpError:
     return HttpError(status, _body(message, (status, "invalid_request_error", code), None))
 
 
+async def respond(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send it as the answer to a request."""
+    response = Response(orjson.dumps(error.body), error.status, error.headers, "application/json")
+    await response(scope, receive, send)
+
+
 def _body(message: str, kind: tuple[int, str, str], param: str | None) -> dict[str, object]:
     return {"error": {"message": message, "type": kind[1], "param": param, "code": kind[2]}}
 
 
 def _headers(error: ServiceError) -> dict[str, str]:
     headers = {}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, round(error.retry_after_s)))
         headers["retry-after-ms"] = str(round(error.retry_after_s * 1000))

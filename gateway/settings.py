@@ -9,7 +9,9 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
 from gateway.service import Limits
+from rootward.rpc.tls import ServerTls
 from rootward.settings import ServiceSettings
+from rootward.tls_settings import TlsSettings
 
 
 def _address(value: str) -> str:
@@ -22,7 +24,7 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
-class GatewaySettings(ServiceSettings):
+class GatewaySettings(TlsSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
     model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
@@ -36,6 +38,7 @@ class GatewaySettings(ServiceSettings):
     redis_url: str = Field(
         "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
     )
+    api_keys: Path | None = Field(None, description="YAML file of API keys, see 'rootward keys' (default: open to all)")
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
@@ -51,6 +54,12 @@ class GatewaySettings(ServiceSettings):
         if not isinstance(value, list):
             value = [value]
         return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
+
+    @property
+    def server_tls(self) -> ServerTls | None:
+        """Clients need a certificate only where tls_peers names those admitted."""
+        files = self.certificates
+        return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers)) if files else None
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ import typer
 from rootward.cli_bench import bench
 from rootward.cli_check_pair import check_pair
 from rootward.cli_generate import generate
+from rootward.cli_keys import keys
 from rootward.cli_serve import serve
 from rootward.cli_status import status
 from rootward.errors import (
@@ -75,6 +76,7 @@ def version() -> None:
 
 app.add_typer(serve)
 app.add_typer(bench)
+app.add_typer(keys)
 app.command()(generate)
 app.command("check-pair")(check_pair)
 app.command()(status)

@@ -6,6 +6,8 @@ RootwardError
 │   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
 │   │   ├── InvalidGrammar        a schema or grammar that does not compile          not retryable
 │   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
+│   ├── Unauthenticated           no credentials, or none that are known              not retryable
+│   ├── PermissionDenied          known credentials that do not allow this           not retryable
 │   ├── NotFound                  unknown model, drafter or request                  not retryable
 │   ├── DuplicateRequest          this request id is running already                 not retryable
 │   ├── StaleEpoch                a newer owner drives this request                  not retryable
@@ -74,6 +76,20 @@ class ContextLengthExceeded(InvalidRequest):
     """Prompt and max_tokens together are longer than the context of the model."""
 
     reason = "CONTEXT_LENGTH_EXCEEDED"
+
+
+class Unauthenticated(ServiceError):
+    """Who calls is not known. The message never repeats the credentials."""
+
+    status = "UNAUTHENTICATED"
+    reason = "INVALID_API_KEY"
+
+
+class PermissionDenied(ServiceError):
+    """Who calls is known and may not do this."""
+
+    status = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(ServiceError):

@@ -12,15 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
     EnvSettingsSource,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -31,6 +32,15 @@ from rootward.errors import ConfigurationError
 PREFIX = "ROOTWARD_"
 
 Values = dict[str, Any]
+
+
+def _split(value: object) -> object:
+    """One string with commas, or a list of such."""
+    parts = value if isinstance(value, list) else [value]
+    return [item.strip() for part in parts for item in str(part).split(",") if item.strip()]
+
+
+CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]  # a list that people write with commas
 
 
 class ServiceSettings(BaseSettings):

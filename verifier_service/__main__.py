@@ -80,9 +80,9 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     async with AsyncExitStack() as stack:
         drafters: dict[str, Drafter] = {}
         for address in settings.drafters:
-            drafters[address] = await stack.enter_async_context(RemoteDrafter(address))
+            drafters[address] = await stack.enter_async_context(RemoteDrafter(address, tls=settings.client_tls))
         verifier = await stack.enter_async_context(build(model, drafters, settings, cost))
-        server = await stack.enter_async_context(RpcServer(settings.listen, grace_s=1.0))
+        server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:
             return verifier.start_draining(timeout_s or settings.shutdown_timeout_s)

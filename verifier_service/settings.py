@@ -8,10 +8,10 @@ from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from rootward.core.requests import Law
-from rootward.settings import ServiceSettings
+from rootward.tls_settings import TlsSettings
 
 
-class VerifierSettings(ServiceSettings):
+class VerifierSettings(TlsSettings):
     """Rootward verifier: runs the target model and owns every committed token."""
 
     model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")

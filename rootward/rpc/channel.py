@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import grpc
 
+from rootward.rpc.tls import ClientTls, client_credentials
+
 Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
@@ -54,14 +56,12 @@ def server_options(transport: Transport = PUBLIC) -> Options:
     return options
 
 
-def open_channel(
-    address: str, transport: Transport = PUBLIC, credentials: grpc.ChannelCredentials | None = None
-) -> grpc.aio.Channel:
+def open_channel(address: str, transport: Transport = PUBLIC, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """A channel to "host:port" or "dns:///name:port" (then balanced over all addresses). Needs a running event loop."""
     options = client_options(transport, round_robin=address.startswith("dns:"))
-    if credentials is None:
+    if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, client_credentials(tls.certificates), options=[*options, *tls.options])
 
 
 def _common(transport: Transport) -> Options:

@@ -22,6 +22,7 @@ from rootward.rpc.codec import from_pb, to_pb
 from rootward.rpc.info import DrafterInfo
 from rootward.rpc.status import from_rpc_error
 from rootward.rpc.streams import parts
+from rootward.rpc.tls import ClientTls
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 T = TypeVar("T")
@@ -34,25 +35,23 @@ class _Remote:
     """An address and the channel to it."""
 
     def __init__(
-        self,
-        address: str,
-        transport: Transport,
-        credentials: grpc.ChannelCredentials | None = None,
-        rpc_timeout_s: float = 5.0,
+        self, address: str, transport: Transport, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0
     ) -> None:
         self.address = address
-        self._transport, self._credentials, self._rpc_timeout_s = transport, credentials, rpc_timeout_s
-        self._open: grpc.aio.Channel | None = None
+        self._transport, self._tls, self._rpc_timeout_s = transport, tls, rpc_timeout_s
+        self._files = tls.certificates.watch() if tls else None
+        self._channels: list[grpc.aio.Channel] = []  # new calls take the last one
 
     def _channel(self) -> grpc.aio.Channel:
-        if self._open is None:
-            self._open = open_channel(self.address, self._transport, self._credentials)
-        return self._open
+        """The channel for a new call: another one once the certificates have been renewed; calls under way keep theirs."""
+        if not self._channels or (self._files is not None and self._files.changed()):
+            self._channels.append(open_channel(self.address, self._transport, self._tls))
+        return self._channels[-1]
 
     async def close(self) -> None:
         """Close the channel; RPCs under way end with Unavailable."""
-        channel, self._open = self._open, None
-        if channel is not None:
+        channels, self._channels = self._channels, []
+        for channel in channels:
             await channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -67,10 +66,8 @@ class _Remote:
 class RemoteDrafter(_Remote):
     """`ports.Drafter` over one bidirectional stream per session."""
 
-    def __init__(
-        self, address: str, *, credentials: grpc.ChannelCredentials | None = None, rpc_timeout_s: float = 5.0
-    ) -> None:
-        super().__init__(address, DRAFTING, credentials, rpc_timeout_s)
+    def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
+        super().__init__(address, DRAFTING, tls, rpc_timeout_s)
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         """Frames of the drafter until it ends the stream or `inbound` ends. No deadline; keepalive notices a dead peer.
@@ -99,10 +96,8 @@ class RemoteDrafter(_Remote):
 class RemoteVerifier(_Remote):
     """`ports.Verifier` over one server stream per generation."""
 
-    def __init__(
-        self, address: str, *, credentials: grpc.ChannelCredentials | None = None, rpc_timeout_s: float = 5.0
-    ) -> None:
-        super().__init__(address, PUBLIC, credentials, rpc_timeout_s)
+    def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
+        super().__init__(address, PUBLIC, tls, rpc_timeout_s)
 
     async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""

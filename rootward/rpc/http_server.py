@@ -1,23 +1,28 @@
-"""uvicorn inside our own loop: it neither owns the signals nor the port."""
+"""uvicorn inside our own loop: it neither owns the signals nor the port nor the certificate."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from rootward.errors import ConfigurationError
+from rootward.rpc.tls import Certificates
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
+RENEW_S = 1.0  # between two looks at the certificate
 
 
 class HttpServer:
     """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
 
-    def __init__(self, address: str, *, setting: str = "http_listen"):
+    def __init__(self, address: str, *, setting: str = "http_listen", certificates: Certificates | None = None):
+        self._certificates = certificates
         self._socket = bind(address, setting)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -34,7 +39,21 @@ class HttpServer:
             timeout_graceful_shutdown=GRACE_S,
         )
         self._server = _Server(config)
-        await self._server.serve(sockets=[self._socket])
+        if self._certificates is None:
+            await self._server.serve(sockets=[self._socket])
+            return
+        config.load()
+        config.ssl = context = _tls_context(self._certificates)
+        renewing = asyncio.create_task(_keep_renewed(context, self._certificates))
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self._certificates else "http"
 
     def stop(self) -> None:
         if self._server is not None:
@@ -46,6 +65,27 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process, which drains before it stops this server."""
         yield
+
+
+def _tls_context(files: Certificates) -> ssl.SSLContext:
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(files.certificate, files.key)
+    except (OSError, ssl.SSLError) as error:
+        message = f"tls_certificate: {str(files.certificate)!r} and tls_key do not load ({error}); check that they belong together"
+        raise ConfigurationError(message) from None
+    return context
+
+
+async def _keep_renewed(context: ssl.SSLContext, files: Certificates) -> None:
+    """New connections get the certificate that lies there now; half of a new pair waits for the other half."""
+    watched, pending = files.watch(), False
+    while True:
+        await asyncio.sleep(RENEW_S)
+        if pending := watched.changed() or pending:
+            with contextlib.suppress(OSError, ssl.SSLError):
+                context.load_cert_chain(files.certificate, files.key)
+                pending = False
 
 
 def bind(address: str, setting: str) -> socket.socket:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import grpc
 from grpc_health.v1 import health as health_module
@@ -12,6 +12,8 @@ from grpc_reflection.v1alpha import reflection
 
 from rootward.errors import ConfigurationError
 from rootward.rpc.channel import PUBLIC, Transport, server_options
+from rootward.rpc.doors import Check, Door, peers_only
+from rootward.rpc.tls import ServerTls, server_credentials
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -33,14 +35,15 @@ class RpcServer:
         address: str,
         *,
         transport: Transport = PUBLIC,
-        credentials: grpc.ServerCredentials | None = None,
-        interceptors: tuple[grpc.aio.ServerInterceptor[Any, Any], ...] = (),
+        tls: ServerTls | None = None,
+        checks: tuple[Check, ...] = (),
         grace_s: float = 5.0,
     ) -> None:
-        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=list(interceptors))
+        admit = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
+        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[Door(check) for check in admit])
         self.address = address  # with the port that was bound, once started
         self.services: list[str] = []
-        self._credentials = credentials
+        self._tls = tls
         self._grace_s = grace_s
         self._health = health_module.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
@@ -88,6 +91,6 @@ class RpcServer:
         return port
 
     def _add_port(self) -> int:
-        if self._credentials is None:
+        if self._tls is None:
             return self.grpc.add_insecure_port(self.address)
-        return self.grpc.add_secure_port(self.address, self._credentials)
+        return self.grpc.add_secure_port(self.address, server_credentials(self._tls))

@@ -1,0 +1,136 @@
+"""API keys: who calls, for which tenant, and what that allows.
+
+A file of keys, hashed at rest. `rootward keys new NAME` makes an entry and prints the key, once:
+
+    keys:
+      - name: mobile-app
+        sha256: 5e88…                       # of the key; the key itself is stored nowhere
+        tenant: mobile                      # default: the name
+        scopes: [generate]                  # generate, admin (default: generate)
+        models: [my-model]                  # default: all
+        expires: 2027-01-01T00:00:00Z       # default: never
+
+The file is read again when it changes; a broken one is refused as a whole and the keys that were known go on being so.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import yaml  # type: ignore[import-untyped]
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from rootward.clock import Clock, SystemClock
+from rootward.errors import ConfigurationError, PermissionDenied, Unauthenticated
+from rootward.keys import digest
+from rootward.watched import WatchedFiles
+
+log = structlog.get_logger()
+
+_BEARER = re.compile(r"^\s*bearer\s+(\S+)\s*$", re.IGNORECASE)
+
+
+class Scope(StrEnum):
+    """What a key may do."""
+
+    GENERATE = "generate"  # text, tokens, models, load
+    ADMIN = "admin"  # drain, abort and watch what others run; metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Whoever a key belongs to."""
+
+    name: str
+    tenant: str
+    scopes: frozenset[Scope]
+    models: frozenset[str] = frozenset()  # empty: all
+
+    def require(self, scope: Scope) -> None:
+        """PermissionDenied unless the key has the scope; admin includes all."""
+        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
+            raise PermissionDenied(f"api key {self.name!r} has no scope {scope.value!r}; use one that has it")
+
+    def require_model(self, model: str) -> None:
+        """PermissionDenied unless the key may use the model."""
+        if self.models and model not in self.models:
+            raise PermissionDenied(f"api key {self.name!r} does not allow model {model!r}; ask for one that it allows")
+
+
+class Entry(BaseModel):
+    """One key of the file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tenant: Annotated[str, Field(max_length=128)] = ""
+    scopes: list[Scope] = [Scope.GENERATE]
+    models: list[str] = []
+    expires: AwareDatetime | None = None
+
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.name, self.tenant or self.name, frozenset(self.scopes), frozenset(self.models))
+
+
+class KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    keys: Annotated[list[Entry], Field(min_length=1)]
+
+
+class Keys:
+    """The keys of a file, as it is now."""
+
+    def __init__(self, path: Path, clock: Clock | None = None):
+        """ConfigurationError if the file cannot be read or has a wrong entry."""
+        self._path = path
+        self._clock = clock or SystemClock()
+        self._file = WatchedFiles(path, clock=self._clock)
+        self._entries = read_keys(path)
+
+    def caller(self, authorization: str | None) -> Caller:
+        """Who sends this `Authorization` header. Unauthenticated if nobody that is known."""
+        if self._file.changed():
+            self._read_again()
+        token = _BEARER.match(authorization or "")
+        if token is None:
+            raise Unauthenticated("authorization: no API key was sent; send 'Authorization: Bearer KEY'")
+        entry = self._entries.get(digest(token[1]))
+        if entry is None:
+            raise Unauthenticated("authorization: the API key is not known; check it, or ask for a new one")
+        if entry.expires is not None and entry.expires <= datetime.fromtimestamp(self._clock.wall(), UTC):
+            raise Unauthenticated(f"authorization: API key {entry.name!r} has expired; ask for a new one")
+        return entry.caller
+
+    def _read_again(self) -> None:
+        try:
+            self._entries = read_keys(self._path)
+        except ConfigurationError as error:
+            log.error("api_keys_not_read", error=str(error))
+        else:
+            log.info("api_keys_read", num_keys=len(self._entries))
+
+
+def read_keys(path: Path) -> dict[str, Entry]:
+    """Digest → entry. ConfigurationError names the entry and never the digest."""
+    try:
+        content = KeyFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"api_keys: {str(path)!r} cannot be read ({reason}); name a YAML file") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "file"
+        raise ConfigurationError(f"api_keys: {where} in {str(path)!r}: {first['msg']}") from None
+    entries = {entry.sha256: entry for entry in content.keys}
+    if len(entries) < len(content.keys):
+        raise ConfigurationError(f"api_keys: {str(path)!r} has the same key twice; remove one")
+    return entries

@@ -1,0 +1,208 @@
+"""Who may call what: certificates between the services, API keys at the gateway, over real handshakes on loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from support.certificates import Authority, spiffe
+from unit.gateway.service_for_tests import serving
+
+from gateway.access import Access
+from gateway.http_api import build_app
+from gateway.keys import Keys
+from gateway.servicer import register
+from rootward.client import AsyncClient
+from rootward.clock import FakeClock
+from rootward.errors import (
+    APIConnectionError,
+    AuthenticationError,
+    PermissionDenied,
+    PermissionDeniedError,
+    Unavailable,
+)
+from rootward.keys import digest, new_key
+from rootward.rpc.clients import RemoteVerifier
+from rootward.rpc.http_server import HttpServer
+from rootward.rpc.server import RpcServer
+from rootward.rpc.tls import Certificates, ClientTls, ServerTls
+
+ROLES = ("gateway", "verifier", "drafter")
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@asynccontextmanager
+async def verifier_port(files: Certificates, *peers: str):
+    """A verifier's port that admits gateways only. (No servicer: GetInfo then answers UNIMPLEMENTED to whoever gets in.)"""
+    from rootward.v1 import verifier_pb2_grpc
+
+    async with RpcServer("127.0.0.1:0", tls=ServerTls(files, peers=peers), grace_s=0) as server:
+        verifier_pb2_grpc.add_VerifierServicer_to_server(verifier_pb2_grpc.VerifierServicer(), server.grpc)
+        await server.start()
+        yield server.address
+
+
+async def answer(address: str, files: Certificates | None, name: str = "") -> str:
+    """What a caller with these certificates hears: "in", or the kind of refusal."""
+    async with RemoteVerifier(address, tls=ClientTls(files, name) if files else None, rpc_timeout_s=20) as remote:
+        try:
+            await remote.get_info()
+        except PermissionDenied as error:
+            assert "tls_peers" in str(error)
+            return "denied"
+        except Unavailable:
+            return "no handshake"
+        except ServiceError as error:
+            return "in" if "not implemented" in str(error).lower() else str(error)
+        raise AssertionError("nothing is registered")
+
+
+async def test_a_verifier_takes_gateways_only(authority: Authority, tmp_path: Path) -> None:
+    gateway, verifier, drafter = (authority.issue(role) for role in ROLES)
+    (tmp_path / "foreign").mkdir()
+    foreign = Authority(tmp_path / "foreign").issue("gateway")
+    expired = authority.issue("expired", expired=True)
+    async with verifier_port(verifier, spiffe("gateway")) as address:
+        assert await answer(address, gateway) == "in"
+        assert await answer(address, gateway, "verifier.llm.svc") == "in"
+        assert await answer(address, gateway, "another.llm.svc") == "no handshake"
+        assert await answer(address, drafter) == "denied"
+        assert await answer(address, foreign) == "no handshake"
+        assert await answer(address, Certificates(foreign.certificate, foreign.key, authority.file)) == "no handshake"
+        assert await answer(address, expired) == "no handshake"
+        assert await answer(address, None) == "no handshake"
+
+
+async def test_renewed_certificates_are_taken_up_on_both_ends(tmp_path: Path) -> None:
+    """All roles move to a new authority while a server and a caller live on."""
+    old = Authority(tmp_path)
+    gateway, verifier = old.issue("gateway"), old.issue("verifier")
+    async with verifier_port(verifier, spiffe("gateway")) as address:
+        async with RemoteVerifier(address, tls=ClientTls(gateway), rpc_timeout_s=20) as remote:
+            with pytest.raises(Exception, match="not implemented"):
+                await remote.get_info()
+            await asyncio.sleep(1.1)  # the files are looked at once a second
+            new = Authority(tmp_path)
+            assert {new.issue("gateway"), new.issue("verifier")} == {gateway, verifier}
+            with pytest.raises(Exception, match="not implemented"):
+                await remote.get_info()
+            assert await answer(address, gateway) == "in"
+        stale = tmp_path / "stale"
+        stale.mkdir()
+        assert await answer(address, Authority(stale).issue("gateway")) == "no handshake"
+
+
+def keys_file(folder: Path, *entries: str) -> Path:
+    path = folder / "keys.yaml"
+    path.write_text("keys:\n" + "\n".join(entries))
+    return path
+
+
+def entry(key: str, name: str, scopes: str = "generate", more: str = "") -> str:
+    return f"  - {{name: {name}, sha256: {digest(key)}, scopes: [{scopes}]{more}}}"
+
+
+@asynccontextmanager
+async def guarded_gateway(path: Path, tls: Certificates | None = None):
+    """(gRPC address, HTTP url) of a gateway with keys."""
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(serving())
+        access = Access(Keys(path), "demo")
+        front = ServerTls(tls, mutual=False) if tls else None
+        server = await stack.enter_async_context(
+            RpcServer("127.0.0.1:0", tls=front, checks=(access.check_rpc,), grace_s=0)
+        )
+        register(service, server, shutdown_timeout_s=1.0)
+        await server.start()
+        await server.set_ready(True)
+        http = HttpServer("127.0.0.1:0", certificates=tls)
+        running = asyncio.create_task(http.run_until_stopped(access.around(build_app(service))))
+        try:
+            yield server.address, f"{http.scheme}://{http.address}"
+        finally:
+            http.stop()
+            await running
+
+
+async def test_keys_at_both_faces_of_the_gateway(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    user, admin, other, past = (new_key() for _ in range(4))
+    path = keys_file(
+        tmp_path,
+        entry(user, "user"),
+        entry(admin, "admin", "admin"),
+        entry(other, "other", more=", models: [another]"),
+        entry(past, "past", more=", expires: 2020-01-01T00:00:00Z"),
+    )
+    async with guarded_gateway(path) as (address, url), httpx.AsyncClient(base_url=url) as http:
+        for key, status in ((user, 200), (admin, 200), (other, 403), (past, 401), ("rw-wrong", 401), (None, 401)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            reply = await http.post("/v1/completions", json={"model": "demo", "prompt": "x"}, headers=headers)
+            assert reply.status_code == status, reply.text
+            if status != 200:
+                error = reply.json()["error"]
+                assert error["code"] == {401: "invalid_api_key", 403: "permission_denied"}[status]
+                assert not key or key not in reply.text
+                assert (reply.headers.get("www-authenticate") == "Bearer") == (status == 401)
+        for path_open in ("/health", "/health/live", "/version"):
+            assert (await http.get(path_open)).status_code == 200
+        assert (await http.get("/metrics", headers={"authorization": f"Bearer {user}"})).status_code == 403
+        assert (await http.get("/metrics", headers={"authorization": f"Bearer {admin}"})).status_code == 200
+        async with AsyncClient(f"grpc://{address}", api_key=user) as client:
+            assert (await client.generate("x")).text
+            assert (await client.generate("x")).text
+            stream = client.stream("x")  # a handler that writes, behind the same door
+            assert "".join([delta.text async for delta in stream])
+        for key, kind in (
+            (None, AuthenticationError),
+            ("rw-wrong", AuthenticationError),
+            (other, PermissionDeniedError),
+        ):
+            async with AsyncClient(f"grpc://{address}", api_key=key) as client:
+                with pytest.raises(kind):
+                    await client.generate("x")
+    said = caplog.text
+    assert not any(secret in said for secret in (user, admin, other, past, "rw-wrong"))
+
+
+async def test_a_key_added_or_withdrawn_counts_without_a_restart(tmp_path: Path) -> None:
+    first, second = new_key(), new_key()
+    path = keys_file(tmp_path, entry(first, "first"))
+    clock = FakeClock()
+    keys = Keys(path, clock)
+    assert keys.caller(f"Bearer {first}").tenant == "first"
+    await clock.advance(1.0)  # the file is looked at once a second
+    keys_file(tmp_path, entry(second, "second", more=", tenant: t"))
+    assert keys.caller(f"Bearer {second}").tenant == "t"
+    with pytest.raises(Exception, match="not known"):
+        keys.caller(f"Bearer {first}")
+    await clock.advance(1.0)
+    path.write_text("keys: [")  # broken: what was known stays so
+    assert keys.caller(f"bearer {second}").name == "second"
+
+
+async def test_the_gateway_serves_both_faces_with_tls(authority: Authority, tmp_path: Path) -> None:
+    key = new_key()
+    files = authority.issue("gateway")
+    async with guarded_gateway(keys_file(tmp_path, entry(key, "user")), files) as (address, url):
+        assert url.startswith("https://")
+        trust = ssl.create_default_context(cafile=str(authority.file))
+        async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+            reply = await http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert reply.status_code == 200
+        root = grpc.ssl_channel_credentials(authority.file.read_bytes())
+        async with AsyncClient(f"grpcs://{address}", api_key=key, tls=root) as client:
+            assert (await client.generate("x")).text
+        async with AsyncClient(f"grpc://{address}", api_key=key, max_retries=0) as client:
+            with pytest.raises(APIConnectionError):
+                await client.generate(
+                    "x",
+                )
