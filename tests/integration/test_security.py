@@ -24,6 +24,7 @@ from rootward.errors import (
     AuthenticationError,
     PermissionDenied,
     PermissionDeniedError,
+    ServiceError,
     Unavailable,
 )
 from rootward.keys import digest, new_key
@@ -57,8 +58,7 @@ async def answer(address: str, files: Certificates | None, name: str = "") -> st
         try:
             await remote.get_info()
         except PermissionDenied as error:
-            assert "tls_peers" in str(error)
-            return "denied"
+            return "denied" if "tls_peers" in str(error) else str(error)
         except Unavailable:
             return "no handshake"
         except ServiceError as error:
