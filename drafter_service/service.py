@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 import structlog
 
 from drafter_service.metrics import Metrics
 from drafter_service.pairing import Agree, with_model
+from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.requests import Law
@@ -27,30 +27,6 @@ log = structlog.get_logger("drafter")
 Key = tuple[int, int]  # (stream, slot)
 
 MAX_FAILURES = 5  # levels in a row that failed
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """One verifier. What waits to be sent is kept here and leaves as one frame, so a slow link merges and never drops."""
-
-    number: int
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    ack: HelloAck | None = None
-    grows: list[Grow] = field(default_factory=list)
-    need_syncs: list[NeedSync] = field(default_factory=list)
-    rejects: list[Reject] = field(default_factory=list)
-    load: Load | None = None
-    ended: bool = False
-
-    def take(self) -> FromDrafter | None:
-        """Everything that waits, as one frame; None if nothing does."""
-        self.ready.clear()
-        if not (self.ack or self.grows or self.need_syncs or self.rejects or self.load):
-            return None
-        frame = FromDrafter(self.ack, tuple(self.grows), tuple(self.need_syncs), tuple(self.rejects), self.load)
-        self.ack, self.load = None, None
-        self.grows, self.need_syncs, self.rejects = [], [], []
-        return frame
 
 
 class DrafterService:
@@ -82,8 +58,8 @@ class DrafterService:
                 "drafter_streams": len(self._streams),
             }
         )
-        self._mailbox: list[tuple[_Stream, ToDrafter | None]] = []  # None: the stream ended
-        self._streams: dict[int, _Stream] = {}
+        self._mailbox: list[tuple[Stream, ToDrafter | None]] = []  # None: the stream ended
+        self._streams: dict[int, Stream] = {}
         self._num_streams = 0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
@@ -112,7 +88,7 @@ class DrafterService:
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         """One verifier's stream: its frames go to the mailbox, ours come from the stream's outbox."""
         self._num_streams += 1
-        stream = _Stream(self._num_streams)
+        stream = Stream(self._num_streams, self.capacity)
         self._streams[stream.number] = stream
         reader = asyncio.create_task(self._read(stream, inbound))
         try:
@@ -148,7 +124,7 @@ class DrafterService:
         while self.grower.trees:
             await asyncio.sleep(0.02)
 
-    async def _read(self, stream: _Stream, inbound: AsyncIterator[ToDrafter]) -> None:
+    async def _read(self, stream: Stream, inbound: AsyncIterator[ToDrafter]) -> None:
         try:
             async for frame in inbound:
                 if frame.hello is not None:
@@ -156,12 +132,14 @@ class DrafterService:
                     stream.ready.set()
                 if frame.opens or frame.commits or frame.closes:
                     self._post(stream, frame)
+                await stream.room()
         finally:
             stream.ended = True
             stream.ready.set()
 
-    def _post(self, stream: _Stream, frame: ToDrafter | None) -> None:
+    def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
         self._mailbox.append((stream, frame))
+        stream.unheard += 1
         self._wake.set()
 
     def _answer(self, hello: Hello | None) -> HelloAck:
@@ -192,6 +170,8 @@ class DrafterService:
                 self._wake.clear()
                 await self._wake.wait()
             mail, self._mailbox = self._mailbox, []
+            for stream, _ in mail:
+                stream.heard()
             try:
                 with self.heart.beat():
                     frames = await loop.run_in_executor(self._thread, self._turn, mail)
@@ -204,11 +184,11 @@ class DrafterService:
                     raise  # a model that never recovers: the process ends, and whoever supervises it starts another
                 frames = await loop.run_in_executor(self._thread, self._uproot)
             for stream, message in frames:
-                self._put(stream, message)
+                stream.put(message)
 
-    def _turn(self, mail: list[tuple[_Stream, ToDrafter | None]]) -> list[tuple[_Stream, Grow | NeedSync | Reject]]:
+    def _turn(self, mail: list[tuple[Stream, ToDrafter | None]]) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
         """Apply the mail, then grow one level (worker thread)."""
-        out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
+        out: list[tuple[Stream, Grow | NeedSync | Reject]] = []
         for stream, frame in mail:
             if frame is None:
                 self._gone(stream)
@@ -220,11 +200,11 @@ class DrafterService:
                 out.append((owner, grow))
         return out
 
-    def _gone(self, stream: _Stream) -> None:
+    def _gone(self, stream: Stream) -> None:
         for key in [k for k in self.grower.trees if k[0] == stream.number]:
             self.grower.close(key)
 
-    def _apply(self, stream: _Stream, frame: ToDrafter) -> list[Grow | NeedSync | Reject]:
+    def _apply(self, stream: Stream, frame: ToDrafter) -> list[Grow | NeedSync | Reject]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
         out: list[Grow | NeedSync | Reject] = []
         for close in frame.closes:
@@ -238,9 +218,9 @@ class DrafterService:
                 out.append(refused)
         return out
 
-    def _uproot(self) -> list[tuple[_Stream, Grow | NeedSync | Reject]]:
+    def _uproot(self) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
         """Give up every tree after a failure of the model."""
-        out: list[tuple[_Stream, Grow | NeedSync | Reject]] = []
+        out: list[tuple[Stream, Grow | NeedSync | Reject]] = []
         for key in list(self.grower.trees):
             try:
                 self.grower.close(key)
@@ -249,12 +229,3 @@ class DrafterService:
             if (stream := self._streams.get(key[0])) is not None:
                 out.append((stream, Reject(key[1], "internal error", retry_after_ms=1000)))
         return out
-
-    def _put(self, stream: _Stream, message: Grow | NeedSync | Reject) -> None:
-        if isinstance(message, Grow):
-            stream.grows.append(message)
-        elif isinstance(message, NeedSync):
-            stream.need_syncs.append(message)
-        else:
-            stream.rejects.append(message)
-        stream.ready.set()

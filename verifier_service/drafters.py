@@ -14,12 +14,13 @@ from contextlib import aclosing, suppress
 
 import structlog
 
-from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Open, ToDrafter
+from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Open, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Law
 from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
+from verifier_service.outbox import Outbox
 from verifier_service.sessions import Draft, Session
 
 log = structlog.get_logger("verifier.drafters")
@@ -37,7 +38,7 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0  # how long; doubles each time
 
 
 class Link:
-    """The stream to one drafter. Outbound messages collect here and leave as one frame per engine step (`flush`)."""
+    """The stream to one drafter. Outbound messages collect in `outbox` and leave as one frame per engine step (`flush`)."""
 
     def __init__(self, name: str, drafter: Drafter, hello: Callable[[], Hello], on_growth: Callable[[], None]) -> None:
         self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
@@ -50,10 +51,7 @@ class Link:
         self._offences = self._misses = 0
         self._rest_s = FIRST_REST_S
         self._next_slot = 1
-        self._opens: list[Open] = []
-        self._commits: dict[int, Commit] = {}  # one per slot: cumulative
-        self._closes: list[Close] = []
-        self._outbox: asyncio.Queue[ToDrafter] = asyncio.Queue()
+        self.outbox = Outbox()
 
     @property
     def room(self) -> int:
@@ -82,7 +80,7 @@ class Link:
         session.draft = Draft(self, slot, tree)
         session.drafter_name = self.name
         self.sessions[slot] = session
-        self._opens.append(
+        self.outbox.open(
             Open(
                 slot,
                 request.request_id,
@@ -108,10 +106,7 @@ class Link:
         base = draft.tree.length
         draft.tree.commit(tokens)
         draft.at_rest = False
-        pending = self._commits.get(draft.slot)
-        if pending is not None:
-            base, tokens = pending.base_len, (*pending.tokens, *tokens)
-        self._commits[draft.slot] = Commit(draft.slot, base, tuple(tokens), draft.tree.hash)
+        self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash))
 
     def close(self, session: Session, reason: str) -> None:
         """The session has ended."""
@@ -144,25 +139,14 @@ class Link:
 
     def _forget(self, slot: int, reason: str) -> Session | None:
         session = self.sessions.pop(slot, None)
-        if session is None:
-            return None
-        self._commits.pop(slot, None)
-        unsent = [o for o in self._opens if o.slot == slot]
-        if unsent:
-            self._opens.remove(unsent[0])
-        else:
-            self._closes.append(Close(slot, reason))
+        if session is not None:
+            self.outbox.close(slot, reason)
         return session
 
     def flush(self) -> None:
-        """Send what has collected as one frame."""
-        if self.ack is None or not (self._opens or self._commits or self._closes):
-            return
-        if self.asked_s is None and (self._opens or self._commits):
+        """Send what has collected, as one frame."""
+        if self.ack is not None and self.outbox.flush() and self.asked_s is None:
             self.asked_s = time.monotonic()
-        frame = ToDrafter(None, tuple(self._opens), tuple(self._commits.values()), tuple(self._closes))
-        self._opens, self._commits, self._closes = [], {}, []
-        self._outbox.put_nowait(frame)
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
@@ -187,10 +171,9 @@ class Link:
             attempt += 1
 
     async def _outbound(self) -> AsyncGenerator[ToDrafter, None]:
-        self._outbox = asyncio.Queue()
         yield ToDrafter(hello=self._hello())
         while True:
-            yield await self._outbox.get()
+            yield await self.outbox.take()
 
     def _receive(self, frame: FromDrafter) -> None:
         self.asked_s = None
@@ -250,7 +233,7 @@ class Link:
         self.ack, self.asked_s = None, None
         for slot in list(self.sessions):
             self.orphan(slot, "stream lost")
-        self._opens, self._commits, self._closes = [], {}, []
+        self.outbox.clear()
         self._on_growth()
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from functools import reduce
 
-from rootward.core.frames import Hello, HelloAck
+from rootward.core.frames import Hello, HelloAck, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from verifier_service.drafters import DrafterPool, Link
@@ -28,23 +30,41 @@ def up(link: Link, capacity: int = 4) -> Link:
     return link
 
 
+def extended(tokens: Iterable[int]) -> int:
+    return reduce(extend_hash, tokens, 0)
+
+
 def link(name: str = "d") -> Link:
     return Link(name, None, hello, lambda: None)  # type: ignore[arg-type]  # never dialled
 
 
-def test_commits_of_a_slot_merge_into_one() -> None:
+async def test_commits_of_a_slot_merge_into_one() -> None:
     """I5: however slow the link, it holds at most one commit per slot, and that one covers all of them."""
     one, busy = session(), up(link())
     busy.open(one, **SHAPE)
     busy.flush()
-    busy._outbox.get_nowait()
-    for token in (3, 4, 0):
+    await busy.outbox.take()
+    for token in (3, 4, 0):  # three steps in which the link could not write
         busy.commit(one, (token,))
-    busy.flush()
-    frame = busy._outbox.get_nowait()
+        busy.flush()
+    assert len(busy.outbox) == 1
+    frame = await busy.outbox.take()
     assert len(frame.commits) == 1
     assert (frame.commits[0].base_len, frame.commits[0].tokens) == (2, (3, 4, 0))
+    assert frame.commits[0].runs == (1, 1, 1)
     assert frame.commits[0].hash_after == one.draft.tree.hash
+
+
+async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() -> None:
+    one, busy = session(), up(link())
+    busy.open(one, **SHAPE)
+    busy.flush()
+    busy.commit(one, (3, 4))
+    busy.flush()
+    frame = await busy.outbox.take()
+    assert [o.prefix for o in frame.opens] == [(1, 2, 3, 4)]
+    assert frame.commits == ()
+    assert extended(frame.opens[0].prefix) == one.draft.tree.hash
 
 
 def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
@@ -52,7 +72,7 @@ def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
     busy.open(one, **SHAPE)
     busy.close(one, "ended")
     busy.flush()
-    assert busy._outbox.empty()
+    assert len(busy.outbox) == 0
     assert one.draft is None
 
 
@@ -72,7 +92,7 @@ def test_only_coupled_drafting_learns_the_seed() -> None:
     for law in (Law.COUPLED, Law.SAMPLED, Law.GREEDY):
         busy, one = up(link()), session(law=law)
         busy.open(one, **SHAPE)
-        assert busy._opens[0].seed == (77 if law is Law.COUPLED else one.key.derive(Role.DRAW))
+        assert next(iter(busy.outbox._opens.values())).seed == (77 if law is Law.COUPLED else one.key.derive(Role.DRAW))
 
 
 def test_ratio_tests_of_two_requests_never_share_coins() -> None:
@@ -93,7 +113,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
         pool.place(one)
         names.append(one.drafter_name)
     assert sorted(names) == ["", "", "large", "large", "large", "small"]
-    opened = pool.links[1]._opens[0]
+    opened = next(iter(pool.links[1].outbox._opens.values()))
     assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
 
 
