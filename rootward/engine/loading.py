@@ -22,6 +22,7 @@ TABULAR_KEYS: dict[str, type] = {
     "eos": int,
     "noise": float,
     "noise_seed": int,
+    "step_ms": float,
     "max_positions": int,
 }
 

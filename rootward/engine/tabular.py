@@ -9,6 +9,7 @@ Legend: T rows of the batch, V vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ class TabularModel:
     zeros      share of the vocabulary without probability (at least one token keeps some)
     eos        id of the end-of-text token, if the model has one
     noise      standard deviation of a perturbation on top, from `noise_seed` (`perturbed`)
+    step_ms    least duration of a forward pass: the thread sleeps for the rest, as if a device computed
     tree_room  cells of a slot beyond `max_positions`, for the trees on top of the context
     kv_cache_tokens, block_size  as of a real model: cells of all sessions together, and of a block
     """
@@ -45,15 +47,16 @@ class TabularModel:
         eos: int | None = None,
         noise: float = 0.0,
         noise_seed: int = 0,
+        step_ms: float = 0.0,
         max_slots: int = 8,
         tree_room: int = 1024,
         kv_cache_tokens: int | None = None,
         block_size: int = 16,
         name: str = "",
     ):
-        _check(vocab, order, max_positions, sharpness, zeros, eos, noise)
+        _check(vocab, order, max_positions, sharpness, zeros, eos, noise, step_ms)
         self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
-        self.eos, self.noise, self.noise_seed = eos, noise, noise_seed
+        self.eos, self.noise, self.noise_seed, self.step_ms = eos, noise, noise_seed, step_ms
         size = Size.of(max_slots, max_positions, tree_room, block_size, kv_cache_tokens)
         self._token = np.zeros(size.storage, dtype=np.int64)  # what each cell holds
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
@@ -118,12 +121,16 @@ class TabularModel:
 
     def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
         """Log-probabilities float64[T, V], -inf for tokens without probability."""
+        end_s = time.monotonic() + self.step_ms / 1e3
         kept = kept_rows(batch, last_only)
         with self._slots.placed(batch) as entries:
             for entry in entries:
                 self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token
         contexts = [self._context(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
-        return torch.from_numpy(np.stack([self.log_law(context) for context in contexts]))
+        logits_TV = torch.from_numpy(np.stack([self.log_law(context) for context in contexts]))
+        if self.step_ms and (left_s := end_s - time.monotonic()) > 0:
+            time.sleep(left_s)
+        return logits_TV
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         moves = self._slots.commit(slot, node, keep_below=keep_below)
@@ -181,7 +188,14 @@ def _last(tokens: list[int], num: int) -> list[int]:
 
 
 def _check(
-    vocab: int, order: int, max_positions: int, sharpness: float, zeros: float, eos: int | None, noise: float
+    vocab: int,
+    order: int,
+    max_positions: int,
+    sharpness: float,
+    zeros: float,
+    eos: int | None,
+    noise: float,
+    step_ms: float,
 ) -> None:
     """ValueError that names the first argument out of range."""
     bounds = (
@@ -192,6 +206,7 @@ def _check(
         ("zeros", zeros, 0 <= zeros <= 1, "is outside [0, 1]"),
         ("eos", eos, eos is None or 0 <= eos < vocab, f"is outside [0, {vocab})"),
         ("noise", noise, noise >= 0, "is negative"),
+        ("step_ms", step_ms, step_ms >= 0, "is negative"),
     )
     for name, value, ok, why in bounds:
         if not ok:
