@@ -29,7 +29,7 @@ RULES = {
 }
 
 
-def p_value(target: TabularModel, texts: list[list[int]]) -> float:
+def p_value(target: TabularModel, texts: list[list[int]], *, least_freedom: int = 100) -> float:
     counts: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(VOCAB))
     for text in texts:
         for i in range(3, len(text)):
@@ -40,7 +40,7 @@ def p_value(target: TabularModel, texts: list[list[int]]) -> float:
         if wanted.min() >= 5:
             statistic += float(((seen - wanted) ** 2 / wanted).sum())
             freedom += VOCAB - 1
-    assert freedom >= 100
+    assert freedom >= least_freedom
     return float(chi2.sf(statistic, freedom))
 
 

@@ -26,6 +26,7 @@ from rootward.ports import Drafter, LanguageModel, Verifier
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
 from rootward.rpc.server import RpcServer
+from rootward.testing.slow_link import Conditions, SlowLink
 from verifier_service.policy import Policy
 from verifier_service.runner import Decide, Runner
 from verifier_service.service import VerifierService
@@ -54,11 +55,12 @@ def verifier_of(
 
 @dataclass
 class System:
-    """A verifier and its drafter; `verifier` is what a caller holds, `service` the object behind it."""
+    """A verifier and its drafter; `verifier` is what a caller holds, `service` the object behind it, `link` what lies between them."""
 
     verifier: Verifier
     service: VerifierService
     drafter: DrafterService
+    link: SlowLink | None = None
 
 
 @asynccontextmanager
@@ -71,15 +73,18 @@ async def in_process(target: LanguageModel, draft: LanguageModel, **policy) -> A
 
 
 @asynccontextmanager
-async def over_grpc(target: LanguageModel, draft: LanguageModel, **policy) -> AsyncIterator[System]:
-    """The same, with both hops on loopback."""
+async def over_grpc(
+    target: LanguageModel, draft: LanguageModel, *, conditions: Conditions | None = None, **policy
+) -> AsyncIterator[System]:
+    """The same, with both hops on loopback; `conditions`: of the link between verifier and drafter."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         drafter = await enter(drafter_of(draft))
         server = await enter(RpcServer("127.0.0.1:0", transport=DRAFTING, grace_s=0.1))
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
-        remote_drafter = await enter(RemoteDrafter(server.address))
+        link = await enter(SlowLink(server.address, conditions)) if conditions is not None else None
+        remote_drafter = await enter(RemoteDrafter(link.address if link is not None else server.address))
         verifier = await enter(verifier_of(target, {"d": remote_drafter}, **policy))
         front = await enter(RpcServer("127.0.0.1:0", grace_s=0.1))
 
@@ -90,7 +95,7 @@ async def over_grpc(target: LanguageModel, draft: LanguageModel, **policy) -> As
         await front.start()
         remote = await enter(RemoteVerifier(front.address))
         await until(lambda: verifier.pool.up)
-        yield System(remote, verifier, drafter)
+        yield System(remote, verifier, drafter, link)
 
 
 def request(
