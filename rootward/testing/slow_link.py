@@ -25,7 +25,7 @@ READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of each direction. delay_s: one way; jitter_s: uniform, on top; loss: share of segments; bandwidth: bytes per second, 0 is no limit."""
+    """Of each direction. delay_s: one way; jitter_s: uniform, on top; loss: share of segments; bandwidth: bytes per second, 0: no limit."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0

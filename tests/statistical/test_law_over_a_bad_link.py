@@ -16,7 +16,7 @@ from support.services import System, collect, over_grpc, request, tabular_pair, 
 from rootward.testing.slow_link import Conditions
 
 NEAR = Conditions(delay_s=0.001, jitter_s=0.002, loss=0.02)
-FAR = Conditions(delay_s=0.5)  # longer than anybody waits
+FAR = Conditions(delay_s=0.15)  # there and back longer than anybody waits, and too short for a breaker
 PATIENCE_S = 0.1
 
 

@@ -39,7 +39,12 @@ def test_a_larger_chunk_is_lost_more_often() -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "name"),
-    [({"delay_s": -1}, "delay_s"), ({"loss": 1.0}, "loss"), ({"bandwidth": -1}, "bandwidth"), ({"window_bytes": 0}, "w")],
+    [
+        ({"delay_s": -1}, "delay_s"),
+        ({"loss": 1.0}, "loss"),
+        ({"bandwidth": -1}, "bandwidth"),
+        ({"window_bytes": 0}, "w"),
+    ],
 )
 def test_conditions_out_of_range_are_refused(wrong: dict, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}"):
