@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,7 @@ MAX_OUTPUTS = 128  # prompts x choices of one request
 MARK = "#"  # between a request's id and the number of one of its further outputs
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
+PromptIds = Callable[[GenerateRequest], Awaitable[tuple[int, ...]]]
 
 
 def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] = ()) -> list[GenerateRequest]:
@@ -35,6 +36,16 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
         prompt, choice = given[index // request.n], index % request.n
         made.append(replace(request, prompt=prompt, request_id=own, n=1, choice=choice, index=index))
     return made
+
+
+async def tokenised(
+    requests: Sequence[GenerateRequest], num_choices: int, prompt_ids: PromptIds
+) -> list[GenerateRequest]:
+    """The same with every prompt that has several choices as token ids, so that it is tokenised once."""
+    if num_choices == 1:
+        return list(requests)
+    ids = [await prompt_ids(request) for request in requests[::num_choices]]
+    return [replace(request, prompt=ids[request.index // num_choices]) for request in requests]
 
 
 def belongs(request_id: str, wanted: Sequence[str]) -> bool:

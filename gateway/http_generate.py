@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -14,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 import rootward
-from gateway.choices import in_runs, outputs, side_by_side
+from gateway.choices import in_runs, outputs, side_by_side, tokenised
 from gateway.http_answers import Answer, fingerprint
 from gateway.http_bodies import log_bug, read_body, respond, send_error
 from gateway.http_errors import http_error
@@ -81,15 +80,11 @@ class Generations:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _requests(self, wanted: Wanted) -> list[GenerateRequest]:
-        """One per output. A prompt with several choices is tokenised once."""
+        """One per output."""
         request = wanted.request
-        prompts = [*(wanted.prompts or [request.prompt])]
-        made = outputs(request, prompts)
-        if request.n == 1:
-            return made
+        made = outputs(request, wanted.prompts)
         check_model(request.model, self._service.served_model)
-        ids = [await self._service.prompt_ids(replace(request, prompt=prompt)) for prompt in prompts]
-        return [replace(one, prompt=ids[one.index // request.n]) for one in made]
+        return await tokenised(made, request.n, self._service.prompt_ids)
 
     async def _begun(self, wanted: Wanted, requests: Sequence[GenerateRequest]) -> Answer:
         return Answer(

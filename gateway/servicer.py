@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import grpc
 
 import rootward
-from gateway.planning import check_model
-from gateway.requests import Chat, Delta, Ending, GenerateRequest
+from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
+from gateway.planning import check_model, check_name
+from gateway.requests import Chat, Delta, GenerateRequest
 from gateway.service import GatewayService
-from gateway.servicer_codec import (
-    chat_from_pb,
-    chunk_to_pb,
-    columns,
-    finish_to_pb,
-    logprobs_of,
-    request_from_pb,
-    usage_to_pb,
-)
+from gateway.servicer_codec import chat_from_pb, choice_to_pb, chunk_to_pb, request_from_pb, usage_to_pb
 from gateway.stops import Span
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
@@ -33,6 +27,7 @@ SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it 
 FEATURES = (
     "abort",
     "chat_template",
+    "choices",
     "coupled",
     "logprobs",
     "penalties",
@@ -62,18 +57,20 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         context: grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse],
     ) -> generate_pb2.GenerateResponse:
         """The whole answer."""
+        spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
-            generated = await self._service.collect(_request(request, context))
-        choice = generate_pb2.Choice(text=generated.text if _wants_text(request) else "")
-        choice.token_ids, choice.accepted = columns(generated.spans) if _wants_ids(request) else (b"", b"")
-        if request.response.HasField("logprobs"):
-            choice.logprobs.CopyFrom(logprobs_of(generated.spans))
-        choice.finish.CopyFrom(finish_to_pb(generated.ending, detail=request.response.speculation_detail))
+            wanted = _request(request, context)
+            deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    spans.setdefault(delta.index, []).extend(delta.spans)
+                    tally.add(delta)
+        endings = sorted(tally.endings.items())
         return generate_pb2.GenerateResponse(
-            request_id=generated.request_id,
+            request_id=delta.request_id,
             model=self._service.served_model,
-            choices=[choice],
-            usage=usage_to_pb(generated.ending.usage),
+            choices=[choice_to_pb(i, spans[i], ending, request.response) for i, ending in endings],
+            usage=usage_to_pb(tally.usage),
         )
 
     async def GenerateStream(  # type: ignore[override]  # writes to the context instead of yielding
@@ -83,11 +80,26 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     ) -> None:
         """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
         async with errors_as_status(context, request.request_id), _slow_clients_end(self._service):
-            deltas = self._service.generate(_request(request, context))
-            async with aclosing(_in_runs(deltas, request.response.stream_interval)) as runs:
+            wanted = _request(request, context)
+            deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
+            async with aclosing(in_runs(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
-                    chunk = chunk_to_pb(delta.request_id, delta.offset, delta.spans, delta.ending, request.response)
+                    tally.add(delta)
+                    chunk = chunk_to_pb(delta, request.response)
+                    if len(tally.endings) == wanted.n:
+                        chunk.usage.CopyFrom(usage_to_pb(tally.usage))
                     await context.write(chunk)
+
+    async def _deltas(
+        self, wanted: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncGenerator[Delta, None]:
+        """All choices as one stream. The id goes out at once, with the initial metadata."""
+        made = outputs(wanted)
+        check_model(wanted.model, self._service.served_model)
+        requests = await tokenised(made, wanted.n, self._service.prompt_ids)
+        check_name("request_id", requests[0].request_id)
+        await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
+        return side_by_side(self._service.generate, requests)
 
     async def Tokenize(
         self,
@@ -230,24 +242,3 @@ def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
     if kind is None:
         raise InvalidRequest("prompt", "", "is missing; send text or chat")
     return chat_from_pb(message.chat) if kind == "chat" else message.text
-
-
-def _wants_text(message: generate_pb2.GenerateRequest) -> bool:
-    return not message.response.HasField("text") or message.response.text
-
-
-def _wants_ids(message: generate_pb2.GenerateRequest) -> bool:
-    return not message.response.HasField("token_ids") or message.response.token_ids
-
-
-async def _in_runs(deltas: AsyncGenerator[Delta, None], interval: int) -> AsyncGenerator[Delta, None]:
-    """Deltas of at least `interval` tokens, the last one excepted."""
-    spans: list[Span] = []
-    async with aclosing(deltas):
-        async for delta in deltas:
-            spans += delta.spans
-            ending: Ending | None = delta.ending
-            if len(spans) >= interval or ending is not None:
-                offset = delta.offset + len(delta.spans) - len(spans)
-                yield Delta(delta.request_id, offset, tuple(spans), ending)
-                spans = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from gateway.planning import refusing
-from gateway.requests import Chat, Ending, GenerateRequest, Usage
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Usage
 from gateway.stops import Span
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
 from rootward.errors import InvalidRequest, UnsupportedParameter
@@ -58,6 +58,8 @@ def request_from_pb(
             structure=structure_from_pb(message.decoding),
             bad_words=tuple(message.decoding.bad_words),
             logprobs=response.logprobs if response.HasField("logprobs") else None,
+            n=message.sampling.n if message.sampling.HasField("n") else 1,
+            priority=message.priority,
         )
 
 
@@ -92,35 +94,42 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> pb.Finish:
 
 
 def usage_to_pb(usage: Usage) -> pb.Usage:
-    return pb.Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens)
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
 
 
-def chunk_to_pb(
-    request_id: str, offset: int, spans: Sequence[Span], ending: Ending | None, response: pb.ResponseOptions
-) -> pb.GenerateChunk:
+def chunk_to_pb(delta: Delta, response: pb.ResponseOptions) -> pb.GenerateChunk:
     """A run of spans as the client wants to see it."""
-    chunk = pb.GenerateChunk(request_id=request_id, offset=offset)
-    if not response.HasField("text") or response.text:
-        chunk.text = "".join(s.text for s in spans)
-    if not response.HasField("token_ids") or response.token_ids:
-        chunk.token_ids, chunk.accepted = columns(spans)
+    chunk, spans = pb.GenerateChunk(request_id=delta.request_id, index=delta.index, offset=delta.offset), delta.spans
+    _tell(chunk, spans, response)
     if response.speculation_detail:
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
-    if response.HasField("logprobs") and spans:
-        chunk.logprobs.CopyFrom(logprobs_of(spans))
-    if ending is not None:
-        chunk.finish.CopyFrom(finish_to_pb(ending, detail=response.speculation_detail))
-        chunk.usage.CopyFrom(usage_to_pb(ending.usage))
+    if delta.ending is not None:
+        chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
     return chunk
 
 
-def columns(spans: Sequence[Span]) -> tuple[bytes, bytes]:
-    """Token ids and accepted flags as packed columns."""
-    return pack_u32([s.token for s in spans], "token_ids"), bytes(s.accepted for s in spans)
+def choice_to_pb(index: int, spans: Sequence[Span], ending: Ending, response: pb.ResponseOptions) -> pb.Choice:
+    """A whole choice."""
+    choice = pb.Choice(index=index, finish=finish_to_pb(ending, detail=response.speculation_detail))
+    _tell(choice, spans, response)
+    return choice
 
 
-def logprobs_of(spans: Sequence[Span]) -> pb.Logprobs:
-    return logprobs_to_pb([s.logprob for s in spans if s.logprob is not None])
+def _tell(message: pb.GenerateChunk | pb.Choice, spans: Sequence[Span], response: pb.ResponseOptions) -> None:
+    """Text, ids and log-probabilities, as far as they are wanted."""
+    if not response.HasField("text") or response.text:
+        message.text = "".join(s.text for s in spans)
+    if not response.HasField("token_ids") or response.token_ids:
+        message.token_ids, message.accepted = (
+            pack_u32([s.token for s in spans], "token_ids"),
+            bytes(s.accepted for s in spans),
+        )
+    if response.HasField("logprobs") and spans:
+        message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in spans if s.logprob is not None]))
 
 
 def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
@@ -167,11 +176,11 @@ def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     """What the API knows and this build does not do. Values that mean "off" are fine."""
     response, speculation = message.response, message.speculation
     asked: list[tuple[str, object, bool]] = [
-        ("sampling.n", message.sampling.n, message.sampling.HasField("n") and message.sampling.n != 1),
         ("response.prompt_logprobs", response.prompt_logprobs, response.HasField("prompt_logprobs")),
         ("speculation.drafter", speculation.drafter, bool(speculation.drafter)),
         ("speculation.prediction", "given", bool(speculation.prediction)),
-        ("priority", message.priority, message.priority != 0),
+        ("cache.bypass_prefix_cache", True, message.cache.bypass_prefix_cache),
+        ("cache.cache_salt", "given", bool(message.cache.cache_salt)),
         ("resume_offset", message.resume_offset, message.HasField("resume_offset")),
     ]
     for field, value, given in asked:

@@ -67,7 +67,7 @@ def key_values(rows: dict[str, str]) -> Table:
 
 def as_json(value: Any) -> str:
     """A result as one JSON object."""
-    content = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name != "raw"}
+    content = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("raw", "choices")}
     return json.dumps(content, default=_plain, ensure_ascii=False)
 
 

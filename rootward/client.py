@@ -124,6 +124,7 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         session_id: str = "",
+        priority: int = 0,
     ) -> AsyncStream:
         """Text as it becomes final. A prompt is text or token ids; `messages` go through the model's chat template."""
         wanted = request_to_pb(
@@ -134,6 +135,7 @@ class AsyncClient:
             model=model,
             request_id=request_id or uuid.uuid4().hex,
             session_id=session_id,
+            priority=priority,
         )
         return AsyncStream(self._connection, wanted, self._retries(self._timeout_s))
 
@@ -147,6 +149,7 @@ class AsyncClient:
         model: str = "",
         request_id: str = "",
         session_id: str = "",
+        priority: int = 0,
     ) -> GenerationResult:
         """The whole text at once; otherwise as `stream`."""
         async with self.stream(
@@ -157,6 +160,7 @@ class AsyncClient:
             model=model,
             request_id=request_id,
             session_id=session_id,
+            priority=priority,
         ) as stream:
             return await stream.get_final_result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from rootward.client_types import (
     Usage,
     Worker,
 )
+from rootward.errors import APIError
 from rootward.rpc.columns import unpack_f32, unpack_u32
 from rootward.v1 import control_pb2, generate_pb2
 
@@ -44,6 +45,7 @@ def request_to_pb(
     model: str,
     request_id: str,
     session_id: str,
+    priority: int = 0,
 ) -> generate_pb2.GenerateRequest:
     """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
     message = generate_pb2.GenerateRequest(request_id=request_id, model=model, session_id=session_id)
@@ -55,6 +57,7 @@ def request_to_pb(
         _checked("prompt", prompt, message.token_ids.ids.extend)
     else:
         message.chat.CopyFrom(_chat_to_pb(messages or ()))
+    _set(message, "priority", priority)
     _sampling_to_pb(sampling, message)
     message.speculation.CopyFrom(_speculation_to_pb(speculation))
     message.response.speculation_detail = True  # text of every token, for spans
@@ -71,32 +74,53 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
     return TokenDelta(chunk.text, ids, accepted, chunk.index, chunk.offset, spans, _logprobs_from_pb(chunk.logprobs))
 
 
-def result_from_pb(
-    text: str,
-    token_ids: tuple[int, ...],
-    accepted: tuple[bool, ...],
-    logprobs: tuple[TokenLogprob, ...],
-    finish: generate_pb2.Finish | None,
-    usage: generate_pb2.Usage | None,
-    *,
-    request_id: str,
-    raw: object,
-) -> GenerationResult:
-    """A generation put together. Without a finish it was cancelled, or is partial."""
-    so_far = GenerationResult(text, token_ids, accepted, "cancelled", request_id=request_id, logprobs=logprobs, raw=raw)
-    if finish is None:
-        return so_far
-    stop = finish.WhichOneof("stop")
-    timing, counts = finish.timing, usage or generate_pb2.Usage()
-    return replace(
-        so_far,
-        finish_reason=generate_pb2.Finish.Reason.Name(finish.reason).lower(),
-        stop=getattr(finish, stop) if stop else None,
-        usage=Usage(counts.prompt_tokens, counts.completion_tokens),
-        speculation=_stats_from_pb(finish.speculation),
-        timing=Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
-        warnings=tuple(finish.warnings),
-    )
+@dataclass(slots=True)
+class Received:
+    """What has come of one choice."""
+
+    index: int = 0
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    last: generate_pb2.GenerateChunk | None = None
+
+    def take(self, chunk: generate_pb2.GenerateChunk) -> None:
+        """APIError if a token would be missing or repeated."""
+        if chunk.offset != len(self.token_ids):
+            raise APIError(f"the server skipped from output position {len(self.token_ids)} to {chunk.offset}")
+        delta = delta_from_pb(chunk)
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.accepted += delta.accepted
+        self.logprobs += delta.logprobs
+        self.last = chunk
+
+    def result(self, usage: generate_pb2.Usage, request_id: str) -> GenerationResult:
+        """A generation put together. Without a finish it was cancelled, or is partial."""
+        so_far = GenerationResult(
+            "".join(self.text),
+            tuple(self.token_ids),
+            tuple(self.accepted),
+            "cancelled",
+            request_id=request_id,
+            logprobs=tuple(self.logprobs),
+            index=self.index,
+            raw=self.last,
+        )
+        if self.last is None or not self.last.HasField("finish"):
+            return so_far
+        finish = self.last.finish
+        stop, timing = finish.WhichOneof("stop"), finish.timing
+        return replace(
+            so_far,
+            finish_reason=generate_pb2.Finish.Reason.Name(finish.reason).lower(),
+            stop=getattr(finish, stop) if stop else None,
+            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            speculation=_stats_from_pb(finish.speculation),
+            timing=Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
+            warnings=tuple(finish.warnings),
+        )
 
 
 def server_info_from_pb(message: control_pb2.ServerInfo) -> ServerInfo:
@@ -126,7 +150,7 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
 
 def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
     stopping, decoding = message.stopping, message.decoding
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed"):
+    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n"):
         _set(message.sampling, name, getattr(params, name))
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         _set(decoding, name, getattr(params, name))
@@ -188,7 +212,7 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
     message = generate_pb2.Speculation(mode=generate_pb2.Speculation.Mode.Value(_MODES[wish.mode]))
     if wish.verification is not None:
         message.verification = generate_pb2.Speculation.Verification.Value(_VERIFICATIONS[wish.verification])
-    for name in ("max_depth", "topk", "num_draft_tokens"):
+    for name in ("max_depth", "topk", "num_draft_tokens", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
 

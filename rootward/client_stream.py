@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Self
 
 import grpc
 
-from rootward.client_codec import delta_from_pb, result_from_pb
+from rootward.client_codec import Received, delta_from_pb
 from rootward.client_connection import Connection, Retries
 from rootward.client_loop import ClosedError
-from rootward.client_types import GenerationResult, TokenDelta, TokenLogprob
+from rootward.client_types import GenerationResult, TokenDelta
 from rootward.errors import APIConnectionError, APIError, APITimeoutError, StreamInterruptedError, UnavailableError
 from rootward.rpc.status import api_error
 from rootward.v1 import generate_pb2, generate_pb2_grpc
@@ -27,11 +28,8 @@ class AsyncStream:
         self._connection, self._request, self._retries = connection, request, retries
         self._call: Any = None
         self._over = False
-        self._text: list[str] = []
-        self._ids: list[int] = []
-        self._flags: list[bool] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._last: Chunk | None = None
+        self._received = [Received(index) for index in range(max(1, request.sampling.n))]
+        self._usage = generate_pb2.Usage()
 
     @property
     def request_id(self) -> str:
@@ -75,7 +73,7 @@ class AsyncStream:
             chunk = await (self._retries.first(self._begin) if self._call is None else _read(self._call))
         except BaseException as error:
             self.cancel()
-            if self._last is not None and isinstance(error, APIError):
+            if self._begun and isinstance(error, APIError):
                 raise self._interrupted(error) from error
             raise
         if chunk is None:
@@ -96,22 +94,20 @@ class AsyncStream:
         self._call = call
         return chunk
 
+    @property
+    def _begun(self) -> bool:
+        return any(one.last is not None for one in self._received)
+
     def _take(self, chunk: Chunk) -> None:
-        if chunk.offset != len(self._ids):
-            raise APIError(f"the server skipped from output position {len(self._ids)} to {chunk.offset}")
-        delta = delta_from_pb(chunk)
-        self._text.append(delta.text)
-        self._ids += delta.token_ids
-        self._flags += delta.accepted
-        self._logprobs += delta.logprobs
-        self._last = chunk
+        if chunk.index >= len(self._received):
+            raise APIError(f"the server sent choice {chunk.index} of {len(self._received)}")
+        self._received[chunk.index].take(chunk)
+        if chunk.HasField("usage"):
+            self._usage = chunk.usage
 
     def _result(self) -> GenerationResult:
-        last = self._last
-        finish = last.finish if last is not None and last.HasField("finish") else None
-        usage = last.usage if last is not None else None
-        parts = "".join(self._text), tuple(self._ids), tuple(self._flags), tuple(self._logprobs)
-        return result_from_pb(*parts, finish, usage, request_id=self.request_id, raw=last)
+        choices = tuple(one.result(self._usage, self.request_id) for one in self._received)
+        return replace(choices[0], choices=choices)
 
     def _interrupted(self, error: APIError) -> APIError:
         lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)

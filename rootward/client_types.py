@@ -28,6 +28,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] = ()  # empty: every token
     bad_words: Sequence[str] = ()  # texts that must not occur, as they are tokenised alone or after a blank
     min_tokens: int = 0  # no stop of any kind before this many
+    n: int = 1  # independent choices; with a seed, more of them begin with the same ones
     logprobs: int | None = None  # k: log-probability of each token, and of the k most likely ones; at most 20
     # The form of the whole text; at most one of them.
     json_object: bool = False
@@ -45,6 +46,7 @@ class Speculation:
     max_depth: int | None = None  # longest drafted path
     topk: int | None = None  # most children per node
     num_draft_tokens: int | None = None  # nodes per round
+    prediction: str | None = None  # the text you expect, one more source of drafts; changes speed, not the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class KeepAlive:
 @dataclass(frozen=True, slots=True)
 class Usage:
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    completion_tokens: int = 0  # of all choices
+    cached_tokens: int = 0  # of the prompt, whose KV was there already
 
     @property
     def total_tokens(self) -> int:
@@ -129,7 +132,10 @@ class TokenDelta:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A whole generation. `stop` is the stop string or token id that ended it, if one did."""
+    """A whole generation. `stop` is the stop string or token id that ended it, if one did.
+
+    Of several choices (`SamplingParams.n`) it is the first; `choices` has them all. `usage` counts all of them.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -142,6 +148,8 @@ class GenerationResult:
     request_id: str = ""
     warnings: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
+    index: int = 0  # of this choice
+    choices: tuple[GenerationResult, ...] = field(default=(), repr=False)
     raw: object = field(
         default=None, repr=False, compare=False
     )  # the last protobuf message, for what is not lifted out

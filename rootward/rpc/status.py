@@ -46,7 +46,8 @@ class Failure:
     @property
     def lost(self) -> bool:
         """True if no answer came: the connection broke, was refused, or the peer stopped."""
-        broken = any(text in self.message for text in ("RST_STREAM", "Stream removed"))
+        late = self.code is grpc.StatusCode.DEADLINE_EXCEEDED  # "Stream removed (Deadline Exceeded)"
+        broken = not late and any(text in self.message for text in ("RST_STREAM", "Stream removed"))
         gone = self.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         return not self.reason and (gone or broken)
 

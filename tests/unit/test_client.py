@@ -32,6 +32,27 @@ async def test_generate_gives_everything():
         assert result.raw is not None
 
 
+async def test_several_choices_and_one_usage():
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        sampling = SamplingParams(n=3, seed=7)
+        result = await client.generate("abc", sampling=sampling, request_id="r", priority=-1)
+        assert [(c.index, c.text, c.finish_reason) for c in result.choices] == [(i, TEXT, "stop") for i in range(3)]
+        assert result.text == TEXT
+        assert result.request_id == "r"
+        assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 3 * len(IDS))
+        assert sorted((r.seed, r.choice, r.priority) for r in verifier.requests) == [(7, i, -1) for i in range(3)]
+        texts = ["", "", ""]
+        async for delta in client.stream("abc", sampling=sampling):
+            texts[delta.index] += delta.text
+        assert texts == [TEXT] * 3
+        async with client.stream("abc", sampling=sampling) as stream:
+            await anext(aiter(stream))
+        cut = await stream.get_final_result()
+        assert [c.finish_reason for c in cut.choices] == ["cancelled"] * 3
+        await at_rest(service, verifier)
+
+
 async def test_stream_gives_spans_per_token():
     async with grpc_serving() as (_, address), AsyncClient(address) as client:
         stream = client.stream("a")

@@ -155,11 +155,9 @@ G = generate_pb2
 @pytest.mark.parametrize(
     "message",
     [
-        Request(text="a", sampling=G.Sampling(n=2)),
         Request(text="a", response=G.ResponseOptions(prompt_logprobs=1)),
         Request(text="a", speculation=G.Speculation(drafter="ngram")),
         Request(text="a", speculation=G.Speculation(prediction="x")),
-        Request(text="a", priority=1),
         Request(text="a", resume_offset=0),
     ],
     ids=str,
@@ -171,9 +169,7 @@ def test_known_and_unsupported_fields_are_refused(message):
 
 def test_values_that_mean_off_are_fine():
     decoding = G.Decoding(repetition_penalty=1)
-    request_from_pb(
-        Request(text="a", sampling=G.Sampling(n=1), decoding=decoding, cache=G.CacheOptions(cache_salt="x"))
-    )
+    request_from_pb(Request(text="a", sampling=G.Sampling(n=1), decoding=decoding, priority=0))
 
 
 @pytest.mark.parametrize(
@@ -193,6 +189,7 @@ def test_values_that_mean_off_are_fine():
         Request(text="a", decoding=G.Decoding(repetition_penalty=0)),
         Request(text="a", decoding=G.Decoding(logit_bias={3: 1000.0})),
         Request(text="a", decoding=G.Decoding(regex="")),
+        Request(text="a", cache=G.CacheOptions(cache_salt="x")),
     ],
     ids=str,
 )
