@@ -12,7 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from gateway.http_errors import http_error, respond
+from gateway.http_bodies import send_error
+from gateway.http_errors import http_error
 from gateway.keys import Caller, Keys, Scope
 from rootward.errors import ServiceError
 from rootward.rpc.status import Context
@@ -60,7 +61,7 @@ class Access:
                 try:
                     _CALLER.set(self._admit(needed, Headers(scope=scope).get("authorization")))
                 except ServiceError as error:
-                    await respond(http_error(error), scope, receive, send)
+                    await send_error(http_error(error), {}, scope, receive, send)
                     return
             await app(scope, receive, send)
 

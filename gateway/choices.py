@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from gateway.requests import Delta, Ending, GenerateRequest, Usage
-from gateway.stops import Span
 from rootward.errors import InvalidRequest
 
 MAX_OUTPUTS = 128  # prompts x choices of one request
@@ -114,11 +113,13 @@ class Tally:
 
 async def in_runs(deltas: AsyncGenerator[Delta, None], interval: int) -> AsyncGenerator[Delta, None]:
     """Deltas of at least `interval` tokens, the last one of each output excepted."""
-    held: dict[int, list[Span]] = {}
+    held: dict[int, Delta] = {}
     async with aclosing(deltas):
         async for delta in deltas:
-            spans = [*held.pop(delta.index, ()), *delta.spans]
-            if len(spans) < interval and delta.ending is None:
-                held[delta.index] = spans
+            if (before := held.pop(delta.index, None)) is not None:
+                spans, rounds = before.spans + delta.spans, before.rounds + delta.rounds
+                delta = replace(delta, offset=before.offset, spans=spans, rounds=rounds)
+            if len(delta.spans) < interval and delta.ending is None:
+                held[delta.index] = delta
                 continue
-            yield replace(delta, offset=delta.offset + len(delta.spans) - len(spans), spans=tuple(spans))
+            yield delta

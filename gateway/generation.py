@@ -12,7 +12,7 @@ import structlog
 from gateway.cutoff import Aborted, Cutoff
 from gateway.ledger import Entry, Ledger
 from gateway.planning import Plan
-from gateway.requests import Delta, Ending, Timing, Usage
+from gateway.requests import Delta, Ending, Seen, Timing, Usage
 from gateway.stops import Output, Span
 from gateway.tally import derived, joined
 from gateway.upstreams import Upstream, Upstreams
@@ -80,7 +80,7 @@ class Generation:
                 async with aclosing(self._attempt(upstream)) as runs:
                     async for run in runs:
                         delta = self._take(run)
-                        if delta.spans or delta.ending:
+                        if delta.spans or delta.ending or delta.rounds:
                             yield delta
                         if delta.ending:
                             return
@@ -146,9 +146,10 @@ class Generation:
         if tokens and tokens[-1] in self._plan.stop_ids:
             self._hidden = Span(tokens.pop(), "", flags.pop(), logprobs.pop() if logprobs else None)
         spans = self._output.push(tokens, flags, logprobs)
+        rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
         if run.finish is None and self._output.stop is None:
-            return self._delta(spans)
-        return self._last(run.finish, spans)
+            return self._delta(spans, rounds=rounds)
+        return self._last(run.finish, spans, rounds)
 
     def _logprobs(self, run: Committed) -> list[TokenLogprob]:
         """One per token where the client asked for them."""
@@ -163,13 +164,15 @@ class Generation:
             self._first_at = self._first_at or self._now()
             self._fruitless = 0
 
-    def _delta(self, spans: list[Span], ending: Ending | None = None) -> Delta:
+    def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         offset = self._num_sent
         self._num_sent += len(spans)
         num_prompt = len(self._plan.first.prompt)
-        return Delta(self._plan.request.request_id, offset, tuple(spans), ending, prompt_tokens=num_prompt)
+        return Delta(
+            self._plan.request.request_id, offset, tuple(spans), ending, prompt_tokens=num_prompt, rounds=rounds
+        )
 
-    def _last(self, finish: Finish | None, spans: list[Span] | None = None) -> Delta:
+    def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
         spans = [*(spans or []), *self._output.finish(self._hidden)]
         stop_string = self._output.stop
@@ -185,7 +188,7 @@ class Generation:
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )
-        return self._delta(spans, ending)
+        return self._delta(spans, ending, rounds)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
         reported = finish is not None and finish.stats != SpeculationStats()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gateway.choices import Tally
 from gateway.http_logprobs import Names
 from gateway.http_shapes import Choice, Shape, text_of
-from gateway.requests import Delta, Ending, Usage
+from gateway.requests import Delta, Ending, Seen, Usage
 from gateway.stops import Span
 from rootward.core.requests import SpeculationStats
 from rootward.ports import ModelInfo
@@ -34,6 +34,7 @@ class Answer:
     report_speculation: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    tree_names: Names | None = None  # the trees of the rounds are wanted
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     tally: Tally = field(default_factory=Tally)
     _told: dict[int, int] = field(default_factory=dict)  # characters sent, by output
@@ -59,6 +60,8 @@ class Answer:
         pieces = self.shape.pieces(spans, delta.ending, text_at=at, first=first, names=self.names)
         tokens = [spans, *[()] * len(pieces)]
         choices = [self._numbered(index, own, piece) for own, piece in zip(tokens, pieces, strict=False)]
+        if self.tree_names is not None and choices:
+            choices[0]["rounds"] = [round_seen(one, self.tree_names) for one in delta.rounds]
         usage = {"usage": self._usage() if self.continuous_usage else None}
         wanted = usage if self.include_usage or self.continuous_usage else {}
         return [self._body([choice], self.shape.chunk_object) | wanted for choice in choices]
@@ -105,6 +108,17 @@ class Answer:
             return {}
         ending: Ending | None = self.tally.only
         return {"metrics": None if ending is None else {"speculative_decoding": speculation(ending.stats)}}
+
+
+def round_seen(one: Seen, names: Names) -> Body:
+    """Node i of the tree is entry i - 1 of `nodes`; node 0 is the last token before. The last of `tokens` is the bonus token."""
+    tree = one.tree
+    nodes = zip(tree.tokens, tree.parents, strict=True) if tree is not None else ()
+    return {
+        "nodes": [{"token": names[token].text, "parent": parent} for token, parent in nodes],
+        "path": [] if tree is None else list(tree.path),
+        "tokens": [names[token].text for token in one.tokens],
+    }
 
 
 def usage(counts: Usage) -> Body:

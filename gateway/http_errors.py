@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import orjson
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated
 
 
@@ -52,12 +48,6 @@ def http_error(error: Exception) -> HttpError:
 def simple_error(status: int, code: str, message: str) -> HttpError:
     """An error that no service raised, such as an unknown path."""
     return HttpError(status, _body(message, (status, "invalid_request_error", code), None))
-
-
-async def respond(error: HttpError, scope: Scope, receive: Receive, send: Send) -> None:
-    """Send it as the answer to a request."""
-    response = Response(orjson.dumps(error.body), error.status, error.headers, "application/json")
-    await response(scope, receive, send)
 
 
 def _body(message: str, kind: tuple[int, str, str], param: str | None) -> dict[str, object]:

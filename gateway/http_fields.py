@@ -74,6 +74,7 @@ def shared(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
         "min_tokens": one(body, "min_tokens", integer, 0),
         "structure": structure(body),
         "bad_words": one(body, "bad_words", strings, NO_TEXTS),
+        "trees": one(body, "return_trees", boolean, False),
         "priority": one(body, "priority", integer, 0),
         "truncate_prompt": one(body, "truncate_prompt_tokens", integer, None),
         "add_special_tokens": one(body, "add_special_tokens", boolean, None),

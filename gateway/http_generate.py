@@ -99,6 +99,7 @@ class Generations:
             only_echo=wanted.only_echo,
             return_token_ids=wanted.return_token_ids,
             report_speculation=wanted.report_speculation,
+            tree_names=self._names if wanted.request.trees else None,
             include_usage=wanted.include_usage,
             continuous_usage=wanted.continuous_usage,
         )

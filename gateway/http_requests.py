@@ -103,6 +103,8 @@ def _wanted(
 ) -> Wanted:
     stream = one(body, "stream", boolean, False)
     include_usage, continuous_usage = stream_options(body, stream)
+    if request.trees and not stream:
+        raise InvalidRequest("return_trees", True, "without 'stream': true; trees are told as they are verified")
     return Wanted(
         request,
         prompts,

@@ -101,6 +101,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             logprobs=request.logprobs,
             choice=request.choice,
             priority=request.priority,
+            trees=request.trees,
         )
     eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
     return Plan(request, first, eos_ids, _warnings(request))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.stops import Span
-from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats, Structure
+from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats, Structure, VerifiedTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class GenerateRequest:
     index: int = 0  # of this output among all of the client's request
     priority: int = 0  # lower runs earlier
     add_special_tokens: bool | None = None  # around a text prompt; None = as the gateway is set
+    trees: bool = False  # show the tree of every round
     truncate_prompt: int | None = None  # keep so many tokens of the prompt, its last ones; -1 = as many as fit
 
 
@@ -81,6 +82,14 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """A round to look at: the tree that was verified (None: none was) and what it committed, the accepted path and the bonus token."""
+
+    tree: VerifiedTree | None
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Spans that became final. `offset` is the output position of the first; the last delta carries `ending`."""
 
@@ -90,6 +99,7 @@ class Delta:
     ending: Ending | None = None
     index: int = 0  # of the output, where a request has several
     prompt_tokens: int = 0
+    rounds: tuple[Seen, ...] = ()  # where they were asked for
 
     @property
     def text(self) -> str:

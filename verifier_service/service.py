@@ -276,8 +276,8 @@ class VerifierService:
             session = self._running[number]
             session.fed += size
             session.committed_s = now_s
-        for number, outcome in zip(numbers, outcomes, strict=True):
-            self._commit(self._running[number], outcome)
+        for number, done, outcome in zip(numbers, rounds, outcomes, strict=True):
+            self._commit(self._running[number], done, outcome)
 
     def _sweep(self) -> None:
         """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""
@@ -355,7 +355,7 @@ class VerifierService:
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs
         return Round(session.kv_slot, root, length, *about)
 
-    def _commit(self, session: Session, outcome: Outcome) -> None:
+    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         draft = session.draft
@@ -377,7 +377,8 @@ class VerifierService:
                 path=outcome.path,
                 load=len(self._running),
             )
-        committed = session.advance(outcome.tokens, outcome.num_nodes, missed=missed, logprobs=outcome.logprobs)
+        about = outcome.logprobs, session.seen(done.tree, outcome.path)
+        committed = session.advance(outcome.tokens, outcome.num_nodes, *about, missed=missed)
         session.fed = len(session.tokens) - 1
         session.committed_s = now_s
         session.cap = None

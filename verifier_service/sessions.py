@@ -23,9 +23,11 @@ from rootward.core.requests import (
     SpeculationMode,
     SpeculationStats,
     TokenLogprob,
+    VerifiedTree,
     VerifierRequest,
 )
 from rootward.core.rng import Key
+from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
@@ -162,7 +164,13 @@ class Session:
         return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
 
     def advance(
-        self, tokens: tuple[int, ...], num_nodes: int, *, missed: bool, logprobs: tuple[TokenLogprob, ...] = ()
+        self,
+        tokens: tuple[int, ...],
+        num_nodes: int,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        tree: VerifiedTree | None = None,
+        *,
+        missed: bool,
     ) -> Committed:
         """Commit a verdict: accepted path + bonus token. Cut the run at the first stop; a stop beats length inside it."""
         offset = self.num_output
@@ -182,7 +190,13 @@ class Session:
             finish = self.finish(FinishReason.STOP, stop_id)
         elif self.tokens_left <= 0:
             finish = self.finish(FinishReason.LENGTH)
-        return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)])
+        return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)], tree)
+
+    def seen(self, tree: TokenTree, path: tuple[int, ...]) -> VerifiedTree | None:
+        """What a round verified, where the request asks to see it and there was a tree."""
+        if not self.request.trees or len(tree) == 1:
+            return None
+        return VerifiedTree(tuple(tree.token[1:].tolist()), tuple(tree.parent[1:].tolist()), path)
 
     def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
         self.done = True

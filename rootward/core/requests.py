@@ -210,6 +210,7 @@ class VerifierRequest:
     prediction: tuple[
         int, ...
     ] = ()  # the output that the client expects, from its beginning: one more source of drafts
+    trees: bool = False  # tell the tree of every round with what it committed
 
     def __post_init__(self) -> None:
         k = self.logprobs
@@ -277,6 +278,23 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifiedTree:
+    """The tree of a round, for people to look at. Node i ≥ 1 has tokens[i - 1] and parents[i - 1]; node 0 is the last token before."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    path: tuple[int, ...]  # nodes that were accepted, from the root on
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        ordered = len(self.parents) == n and all(0 <= parent <= i for i, parent in enumerate(self.parents))
+        _require(ordered, "tree.parents", len(self.parents), f"is no tree of {n} nodes")
+        steps = zip((0, *self.path), self.path, strict=False)
+        walk = all(1 <= node <= n and self.parents[node - 1] == above for above, node in steps)
+        _require(walk, "tree.path", self.path[:8], "is no path from the root")
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """A run of tokens that became final. `accepted[i]` is True for an accepted draft token, False for a bonus token."""
 
@@ -286,3 +304,4 @@ class Committed:
     accepted: tuple[bool, ...]
     finish: Finish | None = None  # on the last message only
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if asked for, else none
+    tree: VerifiedTree | None = None  # of the round, if asked for and it had one

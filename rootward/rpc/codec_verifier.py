@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import math
 
-from rootward.core.requests import Committed, Finish, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.core.requests import (
+    Committed,
+    Finish,
+    Speculation,
+    SpeculationMode,
+    Stopping,
+    VerifiedTree,
+    VerifierRequest,
+)
 from rootward.ports import VerifierInfo
 from rootward.rpc.codec_common import (
     LAWS,
@@ -51,6 +59,7 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         priority=value.priority,
         tenant=value.tenant,
         prediction=pack_u32(value.prediction, "prediction"),
+        trees=value.trees,
     )
 
 
@@ -75,6 +84,7 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
         priority=pb.priority,
         tenant=pb.tenant,
         prediction=unpack_u32(pb.prediction, "prediction"),
+        trees=pb.trees,
     )
 
 
@@ -111,6 +121,7 @@ def committed_to_pb(value: Committed) -> verifier_pb2.Committed:
         accepted=bytes(value.accepted),
         finish=_finish_to_pb(value.finish) if value.finish else None,
         logprobs=logprobs_to_pb(value.logprobs) if value.logprobs else None,
+        tree=_tree_to_pb(value.tree) if value.tree else None,
     )
 
 
@@ -125,7 +136,18 @@ def committed_from_pb(pb: verifier_pb2.Committed) -> Committed:
         accepted=tuple(flag == 1 for flag in pb.accepted),
         finish=_finish_from_pb(pb.finish) if pb.HasField("finish") else None,
         logprobs=logprobs_from_pb(pb.logprobs, len(tokens)) if pb.HasField("logprobs") else (),
+        tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
     )
+
+
+def _tree_to_pb(value: VerifiedTree) -> verifier_pb2.Committed.Tree:
+    return verifier_pb2.Committed.Tree(
+        tokens=pack_u32(value.tokens), parents=pack_u32(value.parents), path=pack_u32(value.path)
+    )
+
+
+def _tree_from_pb(pb: verifier_pb2.Committed.Tree) -> VerifiedTree:
+    return VerifiedTree(unpack_u32(pb.tokens), unpack_u32(pb.parents, "tree.parents"), unpack_u32(pb.path, "tree.path"))
 
 
 def _finish_to_pb(value: Finish) -> verifier_pb2.Committed.Finish:

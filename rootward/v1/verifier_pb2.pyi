@@ -138,6 +138,7 @@ class VerifierRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -157,6 +158,8 @@ class VerifierRequest(_message.Message):
     """who asks: tenants share places fairly and never each other's cached prefixes"""
     prediction: _builtins.bytes
     """the output that the client expects, one more source of drafts"""
+    trees: _builtins.bool
+    """send the tree of every round with what it committed"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -187,10 +190,11 @@ class VerifierRequest(_message.Message):
         priority: _builtins.int = ...,
         tenant: _builtins.str = ...,
         prediction: _builtins.bytes = ...,
+        trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -208,6 +212,34 @@ class Committed(_message.Message):
     """A run of tokens that became final."""
 
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Tree(_message.Message):
+        """As it was verified; node i is entry i - 1 of both columns, node 0 the last token committed before."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        TOKENS_FIELD_NUMBER: _builtins.int
+        PARENTS_FIELD_NUMBER: _builtins.int
+        PATH_FIELD_NUMBER: _builtins.int
+        tokens: _builtins.bytes
+        """u32 little-endian"""
+        parents: _builtins.bytes
+        """u32 little-endian, each below its node"""
+        path: _builtins.bytes
+        """u32 little-endian: the nodes accepted, from the root on"""
+        def __init__(
+            self,
+            *,
+            tokens: _builtins.bytes = ...,
+            parents: _builtins.bytes = ...,
+            path: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["parents", b"parents", "path", b"path", "tokens", b"tokens"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     @_typing.final
     class Finish(_message.Message):
@@ -242,6 +274,7 @@ class Committed(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     offset: _builtins.int
     """output position of tokens[0]; the prompt does not count"""
@@ -256,6 +289,10 @@ class Committed(_message.Message):
     def logprobs(self) -> _generate_pb2.Logprobs:
         """where they were asked for"""
 
+    @_builtins.property
+    def tree(self) -> Global___Committed.Tree:
+        """of the round, where they were asked for and it had one"""
+
     def __init__(
         self,
         *,
@@ -265,10 +302,11 @@ class Committed(_message.Message):
         accepted: _builtins.bytes = ...,
         finish: Global___Committed.Finish | None = ...,
         logprobs: _generate_pb2.Logprobs | None = ...,
+        tree: Global___Committed.Tree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "tokens", b"tokens", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
