@@ -97,7 +97,9 @@ async def _serve(settings: DrafterSettings, admin: Admin) -> None:
         await server.set_ready(True)
         admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.metrics.registry)
         announce("drafter", server.address)
-        await until_stopped(server, drafter.drain, settings.shutdown_timeout_s, ended=drafter.ended)
+        await until_stopped(
+            server, drafter.drain, settings.shutdown_timeout_s, ended=[drafter.ended] if drafter.ended else []
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ RootwardError
 │   ├── Unavailable               starting, draining, or a peer is gone              retryable
 │   └── DeadlineExceeded          the deadline passed                                not retryable
 ├── KvFull                        a forward needs more KV blocks than are free   the caller preempts a session and tries again
+├── ModelLost                     a rank of a model is gone                      the process ends, for another to be started
 ├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
 └── APIError                      what the SDK raises                                see rootward/client.py
     ├── APIConnectionError        no answer from the server
@@ -144,6 +145,10 @@ class KvFull(RootwardError):
             f"kv: {needed} more blocks are needed and {free} are free; preempt a session or raise kv_cache_tokens"
         )
         self.needed, self.free = needed, free
+
+
+class ModelLost(RootwardError):
+    """The model will never run again in this process: another process that held a part of it is gone or out of step."""
 
 
 class ConfigurationError(RootwardError):

@@ -7,6 +7,7 @@ flag `--max-num-seqs`, variable `ROOTWARD_MAX_NUM_SEQS` (nesting by `__`) and ke
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,17 @@ class ServiceSettings(BaseSettings):
             ("environment", environment),
             ("command line", command_line),
         ]
+
+
+def launched_rank() -> tuple[int, int] | None:
+    """(rank, number of ranks) if torchrun has started this process as one of several."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    return (int(os.environ.get("RANK", "0")), size) if size > 1 else None
+
+
+def as_rank(index: int, size: int) -> None:
+    """Make this process look like one that torchrun has started on this machine."""
+    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
 
 
 def _command_line(settings: type[ServiceSettings], argv: list[str], prog: str | None) -> Values:

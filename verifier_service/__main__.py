@@ -11,8 +11,6 @@ from contextlib import AsyncExitStack
 import structlog
 
 from rootward.engine.grammar import Grammars, vocabulary_of
-from rootward.engine.loading import load_model
-from rootward.engine.threads import use_threads
 from rootward.ports import Drafter, LanguageModel
 from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
@@ -24,6 +22,7 @@ from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
+from verifier_service.target import follow_rank, target_model
 
 log = structlog.get_logger("verifier")
 
@@ -59,25 +58,18 @@ def build(
 
 
 async def serve(settings: VerifierSettings) -> None:
+    if follow_rank(settings):
+        return
     async with admin_port(settings.admin_listen) as admin:
         await _serve(settings, admin)
 
 
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:
-    use_threads(settings.num_threads)
-    model = await asyncio.to_thread(
-        load_model,
-        settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        max_slots=settings.max_num_seqs,
-        max_len=settings.max_model_len,
-        kv_cache_tokens=settings.kv_cache_tokens,
-    )
-    sizes = sorted({1, 1 + settings.num_draft_tokens, LARGE})
-    cost = await asyncio.to_thread(measure, model, sizes)
-    log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in sizes})
     async with AsyncExitStack() as stack:
+        model, lost = await stack.enter_async_context(target_model(settings))
+        sizes = sorted({1, 1 + settings.num_draft_tokens, LARGE})
+        cost = await asyncio.to_thread(measure, model, sizes)
+        log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in sizes})
         drafters: dict[str, Drafter] = {}
         for address in settings.drafters:
             drafters[address] = await stack.enter_async_context(RemoteDrafter(address, tls=settings.client_tls))
@@ -94,7 +86,8 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
             ready=lambda: not verifier.draining, live=lambda: verifier.alive, metrics=verifier.metrics.registry
         )
         announce("verifier", server.address)
-        await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=verifier.ended)
+        assert verifier.ended is not None
+        await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=[verifier.ended, lost])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,7 +17,7 @@ import structlog
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, Law, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
-from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
 from rootward.heart import Heart
 from rootward.ports import Drafter, LanguageModel, VerifierInfo
 from verifier_service.admission import Admission
@@ -255,6 +255,8 @@ class VerifierService:
             return
         try:
             await self._run(step)
+        except ModelLost:
+            raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
             log.exception("step_failed")
             for number in {n for n, _ in (*step.prefill, *step.verify)} | set(step.decode):

@@ -22,6 +22,7 @@ class VerifierSettings(TlsSettings):
     )
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     kv_cache_tokens: int | None = Field(
         None, ge=1, description="KV memory of all sessions, in tokens (default: max_num_seqs of the longest)"

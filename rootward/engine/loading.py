@@ -10,6 +10,7 @@ from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
 
 if TYPE_CHECKING:
+    from rootward.engine.parallel import Group
     from rootward.engine.tokenizers import TokenDifference
 
 TABULAR = "tabular:"
@@ -37,13 +38,17 @@ def load_model(
     kv_cache_tokens: int | None = None,
     attn: str = "sdpa",
     require_trees: bool = False,
+    group: Group | None = None,
 ) -> LanguageModel:
     """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
 
     `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
+    `group`: the ranks that share the model; each of them calls this.
     """
     if spec.startswith(TABULAR):
+        if group is not None:
+            raise ConfigurationError(f"tensor_parallel: {spec!r} has no weights to share; use 1")
         return _tabular(spec, max_slots, max_len, kv_cache_tokens)
     require_folder(spec)
     from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
@@ -57,6 +62,7 @@ def load_model(
         kv_cache_tokens=kv_cache_tokens,
         attn=attn,
         require_trees=require_trees,
+        group=group,
     )
 
 

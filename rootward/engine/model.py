@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from rootward.engine.attention import layer_windows
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.memory import MemoryPlan
 from rootward.engine.packed import pack_linears
+from rootward.engine.parallel import Group, LeadingPass, check_shape, follow, part, whole
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention
 from rootward.engine.slots import Size, Slots, kept_rows
@@ -39,6 +41,7 @@ class HuggingFaceModel:
     on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
     `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
+    `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
     """
 
     def __init__(
@@ -53,22 +56,24 @@ class HuggingFaceModel:
         kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
         pack: bool = True,
+        group: Group | None = None,
     ):
-        self.network, self.tokenizer = network.eval().requires_grad_(False), tokenizer
+        self.network, self.tokenizer, self._group = network.eval().requires_grad_(False), tokenizer, group
         config = network.config.get_text_config()
         wanted = max_len or DEFAULT_MAX_LEN
         max_positions = min(_context(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
         num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network)
-        num_bytes = sum(w.numel() * w.element_size() for w in (*network.parameters(), *network.buffers()))
-        self.num_packed = pack_linears(network, lambda: _sample(network)) if pack else 0
+        num_bytes = sum(part(w).nbytes for w in (*network.parameters(), *network.buffers()))
+        self.num_packed = pack_linears(network, lambda: _sample(network)) if pack and group is None else 0
         try:
             size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
         except ValueError as wrong:
             raise ConfigurationError(f"model: {name!r}: {wrong}") from wrong
         self._slots = Slots(size, vocab, identity)
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
-        self.probe_report = choose_attention(network, attn, max_positions)
+        agreed = (lambda report: report) if group is None else group.agreed
+        self.probe_report = choose_attention(network, attn, max_positions, agreed)
         self._pass = self._make_pass(config)
         self.memory = MemoryPlan(num_bytes, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
@@ -96,11 +101,12 @@ class HuggingFaceModel:
         attn: str = "sdpa",
         pack: bool = True,
         require_trees: bool = False,
+        group: Group | None = None,
     ) -> HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
-        network = _read(path_or_name, dtype).to(device)
+        network = _read(path_or_name, dtype).to(device) if group is None else _read_part(path_or_name, dtype, group)
         model = cls(
             network,
             name=path_or_name,
@@ -111,8 +117,10 @@ class HuggingFaceModel:
             kv_cache_tokens=kv_cache_tokens,
             attn=attn,
             pack=pack,
+            group=group,
         )
-        log.info("%s: %s", path_or_name, model.memory)
+        if group is None or group.leads:
+            log.info("%s: %s", path_or_name, model.memory)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
@@ -122,9 +130,17 @@ class HuggingFaceModel:
 
     def _make_pass(self, config: Any) -> ForwardPass:
         windows = layer_windows(config)
+        own: ForwardPass
         if not self.probe_report.ok or windows is None:
-            return PathPass(self.network, self._slots.size)
-        return TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged)
+            own = PathPass(self.network, self._slots.size)
+        else:
+            own = TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged)
+        return own if self._group is None or not self._group.leads else LeadingPass(own, self._group)
+
+    def follow(self) -> None:
+        """A rank other than 0: take part in what rank 0 runs, until it closes."""
+        assert self._group is not None, "a model on one process has nobody to follow"
+        follow(self._pass, self._group)
 
     @property
     def info(self) -> ModelInfo:
@@ -196,12 +212,12 @@ def eos_ids(network: Any) -> tuple[int, ...]:
 def fingerprint(network: Any) -> str:
     """sha256 over the configuration and, per weight, its name, shape, type and 64 values. The same in every process."""
     config = network.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation"):
+    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation", "distributed_config"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in sorted(network.named_parameters()):
         digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
-        flat = weight.detach().reshape(-1)
+        flat = whole(weight.detach()).reshape(-1)
         digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
     return digest.hexdigest()
 
@@ -221,7 +237,23 @@ def _context(config: Any) -> int | None:
     return None
 
 
-def _read(path_or_name: str, dtype: str) -> Any:
+def _read_part(path_or_name: str, dtype: str, group: Group) -> Any:
+    """This rank's part of the network. All ranks call it."""
+    from transformers import AutoConfig
+
+    if find_spec("accelerate") is None:
+        raise ConfigurationError("tensor_parallel: needs more packages; run pip install 'rootward[tensor-parallel]'")
+    try:
+        from transformers.distributed import DistributedConfig
+
+        config = AutoConfig.from_pretrained(path_or_name)
+    except (OSError, ValueError, ImportError) as wrong:
+        raise _unreadable(path_or_name, wrong) from wrong
+    check_shape(config.get_text_config(), group.size)
+    return _read(path_or_name, dtype, distributed_config=DistributedConfig(tp_size=group.size))
+
+
+def _read(path_or_name: str, dtype: str, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
@@ -230,7 +262,11 @@ def _read(path_or_name: str, dtype: str) -> Any:
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
     try:
-        return AutoModelForCausalLM.from_pretrained(path_or_name, dtype=dtype)
+        return AutoModelForCausalLM.from_pretrained(path_or_name, dtype=dtype, **options)
     except (OSError, ValueError, ImportError) as wrong:
-        line = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
-        raise ConfigurationError(f"model: {path_or_name!r} cannot be read ({line}); check the path or name") from wrong
+        raise _unreadable(path_or_name, wrong) from wrong
+
+
+def _unreadable(path_or_name: str, wrong: Exception) -> ConfigurationError:
+    line = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
+    return ConfigurationError(f"model: {path_or_name!r} cannot be read ({line}); check the path or name")

@@ -7,7 +7,7 @@ refused by its mark in the configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,8 +45,13 @@ class ProbeReport:
     bytes_per_token: int = 0  # of K and V in all layers
 
 
-def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport:
-    """Probe the attention implementations from the fastest on, eager last; leaves the network on the one reported."""
+def choose_attention(
+    network: Any, attn: str, max_positions: int, agreed: Callable[[ProbeReport], ProbeReport] = lambda report: report
+) -> ProbeReport:
+    """Probe the attention implementations from the fastest on, eager last; leaves the network on the one reported.
+
+    `agreed` is asked after each attempt: processes that share a network must all choose the same.
+    """
     why = refusal(network, max_positions)
     if why:
         return ProbeReport(False, reason=why)
@@ -54,7 +59,7 @@ def choose_attention(network: Any, attn: str, max_positions: int) -> ProbeReport
     report = ProbeReport(False)
     for attention in _candidates(network, attn):
         for ragged in (True, False):
-            report = _attempt(network, attention, ragged)
+            report = agreed(_attempt(network, attention, ragged))
             if report.ok:
                 return report
     network.set_attn_implementation(before)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from rootward.errors import ConfigurationError
@@ -37,22 +37,23 @@ def announce(role: str, address: str) -> None:
 
 
 async def until_stopped(
-    server: RpcServer, drain: Drain, shutdown_timeout_s: float, *, ended: asyncio.Future[None] | None = None
+    server: RpcServer, drain: Drain, shutdown_timeout_s: float, *, ended: Sequence[asyncio.Future[None]] = ()
 ) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new work and let running work end within the limit. A second signal ends at once.
 
-    `ended`: the service's own loop; when it ends by itself, so does the process (RuntimeError), for whoever supervises it to start another.
+    `ended`: what the service lives by, its own loop for one. When one of them ends by itself, so does the process (RuntimeError), for
+    whoever supervises it to start another.
     """
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[None] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked.put_nowait, None)
     first = asyncio.ensure_future(asked.get())
-    await asyncio.wait({first, ended} if ended is not None else {first}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({first, *ended}, return_when=asyncio.FIRST_COMPLETED)
     await server.set_ready(False)
     if not first.done():
         first.cancel()
-        raise RuntimeError("the service's loop has ended")
+        raise RuntimeError("what the service lives by has ended")
     draining, again = asyncio.ensure_future(drain()), asyncio.ensure_future(asked.get())
     await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):

@@ -1,0 +1,142 @@
+"""Tensor parallel: one network on several processes, each with its part of the heads and of every large matrix; one of them leads.
+
+Rank 0 is the process that serves. It alone keeps books, sees requests, decides and draws. Before each forward it tells the others what goes
+in, and all ranks run the same network; K and V of a rank's heads lie in its own storage, at the same cells everywhere. So there is
+nothing on which ranks could come to disagree. What is told travels over sockets (gloo), whatever carries the network's own sums.
+
+Sharding is that of transformers (`DistributedConfig`, the network's own `tp_plan`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rootward.engine.passes import ForwardPass
+from rootward.engine.slots import CellMoves, Entry
+from rootward.errors import ConfigurationError, ModelLost
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+IDLE = timedelta(days=365)  # a rank may wait as long for the next step; a rank that is gone closes its socket
+STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading included
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a process among those that share a model. `port`: of rank 0's store on this machine; None: torchrun says where to meet."""
+
+    index: int
+    size: int
+    port: int | None = None
+
+
+class Group:
+    """The ranks of one model, as one of them sees them. At most one a process."""
+
+    def __init__(self, place: Place, device: str, store: Any = None):
+        """`store`: rank 0's own (`meeting_point`)."""
+        kind = torch.device(device).type
+        if kind not in BACKENDS:
+            raise ConfigurationError(f"device: {device!r} cannot share a model between ranks; use cpu or cuda")
+        if kind == "cpu" and torch.cuda.is_available():
+            raise ConfigurationError("device: with tensor_parallel a machine with GPUs uses them; set device to cuda")
+        if store is None and place.port is not None:
+            store = _store(place.port, place.size, is_master=False)
+        self.index, self.size = place.index, place.size
+        dist.init_process_group(BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP)
+        self._control = dist.new_group(backend="gloo", timeout=IDLE)
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    def agreed(self, value: T) -> T:
+        """Rank 0's value, on every rank. All of them call it at the same point."""
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]  # type: ignore[no-any-return]
+
+    def dismiss(self) -> None:
+        """Rank 0: the others, who wait for the next step, may end."""
+        self.agreed(None)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+def meeting_point(size: int) -> Any:
+    """Where ranks find each other: a store of rank 0 on a port of its own (`port`)."""
+    return _store(0, size, is_master=True)
+
+
+def _store(port: int, size: int, *, is_master: bool) -> Any:
+    store = dist.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
+    return store("127.0.0.1", port, size, is_master=is_master, wait_for_workers=False, timeout=STEP)
+
+
+class LeadingPass:
+    """`own` on rank 0, and with it on all ranks. After any error the ranks may stand at different places: then all is lost."""
+
+    def __init__(self, own: ForwardPass, group: Group):
+        self._own, self._group, self._lost = own, group, False
+
+    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+        return self._led("run", entries, kept)  # type: ignore[no-any-return]
+
+    def move(self, moves: CellMoves) -> None:
+        if len(moves.source):
+            self._led("move", moves)
+
+    def _led(self, name: str, *args: Any) -> Any:
+        if self._lost:
+            raise ModelLost("the ranks of the model have been lost; start this process again")
+        try:
+            self._group.agreed((name, args))
+            return getattr(self._own, name)(*args)
+        except Exception as wrong:
+            self._lost = True
+            line = (str(wrong).strip() or "no message").splitlines()[0]
+            raise ModelLost(f"a rank of the model is gone or out of step: {type(wrong).__name__}: {line}") from wrong
+
+
+@torch.inference_mode()
+def follow(own: ForwardPass, group: Group) -> None:
+    """A rank other than 0: run what rank 0 runs until it says that it is done (or is gone: RuntimeError)."""
+    while True:
+        told: tuple[str, Any] | None = group.agreed(None)
+        if told is None:
+            return
+        name, args = told
+        getattr(own, name)(*args)
+
+
+def check_shape(config: Any, size: int) -> None:
+    """ConfigurationError unless every rank gets as many heads as the others."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if heads % size or kv_heads % size:
+        raise ConfigurationError(
+            f"tensor_parallel: {size} ranks cannot share {heads} heads and {kv_heads} KV heads evenly; use a number that divides both"
+        )
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that ranks share, put together: all ranks call it. Any other as it is."""
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()
+
+
+def part(weight: torch.Tensor) -> torch.Tensor:
+    """What of a weight lies on this rank."""
+    local = getattr(weight, "to_local", None)
+    return weight if local is None else local()

@@ -1,0 +1,69 @@
+"""The target model of a verifier, in this process or shared with others (`--tensor-parallel`, or torchrun)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rootward.engine.loading import load_model
+from rootward.engine.threads import use_threads
+from rootward.ports import LanguageModel
+from rootward.settings import launched_rank
+from verifier_service.settings import VerifierSettings
+
+if TYPE_CHECKING:
+    from rootward.engine.parallel import Group
+    from rootward.engine.ranks import Ranks
+
+Lost = asyncio.Future[None]
+
+
+def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
+    """The model of these settings; with a group every rank calls it."""
+    use_threads(settings.num_threads)
+    return load_model(
+        settings.model,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_slots=settings.max_num_seqs,
+        max_len=settings.max_model_len,
+        kv_cache_tokens=settings.kv_cache_tokens,
+        group=group,
+    )
+
+
+@asynccontextmanager
+async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[LanguageModel, Lost]]:
+    """The model, and a future that is done if a process that holds a part of it is gone."""
+    size, launched = settings.tensor_parallel, launched_rank()
+    if size == 1 and launched is None:
+        yield await asyncio.to_thread(load_target, settings), asyncio.get_running_loop().create_future()
+        return
+    with await asyncio.to_thread(_ranks, settings, launched) as ranks:
+        lost = asyncio.wrap_future(ranks.lost)
+        yield await asyncio.to_thread(load_target, settings, ranks.group), lost
+
+
+def _ranks(settings: VerifierSettings, launched: tuple[int, int] | None) -> Ranks:
+    """As rank 0."""
+    from rootward.engine.parallel import Group, Place
+    from rootward.engine.ranks import Ranks
+
+    if launched is None:
+        return Ranks.start(settings.tensor_parallel, partial(load_target, settings), settings.device)
+    return Ranks(Group(Place(*launched), settings.device))
+
+
+def follow_rank(settings: VerifierSettings) -> bool:
+    """Whether torchrun has started this process as a rank other than 0; its life is over then."""
+    launched = launched_rank()
+    if launched is None or launched[0] == 0:
+        return False
+    from rootward.engine.parallel import Place
+    from rootward.engine.ranks import run_rank
+
+    run_rank(Place(*launched), partial(load_target, settings), settings.device)
+    return True
