@@ -7,11 +7,14 @@ import secrets
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 import structlog
 
+from rootward.discovery.registry import Worker, advertised, open_registry, registered
+from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
-from rootward.ports import Drafter, LanguageModel
+from rootward.ports import Discovery, LanguageModel
 from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
@@ -30,7 +33,10 @@ LARGE = 64  # rows of the largest step that is measured at start
 
 
 def build(
-    model: LanguageModel, drafters: dict[str, Drafter], settings: VerifierSettings, cost: StepCost | None = None
+    model: LanguageModel,
+    sources: Sequence[tuple[str, Discovery]],
+    settings: VerifierSettings,
+    cost: StepCost | None = None,
 ) -> VerifierService:
     """The verifier that these settings describe. cost: what its steps cost, as measured at start."""
     incarnation = secrets.randbits(64)
@@ -48,12 +54,35 @@ def build(
     info = model.info
     return VerifierService(
         model,
-        drafters,
+        {},
         worker=f"verifier-{incarnation:016x}",
         incarnation=incarnation,
         policy=policy,
         grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
         cost=cost,
+        sources=sources,
+        dial=partial(RemoteDrafter, tls=settings.client_tls),
+    )
+
+
+def described(verifier: VerifierService, settings: VerifierSettings, address: str) -> Worker:
+    """What the registry says of it."""
+    info = verifier.model.info
+    return Worker(
+        "verifier",
+        verifier.worker,
+        settings.name,
+        address,
+        verifier.incarnation,
+        info.name,
+        info.fingerprint,
+        info.tokenizer_hash,
+        verifier.max_sessions,
+        verifier.max_sessions - verifier.model.num_free_slots,
+        verifier.model.num_free_blocks,
+        settings.zone,
+        verifier.draining,
+        {pool: demand.counters() for pool, demand in verifier.pool.demand.items()},
     )
 
 
@@ -70,10 +99,10 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         sizes = sorted({1, 1 + settings.num_draft_tokens, LARGE})
         cost = await asyncio.to_thread(measure, model, sizes)
         log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in sizes})
-        drafters: dict[str, Drafter] = {}
-        for address in settings.drafters:
-            drafters[address] = await stack.enter_async_context(RemoteDrafter(address, tls=settings.client_tls))
-        verifier = await stack.enter_async_context(build(model, drafters, settings, cost))
+        registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
+        places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
+        sources = await stack.enter_async_context(places)
+        verifier = await stack.enter_async_context(build(model, sources, settings, cost))
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:
@@ -85,6 +114,9 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         admin.serving(
             ready=lambda: not verifier.draining, live=lambda: verifier.alive, metrics=verifier.metrics.registry
         )
+        if registry is not None:
+            address = advertised(settings.advertise or server.address)
+            await stack.enter_async_context(registered(registry, lambda: described(verifier, settings, address)))
         announce("verifier", server.address)
         assert verifier.ended is not None
         await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=[verifier.ended, lost])

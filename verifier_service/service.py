@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
@@ -16,14 +16,16 @@ import structlog
 
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, Law, SpeculationMode, VerifierRequest
+from rootward.demand import DemandCollector
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
 from rootward.heart import Heart
-from rootward.ports import Drafter, LanguageModel, VerifierInfo
+from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
-from verifier_service.drafters import DrafterPool
+from verifier_service.drafters import Dial, DrafterPool
 from verifier_service.gain import Gain, Gains
+from verifier_service.link import Shape
 from verifier_service.memory import Memory
 from verifier_service.metrics import Metrics
 from verifier_service.places import Places
@@ -49,6 +51,8 @@ class VerifierService:
         runner: Runner | None = None,
         grammars: Grammars | None = None,
         cost: StepCost | None = None,
+        sources: Sequence[tuple[str, Discovery]] = (),
+        dial: Dial | None = None,
     ) -> None:
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
@@ -57,27 +61,26 @@ class VerifierService:
         self.max_sessions = model.num_free_slots
         self.draining = False
         self.heart = Heart()
+        self._wake = asyncio.Event()
         p = self.policy
-        usable = drafters if model.info.supports_trees else {}
+        trees = model.info.supports_trees
         self.pool = DrafterPool(
-            usable,
+            drafters if trees else {},
             self._hello,
-            self._wake_up,
-            atoms=p.law_atoms,
-            node_cap=p.num_draft_tokens,
-            max_depth=p.max_depth,
-            topk=p.topk,
+            self._wake.set,
+            sources=sources if trees else (),
+            dial=dial,
+            shape=Shape(p.law_atoms, p.num_draft_tokens, p.max_depth, p.topk),
         )
-        memory = Memory(model, p.num_draft_tokens)
-        self.places = Places(model, memory)
+        self.places = Places(model, Memory(model, p.num_draft_tokens))
         self.admission = Admission(model.info, p)
         self._live = self.admission.live
         self._running = self.places.running
         self._num_sessions = self._num_compiling = 0
-        self._wake = asyncio.Event()
         self._gains = Gains(cost)
         self.metrics = Metrics()
         self.metrics.watch(self._stats)
+        self.metrics.registry.register(DemandCollector(lambda: self.pool.demand))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
@@ -177,14 +180,14 @@ class VerifierService:
         session.matcher, session.deadline_s = matcher, deadline_s
         self._live[request.request_id] = session
         self.places.wait(session)
-        self._wake_up()
+        self._wake.set()
         try:
             yield session
         finally:
             session.done = True  # the loop frees it between steps
             self.admission.forget(session)
             self.places.forget(session)
-            self._wake_up()
+            self._wake.set()
 
     async def _matcher(self, request: VerifierRequest, deadline_s: float | None) -> TreeMatcher | None:
         """Compiling a form takes time: only for a request that would be let in, and it counts as queued meanwhile."""
@@ -211,7 +214,7 @@ class VerifierService:
         self.admission.fence(request)
         rule, law = choose_rule(request, self.policy.law)
         mode = request.speculation.mode
-        wanted = mode is not SpeculationMode.DISABLED and bool(self.pool.links)
+        wanted = mode is not SpeculationMode.DISABLED and self.pool.possible
         if mode is SpeculationMode.REQUIRED and not self.pool.up:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self._num_sessions += 1
@@ -225,9 +228,6 @@ class VerifierService:
     def _hello(self) -> Hello:
         info = self.model.info
         return Hello(self.worker, self.incarnation, info.tokenizer_hash, info.vocab_size, info.max_positions)
-
-    def _wake_up(self) -> None:
-        self._wake.set()
 
     # -- the engine loop: schedule, run, commit -------------------------------------------------------------------------
 
@@ -295,8 +295,9 @@ class VerifierService:
         for session in self.places.fill(self._abort):
             session.committed_s = time.monotonic()
         for session in self._running.values():
-            if session.required or not session.gain.paused:
+            if session.drafts:
                 self.pool.place(session)
+        self.pool.balance(self._running.values())
 
     def _plan(self) -> Plan:
         """The next step, once those have been preempted that have to be."""
@@ -351,6 +352,7 @@ class VerifierService:
     def _round(self, number: int, cap: int) -> Round:
         session = self._running[number]
         assert session.kv_slot is not None
+        session.launched_s = time.monotonic()
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
         root, length = session.tokens[-1], len(session.tokens)
@@ -365,8 +367,9 @@ class VerifierService:
         missed = wanted and outcome.num_nodes == 0
         self.metrics.committed(len(outcome.tokens), outcome.num_nodes, missed=missed)
         if missed or outcome.num_nodes:
-            self.pool.judge(session, missed=missed)
+            self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
         now_s = time.monotonic()
+        self.pool.round(session, now_s)
         if not session.required:  # those wait whether or not it pays, and would teach the others despair
             tree = bool(outcome.num_nodes)
             cap = session.cap or 0 if tree else 0

@@ -46,6 +46,12 @@ class Draft:
     slot: int
     tree: LivingTree
     at_rest: bool = False
+    heard: bool = False  # something has come
+    drafter: str = ""  # name
+    refused: bool = False  # for good: the drafter's context or vocabulary does not fit
+    opened_s: float = 0.0
+    committed_s: float | None = None  # since when growth under the present root is waited for
+    queued_s: float = 0.0  # how long this round's growth waited for its turn at the drafter
 
 
 @dataclass(slots=True)
@@ -85,7 +91,10 @@ class Session:
     kv_slot: int | None = None
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
+    next_draft: Draft | None = None  # where it moves to, until something has come from there
+    unfit: set[str] = field(default_factory=set)  # drafters that can never take it
     committed_s: float = 0.0  # when the truth last advanced
+    launched_s: float = 0.0  # and when the round after that was launched
     deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
     leaving: bool = False  # hand the request back after the next commit
@@ -141,6 +150,11 @@ class Session:
     def required(self) -> bool:
         """Waits for trees whether or not waiting pays."""
         return self.request.speculation.mode is SpeculationMode.REQUIRED
+
+    @property
+    def drafts(self) -> bool:
+        """Takes drafts now, with or without a drafter."""
+        return self.law is not None and not self.done and (self.required or not self.gain.paused)
 
     @property
     def prefill_left(self) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import NoDecode
 
 from rootward.core.requests import Law
+from rootward.discovery.sources import parse_sources
 from rootward.tls_settings import TlsSettings
 
 
@@ -18,8 +20,18 @@ class VerifierSettings(TlsSettings):
     listen: str = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
     admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     drafters: Annotated[list[str], NoDecode] = Field(
-        default=[], description="addresses of drafters, with commas between; none: plain decoding"
+        default=[],
+        description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "
+        "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: plain decoding",
     )
+    redis_url: str = Field(
+        "", description="redis://host:port/0 of the registry, to be found there and to find drafters (default: neither)"
+    )
+    served_model_name: str = Field(
+        "", description="name under which gateways find it (default: the last part of --model)"
+    )
+    advertise: str = Field("", description="host:port that gateways dial (default: the one it listens on)")
+    zone: str = Field("", description="where it runs, for whoever prefers near peers")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")
@@ -46,4 +58,11 @@ class VerifierSettings(TlsSettings):
     def _split(cls, value: object) -> object:
         if not isinstance(value, list):
             value = [value]
-        return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
+        entries = [entry.strip() for item in value for entry in str(item).split(",") if entry.strip()]
+        parse_sources(entries)
+        return entries
+
+    @property
+    def name(self) -> str:
+        """What gateways ask the registry for."""
+        return self.served_model_name or Path(self.model).name or self.model

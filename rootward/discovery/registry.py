@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -161,6 +162,14 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
         finally:
             pause.cancel()
             asked.cancel()
+
+
+def advertised(address: str) -> str:
+    """What peers dial for a listening address: itself, or this machine's own for one that means all of its addresses."""
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in ("0.0.0.0", "::", ""):
+        return address
+    return f"{socket.gethostbyname(socket.gethostname())}:{port}"
 
 
 class RegistryDiscovery:

@@ -10,10 +10,11 @@ from functools import reduce
 from rootward.core.frames import Hello, HelloAck, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
-from verifier_service.drafters import DrafterPool, Link
-from verifier_service.sessions import Session
+from verifier_service.drafters import DrafterPool
+from verifier_service.link import Link, Shape
+from verifier_service.sessions import Draft, Session
 
-SHAPE = {"atoms": 8, "node_cap": 8, "max_depth": 4, "topk": 2}
+SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
 
 
 def session(number: int = 1, law: Law = Law.SAMPLED, **wish) -> Session:
@@ -38,14 +39,19 @@ def link(name: str = "d") -> Link:
     return Link(name, None, hello, lambda: None)  # type: ignore[arg-type]  # never dialled
 
 
+def opened(link: Link, one: Session) -> Draft:
+    one.draft = link.open(one, SHAPE)
+    return one.draft
+
+
 async def test_commits_of_a_slot_merge_into_one() -> None:
     """I5: however slow the link, it holds at most one commit per slot, and that one covers all of them."""
     one, busy = session(), up(link())
-    busy.open(one, **SHAPE)
+    opened(busy, one)
     busy.flush()
     await busy.outbox.take()
     for token in (3, 4, 0):  # three steps in which the link could not write
-        busy.commit(one, (token,))
+        busy.commit(one.draft, (token,))
         busy.flush()
     assert len(busy.outbox) == 1
     frame = await busy.outbox.take()
@@ -57,9 +63,9 @@ async def test_commits_of_a_slot_merge_into_one() -> None:
 
 async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() -> None:
     one, busy = session(), up(link())
-    busy.open(one, **SHAPE)
+    opened(busy, one)
     busy.flush()
-    busy.commit(one, (3, 4))
+    busy.commit(one.draft, (3, 4))
     busy.flush()
     frame = await busy.outbox.take()
     assert [o.prefix for o in frame.opens] == [(1, 2, 3, 4)]
@@ -69,11 +75,11 @@ async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() 
 
 def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
     one, busy = session(), up(link())
-    busy.open(one, **SHAPE)
-    busy.close(one, "ended")
+    opened(busy, one)
+    busy.close(one.draft, "ended")
     busy.flush()
     assert len(busy.outbox) == 0
-    assert one.draft is None
+    assert one.draft.link is None
 
 
 def test_slots_are_never_reused() -> None:
@@ -81,9 +87,9 @@ def test_slots_are_never_reused() -> None:
     slots = []
     for number in range(3):
         one = session(number)
-        busy.open(one, **SHAPE)
+        opened(busy, one)
         slots.append(one.draft.slot)
-        busy.close(one, "ended")
+        busy.close(one.draft, "ended")
     assert slots == [1, 2, 3]
 
 
@@ -91,7 +97,7 @@ def test_only_coupled_drafting_learns_the_seed() -> None:
     """Under ratio tests a drafter that could compute the coins could bias the text."""
     for law in (Law.COUPLED, Law.SAMPLED, Law.GREEDY):
         busy, one = up(link()), session(law=law)
-        busy.open(one, **SHAPE)
+        opened(busy, one)
         assert next(iter(busy.outbox._opens.values())).seed == (77 if law is Law.COUPLED else one.key.derive(Role.DRAW))
 
 
@@ -105,7 +111,7 @@ def test_ratio_tests_of_two_requests_never_share_coins() -> None:
 
 
 def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
-    pool = DrafterPool({}, hello, lambda: None, **SHAPE)
+    pool = DrafterPool({}, hello, lambda: None, shape=SHAPE)
     pool.links = [up(link("small"), 1), up(link("large"), 3), link("down")]
     names = []
     for number in range(6):
@@ -121,14 +127,14 @@ def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
     busy = up(link())
     for number in range(3):
         one = session(number)
-        busy.open(one, **SHAPE)
+        opened(busy, one)
         busy._offend(one.draft.slot, "nonsense")
     assert busy.room == 0
 
 
 def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
     busy, one = up(link()), session()
-    busy.open(one, **SHAPE)
+    opened(busy, one)
     for _ in range(20):
         busy.judge(missed=True)
     assert busy.room > 0  # slower than patience, but alive
@@ -142,14 +148,14 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
         busy.judge(missed=True)
     assert busy.room == 0
     assert one.draft.link is None
-    busy.avoid_until_s = 0.0
-    assert busy.room > 0
+    busy.breaker.until_s = 0.0
+    assert busy.room == 1  # one session, to see
 
 
 def test_a_lost_link_leaves_its_sessions_to_others() -> None:
     async def run() -> None:
         one, busy = session(), up(link())
-        busy.open(one, **SHAPE)
+        opened(busy, one)
         tree = one.draft.tree
         busy._lost()
         assert one.draft.link is None  # what has arrived is verified once more

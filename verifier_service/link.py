@@ -1,0 +1,289 @@
+"""The stream to one drafter: trees opened on it, growth received, what is known of its load.
+
+A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions
+further growth and nothing else: their drafts become orphans, and what has arrived is verified once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+
+from rootward.backoff import backoff_s, jittered
+from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
+from rootward.core.living_tree import LivingTree, MalformedFrame
+from rootward.core.requests import Law
+from rootward.core.rng import Role
+from rootward.errors import ServiceError
+from rootward.ports import Drafter
+from verifier_service.breaker import Breaker
+from verifier_service.outbox import Outbox
+from verifier_service.placement import DrafterView
+from verifier_service.sessions import Draft, Session
+
+log = structlog.get_logger("verifier.drafters")
+
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # between attempts to reach a drafter
+STEADY_S = (
+    5.0  # a stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second
+)
+REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
+SILENT_S = 1.0  # a drafter that owes an answer and says nothing for so long is not merely slow
+FRESH_S = 1.0  # how long what a drafter said of its load is news
+LONGEST_FULL_S = 30.0  # between two Opens that a full drafter refuses
+MEMORY = 0.2  # weight of the newest latency and gain
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of the trees asked for: K, and the limits a drafter keeps."""
+
+    atoms: int
+    node_cap: int
+    max_depth: int
+    topk: int
+
+
+class Link:
+    """Outbound messages collect in `outbox` and leave as one frame per engine step (`flush`). `name` is the drafter's address."""
+
+    def __init__(self, name: str, drafter: Drafter, hello: Callable[[], Hello], on_growth: Callable[[], None]) -> None:
+        self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
+        self.pool = ""
+        self.ack: HelloAck | None = None  # not None: up
+        self.refusal = ""
+        self.draining = False  # it says so
+        self.leaving = False  # discovery says so
+        self.drafts: dict[int, Draft] = {}  # by slot
+        self.breaker = Breaker()
+        self.asked_s: float | None = None  # since when something it must answer has been waiting for any answer
+        self.latency_s = self.gain = 0.0
+        self.outbox = Outbox()
+        self._load, self._load_s, self._own_then = Load(), 0.0, 0
+        self._full_until_s, self._num_refusals = 0.0, 0
+        self._next_slot = 1
+
+    # -- what is known of it ------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """Sessions it holds, of all verifiers: what it said last, and what this one did since."""
+        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_then)
+
+    @property
+    def room(self) -> int:
+        """Sessions it would take now."""
+        now_s = time.monotonic()
+        if self.ack is None or self.draining or self.leaving or now_s < self._full_until_s:
+            return 0
+        return self.breaker.admits(max(0, self.ack.capacity - self.used), len(self.drafts), now_s)
+
+    def view(self) -> DrafterView:
+        return DrafterView(
+            self.name,
+            self.room,
+            self.ack.capacity if self.ack is not None else 0,
+            self.used,
+            len(self.drafts),
+            self.latency_s,
+            self._load.queue_us / 1e6,
+            self.gain,
+            self.draining or self.leaving,
+            time.monotonic() - self._load_s <= FRESH_S,
+        )
+
+    # -- outbound -----------------------------------------------------------------------------------------------------
+
+    def open(self, session: Session, shape: Shape) -> Draft:
+        """Start a tree for the session on this drafter."""
+        assert self.ack is not None
+        slot, self._next_slot = self._next_slot, self._next_slot + 1
+        eos = () if session.request.stopping.ignore_eos else tuple(session.eos_ids)
+        tree = LivingTree(
+            len(session.tokens),
+            session.hash,
+            vocab_size=min(self.ack.vocab_size, self._hello().vocab_size),
+            node_cap=shape.node_cap,
+            max_atoms=shape.atoms,
+            eos_ids=eos,
+        )
+        draft = self.drafts[slot] = Draft(self, slot, tree, drafter=self.name, opened_s=time.monotonic())
+        self.outbox.open(self._opening(slot, session, shape, eos))
+        return draft
+
+    def _opening(self, slot: int, session: Session, shape: Shape, eos: tuple[int, ...]) -> Open:
+        assert self.ack is not None
+        assert session.law is not None
+        request = session.request
+        return Open(
+            slot,
+            request.request_id,
+            request.epoch,
+            tuple(session.tokens),
+            request.sampling,
+            session.law,
+            # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
+            request.seed if session.law is Law.COUPLED else session.key.derive(Role.DRAW),
+            request.choice,
+            min(shape.atoms, self.ack.max_atoms),
+            shape.node_cap,
+            shape.max_depth,
+            shape.topk,
+            eos,
+        )
+
+    def commit(self, draft: Draft, tokens: Sequence[int]) -> None:
+        """The truth advanced; both replicas re-root."""
+        base = draft.tree.length
+        draft.tree.commit(tokens)
+        draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
+        self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash))
+
+    def close(self, draft: Draft, reason: str) -> None:
+        """Nobody wants this tree any more."""
+        if self.drafts.pop(draft.slot, None) is not None:
+            self.outbox.close(draft.slot, reason)
+        draft.link = None
+
+    def orphan(self, slot: int, reason: str) -> Draft | None:
+        """Nothing more will come for this tree; what has arrived is still verified."""
+        draft = self.drafts.get(slot)
+        if draft is not None:
+            self.close(draft, reason)
+            draft.at_rest = True
+        return draft
+
+    def judge(self, *, missed: bool, tokens: int = 0) -> None:
+        """A session waited for this drafter, in vain or not; with its tree the round gave so many tokens."""
+        if not missed:
+            self.breaker.served()
+            if tokens:
+                self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
+            return
+        now_s = time.monotonic()
+        silent = self.asked_s is not None and now_s - self.asked_s > SILENT_S
+        if self.breaker.missed(now_s, silent=silent):
+            self._leave_alone("late")
+
+    def _leave_alone(self, reason: str) -> None:
+        log.warning("drafter_left_alone", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
+        for slot in list(self.drafts):
+            self.orphan(slot, reason)
+
+    def flush(self) -> None:
+        """Send what has collected, as one frame."""
+        if self.ack is not None and self.outbox.flush() and self.asked_s is None:
+            self.asked_s = time.monotonic()
+
+    # -- inbound ------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep a stream to the drafter; reconnect for ever."""
+        attempt = 0
+        while True:
+            start_s = time.monotonic()
+            try:
+                async with aclosing(self._drafter.session(self._outbound())) as frames:
+                    async for frame in frames:
+                        self._receive(frame)
+            except ServiceError as error:
+                log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
+            except Exception:  # whatever a drafter makes us stumble over, the verifier goes on without it
+                log.exception("drafter_link_failed", drafter=self.name)
+            finally:
+                self._lost()
+            attempt = 0 if time.monotonic() - start_s > STEADY_S else attempt
+            retry_s = backoff_s(attempt, FIRST_RETRY_S, LONGEST_RETRY_S, self.name, self._hello().incarnation)
+            await asyncio.sleep(REFUSED_S if self.refusal else retry_s)
+            attempt += 1
+
+    async def _outbound(self) -> AsyncGenerator[ToDrafter, None]:
+        yield ToDrafter(hello=self._hello())
+        while True:
+            yield await self.outbox.take()
+
+    def _receive(self, frame: FromDrafter) -> None:
+        if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
+            self.asked_s = None
+        if frame.ack is not None:
+            self._greet(frame.ack)
+        if frame.load is not None:
+            self._load, self._load_s, self._own_then = frame.load, time.monotonic(), len(self.drafts)
+            self.draining = self.draining or frame.load.draining
+        for need in frame.need_syncs:
+            self.orphan(need.slot, "lost step")
+        for reject in frame.rejects:
+            self._rejected(reject)
+        for grow in frame.grows:
+            self._grow(grow)
+        self._on_growth()
+
+    def _greet(self, ack: HelloAck) -> None:
+        self.refusal = ack.refusal
+        if ack.refusal:
+            log.error("pairing_refused", drafter=self.name, reason=ack.refusal)
+            return
+        self.ack, self.draining, self._full_until_s, self._num_refusals = ack, False, 0.0, 0
+        log.info("drafter_up", drafter=self.name, incarnation=ack.incarnation)
+
+    def _rejected(self, reject: Reject) -> None:
+        """For now: others were refused as well, and must not all come back at once. For good: context or vocabulary do not fit."""
+        draft = self.orphan(reject.slot, reject.reason)
+        if not reject.retry_after_ms:
+            if draft is not None:
+                draft.refused = True
+            return
+        rest_s = min(reject.retry_after_ms / 1e3 * 2.0 ** min(self._num_refusals, 16), LONGEST_FULL_S)
+        who = self.name, self._hello().incarnation, self._next_slot
+        until_s = time.monotonic() + rest_s + jittered(rest_s, *who) / 2
+        if time.monotonic() >= self._full_until_s:  # several of one frame count once
+            self._num_refusals += 1
+        self._full_until_s = max(self._full_until_s, until_s)
+
+    def _grow(self, grow: Grow) -> None:
+        draft = self.drafts.get(grow.slot)
+        if draft is None:
+            return  # closed meanwhile
+        try:
+            received = draft.tree.receive(grow)
+        except MalformedFrame as error:
+            self._offend(grow.slot, str(error))
+            return
+        if draft.tree.broken:
+            self.orphan(grow.slot, received.reason)
+            return
+        self.breaker.grew()
+        current = grow.base_len == draft.tree.length
+        if current and draft.committed_s is not None:
+            self._time(draft, grow.queue_us / 1e6)
+        draft.heard = True
+        draft.at_rest = grow.at_rest and current
+
+    def _time(self, draft: Draft, queued_s: float) -> None:
+        """The first growth since a commit."""
+        assert draft.committed_s is not None
+        latency_s = time.monotonic() - draft.committed_s
+        self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
+        self._num_refusals = 0
+        draft.committed_s, draft.queued_s = None, queued_s
+
+    def _offend(self, slot: int, why: str) -> None:
+        """Quarantine the slot; repeated offences quarantine the drafter."""
+        log.warning("malformed_frame", drafter=self.name, error=why)
+        self.orphan(slot, "malformed")
+        if self.breaker.offended(time.monotonic()):
+            self._leave_alone("quarantine")
+
+    def _lost(self) -> None:
+        if self.ack is not None:
+            log.warning("drafter_down", drafter=self.name, sessions=len(self.drafts))
+        self.ack, self.asked_s, self._load, self._own_then = None, None, Load(), 0
+        for slot in list(self.drafts):
+            self.orphan(slot, "stream lost")
+        self.outbox.clear()
+        self._on_growth()
