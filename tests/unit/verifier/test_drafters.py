@@ -7,7 +7,9 @@ import time
 from collections.abc import Iterable
 from functools import reduce
 
-from rootward.core.frames import Hello, HelloAck, extend_hash
+import numpy as np
+
+from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from verifier_service.drafters import DrafterPool
@@ -164,3 +166,111 @@ def test_a_lost_link_leaves_its_sessions_to_others() -> None:
         assert busy.room == 0
 
     asyncio.run(run())
+
+
+def pool_of(*links: Link) -> DrafterPool:
+    pool = DrafterPool({}, hello, lambda: None, shape=SHAPE)
+    pool.links = list(links)
+    return pool
+
+
+def heard_load(link: Link, sessions: int, capacity: int = 4, *, draining: bool = False) -> None:
+    link._receive(FromDrafter(load=Load(sessions, capacity, 0, 2, draining)))
+
+
+def grown(link: Link, draft: Draft, token: int = 1) -> None:
+    """The drafter draws one child of the root."""
+    column = np.array([0]), np.array([token]), np.array([False])
+    link._receive(
+        FromDrafter(grows=(Grow(draft.slot, draft.tree.length, draft.tree.hash, draft.tree.next_id, *column),))
+    )
+
+
+def moving() -> tuple[DrafterPool, Link, Link, Session]:
+    """A session that moves off a drafter that drains."""
+    old, new, one = up(link("old")), up(link("new")), session(law=Law.TOP_K)
+    pool = pool_of(old)
+    pool.place(one)
+    pool.links.append(new)
+    grown(old, one.draft)
+    heard_load(old, 1, draining=True)
+    heard_load(new, 0)
+    pool.balance([one])
+    return pool, old, new, one
+
+
+def test_a_move_makes_before_it_breaks() -> None:
+    pool, old, new, one = moving()
+    first, coming = one.draft, one.next_draft
+    assert (first.drafter, coming.drafter) == ("old", "new")
+    pool.commit(one, (1,))
+    assert (one.draft, one.next_draft) == (first, coming)  # nothing was heard from there: both follow
+    assert first.tree.hash == coming.tree.hash
+    grown(new, coming)
+    assert one.draft is first  # a tree that waits for its round is not replaced in it
+    pool.commit(one, (2,))
+    assert (one.draft, one.next_draft, one.drafter_name) == (coming, None, "new")
+    assert first.link is None
+    assert not old.drafts
+    assert list(new.drafts) == [coming.slot]
+
+
+def test_a_move_whose_target_dies_is_forgotten_and_one_whose_source_dies_is_done() -> None:
+    pool, old, new, one = moving()
+    first = one.draft
+    new._lost()
+    pool.commit(one, (1,))
+    assert (one.draft, one.next_draft) == (first, None)
+    pool, old, new, one = moving()
+    coming = one.next_draft
+    old._lost()
+    assert one.draft.at_rest  # an orphan: what has arrived is verified once more
+    pool.commit(one, (1,))
+    assert (one.draft, one.next_draft) == (coming, None)
+
+
+def test_a_session_that_ends_while_it_moves_leaves_neither_tree() -> None:
+    pool, old, new, one = moving()
+    pool.close(one, "ended")
+    assert not old.drafts
+    assert not new.drafts
+    assert one.draft is one.next_draft is None
+
+
+def test_a_full_drafter_is_not_asked_by_all_at_once() -> None:
+    """Each verifier stays away for its own time, at least what was asked for, and longer each time it is refused again."""
+    until = []
+    for incarnation in range(8):
+        one, busy = session(), up(Link("d", None, lambda i=incarnation: Hello("v", i, "", 5, 64), lambda: None))
+        now_s = time.monotonic()
+        for _ in range(2):
+            draft = opened(busy, one)
+            busy._receive(FromDrafter(rejects=(Reject(draft.slot, "capacity", 1000),)))
+            assert busy.room == 0
+            until.append(busy._full_until_s - now_s)
+            busy._full_until_s = 0.0
+    first, second = until[::2], until[1::2]
+    assert all(1.25 <= seconds < 2 for seconds in first)
+    assert all(2.5 <= seconds < 4 for seconds in second)
+    assert len({round(seconds, 3) for seconds in first}) == 8
+
+
+def test_a_drafter_that_can_never_take_a_session_is_not_asked_again_and_others_are() -> None:
+    short, long, one = up(link("short")), up(link("long"), 3), session()
+    pool = pool_of(short, long)
+    pool.place(one)
+    assert one.draft.drafter == "short"
+    short._receive(FromDrafter(rejects=(Reject(one.draft.slot, "context"),)))
+    pool.commit(one, (1,))
+    assert (one.draft, one.unfit) == (None, {"short"})
+    pool.place(one)
+    assert one.draft.drafter == "long"
+
+
+def test_room_counts_the_sessions_of_other_verifiers() -> None:
+    busy = up(link(), 4)
+    opened(busy, session(1))
+    heard_load(busy, 3)  # two of them are not ours
+    assert (busy.used, busy.room) == (3, 1)
+    opened(busy, session(2))
+    assert (busy.used, busy.room) == (4, 0)

@@ -1,0 +1,107 @@
+"""Who goes where, and who moves: plain values in and out."""
+
+from __future__ import annotations
+
+import pytest
+
+from verifier_service.placement import DrafterView, Move, moves, place
+
+
+def view(
+    name: str, used: int = 0, capacity: int = 16, *, own: int | None = None, room: int | None = None, **more
+) -> DrafterView:
+    free = capacity - used if room is None else room
+    return DrafterView(name, free, capacity, used, used if own is None else own, **more)
+
+
+@pytest.mark.parametrize(
+    ("views", "best"),
+    [
+        ([], None),
+        ([view("full", 16), view("down", room=0)], None),
+        ([view("a", 3), view("b", 2)], "b"),
+        ([view("small", 0, 2), view("large", 8, 64)], "small"),  # by share: the small one is empty
+        ([view("far", latency_s=0.04), view("near", latency_s=0.01)], "near"),
+        ([view("far", latency_s=0.04), view("near", 15, latency_s=0.01)], "far"),
+        ([view("poor", gain=1.5), view("good", gain=3.0)], "good"),
+        ([view("poor", gain=1.5), view("good", 14, gain=3.0)], "poor"),
+        ([view("known", 4, gain=2.0, latency_s=0.01), view("new")], "new"),  # what is not known is tried
+        ([view("new", 4), view("known", gain=2.0, latency_s=0.01)], "known"),
+    ],
+)
+def test_the_best_has_room_gives_much_and_answers_soon(views, best) -> None:
+    assert place(views) == best
+
+
+def test_whoever_cannot_take_a_session_is_not_asked_again() -> None:
+    assert place([view("a"), view("b", 9)], unfit={"a"}) == "b"
+    assert place([view("a")], unfit={"a"}) is None
+
+
+def after(views: list[DrafterView], steps: list[Move]) -> dict[str, int]:
+    held = {v.name: v.used for v in views}
+    for step in steps:
+        held[step.source] -= 1
+        held[step.target] += 1
+    return held
+
+
+def test_a_new_drafter_is_filled_until_they_are_alike_and_then_nothing_moves() -> None:
+    views = [view("old", 16), view("new", 0)]
+    held = after(views, moves(views, most=100, most_urgent=0))
+    assert held == {"old": 9, "new": 7}  # 9 is no more than 1.25 times 7 and one
+    assert moves([view("old", held["old"]), view("new", held["new"])], most=100, most_urgent=0) == []
+
+
+def test_a_tick_moves_few() -> None:
+    assert moves([view("old", 16), view("new")], most=2, most_urgent=8) == [Move("old", "new")] * 2
+
+
+@pytest.mark.parametrize(
+    "views",
+    [
+        [view("old", 7), view("new")],  # half of its capacity is free: moving gains nothing
+        [view("old", 16), view("new", room=0)],
+        [view("old", 16), view("new", fresh=False)],
+        [view("old", 16, fresh=False), view("new")],
+        [view("old", 16, own=0), view("new")],  # not ours to move
+        [view("old", 4, 8), view("new", 8, 16)],  # the same share
+    ],
+)
+def test_what_does_not_move(views) -> None:
+    assert moves(views, most=100, most_urgent=100) == []
+
+
+def test_one_that_queues_is_left_however_little_it_holds() -> None:
+    assert moves([view("old", 7, queue_s=0.5), view("new")], most=1, most_urgent=0) == [Move("old", "new")]
+
+
+def test_a_drafter_that_leaves_is_emptied_first_onto_whoever_has_room() -> None:
+    views = [view("leaving", 5, leaving=True), view("a", 14), view("b", 15)]
+    steps = moves(views, most=2, most_urgent=8)
+    assert [step.source for step in steps] == ["leaving"] * 3
+    assert all(step.urgent for step in steps)
+    assert after(views, steps) == {"leaving": 2, "a": 16, "b": 16}
+
+
+def test_who_leaves_gets_nothing() -> None:
+    assert moves([view("a", 5, leaving=True), view("b", 3, room=0, leaving=True)], most=2, most_urgent=8) == []
+
+
+def test_three_verifiers_that_see_the_same_do_not_swing() -> None:
+    """Each moves its own by the same loads, then all hear the new ones: it settles and stays."""
+    held = {"old": [6, 5, 5], "new": [0, 0, 0]}
+    seen = set()
+    for _ in range(40):
+        used = {name: sum(own) for name, own in held.items()}
+        plans = [moves([view(n, used[n], own=held[n][i]) for n in held], most=2, most_urgent=0) for i in range(3)]
+        for i, plan in enumerate(plans):
+            for step in plan:
+                held[step.source][i] -= 1
+                held[step.target][i] += 1
+        if not any(plans):
+            break
+        seen.add(tuple(sum(own) for own in held.values()))
+    else:
+        raise AssertionError(f"never settled: {seen}")
+    assert abs(sum(held["old"]) - sum(held["new"])) <= 4
