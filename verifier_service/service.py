@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 import structlog
 
 from rootward.core.frames import Hello
-from rootward.core.requests import Committed, Law, SpeculationMode, VerifierRequest
+from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.demand import DemandCollector
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
@@ -24,7 +24,7 @@ from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import Dial, DrafterPool
-from verifier_service.gain import Gain, Gains
+from verifier_service.gain import Gains
 from verifier_service.link import Shape
 from verifier_service.memory import Memory
 from verifier_service.metrics import Metrics
@@ -63,12 +63,11 @@ class VerifierService:
         self.heart = Heart()
         self._wake = asyncio.Event()
         p = self.policy
-        trees = model.info.supports_trees
         self.pool = DrafterPool(
-            drafters if trees else {},
+            drafters if model.info.supports_trees else {},
             self._hello,
             self._wake.set,
-            sources=sources if trees else (),
+            sources=sources if model.info.supports_trees else (),
             dial=dial,
             shape=Shape(p.law_atoms, p.num_draft_tokens, p.max_depth, p.topk),
         )
@@ -219,7 +218,8 @@ class VerifierService:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=self._gain(request, law))
+        gain = self._gains.of((law, round(10 * request.sampling.temperature), request.structure is not None))
+        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=gain)
 
     @staticmethod
     def _deadline(request: VerifierRequest) -> float | None:
@@ -394,9 +394,6 @@ class VerifierService:
         session.out.put_nowait(committed)
         if session.leaving and not session.done:
             session.hand_back("verifier is draining")
-
-    def _gain(self, request: VerifierRequest, law: Law) -> Gain:
-        return self._gains.of((law, round(10 * request.sampling.temperature), request.structure is not None))
 
     def _abort(self, session: Session, error: Exception) -> None:
         """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
