@@ -10,9 +10,9 @@ from contextlib import AsyncExitStack
 from gateway.access import Access
 from gateway.http_api import build_app
 from gateway.keys import Keys
+from gateway.redis_store import open_store
 from gateway.service import ABORT_S, GatewayService
 from gateway.servicer import register
-from gateway.sessions import open_store
 from gateway.settings import GatewaySettings
 from gateway.text import load_tokenizer
 from gateway.upstreams import Upstreams

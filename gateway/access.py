@@ -6,6 +6,7 @@ without keys.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextvars import ContextVar
 
 from starlette.datastructures import Headers
@@ -28,6 +29,12 @@ OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 def caller() -> Caller | None:
     """Who makes the call that this task serves."""
     return _CALLER.get()
+
+
+def tenant(headers: Mapping[str, str]) -> str:
+    """On whose account this call is: that of its key; without keys what its headers say."""
+    known = caller()
+    return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
 
 
 def rpc_scope(method: str) -> Scope:

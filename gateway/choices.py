@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from gateway.requests import Delta, Ending, GenerateRequest, Usage
-from rootward.errors import InvalidRequest
+from rootward.errors import InvalidRequest, UnsupportedParameter
 
 MAX_OUTPUTS = 128  # prompts x choices of one request
 MARK = "#"  # between a request's id and the number of one of its further outputs
@@ -28,6 +28,9 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
         raise InvalidRequest("n", request.n, f"is outside [1, {MAX_OUTPUTS}]")
     if len(given) * request.n > MAX_OUTPUTS:
         raise InvalidRequest("prompt", len(given), f"prompts with {request.n} choices each are more than {MAX_OUTPUTS}")
+    if request.resume is not None and len(given) * request.n > 1:
+        fix = "outputs of one request are not resumed; send a new one"
+        raise UnsupportedParameter("resume_offset", len(given) * request.n, fix)
     name = request.request_id or uuid.uuid4().hex
     made = []
     for index in range(len(given) * request.n):

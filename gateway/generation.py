@@ -13,6 +13,8 @@ from gateway.cutoff import Aborted, Cutoff
 from gateway.ledger import Entry, Ledger
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending, Seen, Timing, Usage
+from gateway.resuming import StreamInterrupted, finish_to_field
+from gateway.sessions import Run
 from gateway.stops import Output, Span
 from gateway.tally import derived, joined
 from gateway.upstreams import Upstream, Upstreams
@@ -32,14 +34,11 @@ log = structlog.get_logger()
 MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
 
 
-class StreamInterrupted(Unavailable):
-    """The verifier was lost after tokens had been sent, and nobody could continue."""
-
-    reason = "STREAM_INTERRUPTED"
-
-
 class Generation:
-    """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock."""
+    """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock.
+
+    An entry that has tokens already is one that is resumed: they come first, and `ended` says how it ended if it has.
+    """
 
     def __init__(
         self,
@@ -52,12 +51,14 @@ class Generation:
         ledger: Ledger,
         arrived: float,
         affinity: str = "",
+        ended: Finish | None = None,
         on_redispatch: Callable[[], None] = lambda: None,
         redispatch_wait_s: float = 10.0,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
         self._upstreams, self._ledger = upstreams, ledger
         self._affinity, self._on_redispatch = affinity, on_redispatch
+        self._ended = ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
         self._arrived, self._started = arrived, self._now()
@@ -71,6 +72,11 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Closing it cancels the verifier's stream. The last delta has an ending."""
+        if self._entry.tokens or self._ended:
+            delta = self._resumed()
+            yield delta
+            if delta.ending:
+                return
         while (reason := self._over()) is None:
             try:
                 upstream = await self._cutoff.wait(self._choose(), "dispatch")
@@ -109,6 +115,7 @@ class Generation:
             raise self._interrupted(f"no verifier is ready ({reason})")
         if request.session_id and choice.name != self._affinity:
             self._ledger.remember(request.session_id, {"verifier": choice.name})
+        self._ledger.note(self._entry, verifier=choice.name)
         return self._upstreams.get(choice.name)
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
@@ -140,27 +147,37 @@ class Generation:
             return self._delta([])
         if run.offset > known:
             raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
-        tokens, flags = list(run.tokens[known - run.offset :]), list(run.accepted[known - run.offset :])
-        logprobs = self._logprobs(run)[known - run.offset :]
-        self._note(tokens, flags)
+        new = Run(run.tokens, run.accepted, self._logprobs(run)).since(known - run.offset)
+        self._note(new)
+        rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
+        return self._shown(new, run.finish, rounds)
+
+    def _resumed(self) -> Delta:
+        """What was committed before this gateway took over. The whole of it, whatever the client has received."""
+        self._first_at = self._now()
+        self._flags += self._entry.accepted
+        return self._shown(self._entry.output(), self._ended)
+
+    def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Seen, ...] = ()) -> Delta:
+        """Text and tokens that may leave now."""
+        tokens, flags, logprobs = list(run.tokens), list(run.accepted), list(run.logprobs)
         if tokens and tokens[-1] in self._plan.stop_ids:
             self._hidden = Span(tokens.pop(), "", flags.pop(), logprobs.pop() if logprobs else None)
         spans = self._output.push(tokens, flags, logprobs)
-        rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
-        if run.finish is None and self._output.stop is None:
+        if finish is None and self._output.stop is None:
             return self._delta(spans, rounds=rounds)
-        return self._last(run.finish, spans, rounds)
+        return self._last(finish, spans, rounds)
 
-    def _logprobs(self, run: Committed) -> list[TokenLogprob]:
+    def _logprobs(self, run: Committed) -> tuple[TokenLogprob, ...]:
         """One per token where the client asked for them."""
         if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
             raise Unavailable(f"the verifier sent {len(run.logprobs)} logprobs for {len(run.tokens)} tokens")
-        return list(run.logprobs)
+        return run.logprobs
 
-    def _note(self, tokens: list[int], flags: list[bool]) -> None:
-        if tokens:
-            self._ledger.extend(self._entry, tokens)
-            self._flags += flags
+    def _note(self, run: Run) -> None:
+        if run:
+            self._ledger.extend(self._entry, run)
+            self._flags += run.accepted
             self._first_at = self._first_at or self._now()
             self._fruitless = 0
 
@@ -188,6 +205,7 @@ class Generation:
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )
+        self._ledger.note(self._entry, finish=finish_to_field(Finish(ending.reason, None, ending.stats)))
         return self._delta(spans, ending, rounds)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:

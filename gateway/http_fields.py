@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from gateway.access import tenant
 from gateway.http_speculation import speculation
 from gateway.http_structure import structure
 from gateway.http_values import boolean, integer, number, one, short, string, strings, token_ids, token_numbers
+from gateway.requests import Resume
 from rootward.core.requests import Sampling
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
@@ -76,6 +78,8 @@ def shared(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
         "bad_words": one(body, "bad_words", strings, NO_TEXTS),
         "trees": one(body, "return_trees", boolean, False),
         "priority": one(body, "priority", integer, 0),
+        "tenant": tenant(headers),
+        "resume": _resume(headers.get("last-event-id")),
         "truncate_prompt": one(body, "truncate_prompt_tokens", integer, None),
         "add_special_tokens": one(body, "add_special_tokens", boolean, None),
     }
@@ -107,6 +111,15 @@ def stream_interval(body: Body) -> int:
     if not 0 <= value <= 1024:
         raise InvalidRequest("stream_interval", value, "is outside [0, 1024]; 0 sends tokens as they become final")
     return value
+
+
+def _resume(header: str | None) -> Resume | None:
+    """Ids of events are output positions, so the last one that a client saw is where it goes on."""
+    if header is None:
+        return None
+    if not header.isdecimal() or len(header) > MAX_DIGITS:
+        raise InvalidRequest("last-event-id", header[:16], "is no id of an event of this server")
+    return Resume(int(header))
 
 
 def _sampling(body: Body) -> Sampling:

@@ -1,25 +1,29 @@
 """The record of running requests: lease, epoch and committed tokens, written to the session store off the hot path.
 
-A generation only marks what is to be written; one loop writes it, several tokens at a time. When the store does not answer,
-running requests go on and are written when it answers again. Rules of epochs: architecture in `protocol.md` 3 and 4.
+A generation only marks what is to be written; one loop writes it, all requests together and several tokens at a time. When the store does
+not answer, running requests go on and are written when it answers again. Rules of epochs: `redis_schema.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
-from gateway.sessions import KEPT_AFTER_RELEASE_S, Store, StoreUnavailable
-from rootward.errors import StaleEpoch, Unavailable
+from gateway.sessions import KEPT_AFTER_END_S, Record, Run, Store, StoreUnavailable, Write, stale
+from rootward.core.requests import TokenLogprob
+from rootward.errors import Unavailable
 from rootward.ports import Lease
 
 log = structlog.get_logger()
 
 SESSION_TTL_S = 3600.0
+DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
+WRITING_SHARE = 0.1  # of the time at most
+LONGEST_PAUSE_S = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -29,15 +33,21 @@ class Entry:
     lease: Lease
     held_until: float  # when the store lets others take the lease, unless renewed
     tokens: list[int] = field(default_factory=list)  # committed so far
+    accepted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
     recorded: int = 0  # of these, in the store's log
+    fields: dict[str, str] = field(default_factory=dict)  # of the record, beside what every write sets
+    due: set[str] = field(default_factory=set)  # of these, not yet in the store
     lost: bool = False
     ended: str = ""  # final state, once over
     ended_at: float = 0.0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # a write must not see the epoch change halfway
 
     @property
     def epoch(self) -> int:
         return self.lease.epoch
+
+    def output(self, begin: int = 0) -> Run:
+        return Run(tuple(self.tokens[begin:]), tuple(self.accepted[begin:]), tuple(self.logprobs[begin:]))
 
 
 class Ledger:
@@ -49,64 +59,79 @@ class Ledger:
         self._entries: set[Entry] = set()
         self._sessions: dict[str, dict[str, str]] = {}
         self._dirty = asyncio.Event()
+        self._writing = asyncio.Lock()
         self._down = False
 
-    async def begin(self, request_id: str) -> Entry:
-        """Take the lease of a request. DuplicateRequest when it is running somewhere.
+    async def begin(self, request_id: str, about: Mapping[str, str] | None = None) -> Entry:
+        """Take the lease of a new run; `about` goes into its record. DuplicateRequest when it is running somewhere.
 
         While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch
         refuses it, and the lease is taken in the store as soon as that answers.
         """
-        holder = uuid.uuid4().hex  # one per run: a second run of the same id on this gateway is a duplicate, too
-        asked = self._now()
+        holder, asked, about = _holder(), self._now(), dict(about or {})
         try:
-            if self._down:
-                raise StoreUnavailable("the session store did not answer lately")
-            lease = await self._store.acquire(request_id, holder, self._lease_s)
-            if lease.epoch > 1:
-                await self._store.restart(lease)
+            self._must_be_up()
+            lease = await self._store.begin(request_id, holder, self._lease_s, about)
         except StoreUnavailable:
             self._mark_down()
-            lease = Lease(request_id, 1, holder)
-        entry = Entry(lease, held_until=asked + self._lease_s)
-        self._entries.add(entry)
-        self._dirty.set()
-        return entry
+            entry = Entry(Lease(request_id, 1, holder), asked + self._lease_s, fields=about, due=set(about))
+            return self._entered(entry)
+        return self._entered(Entry(lease, asked + self._lease_s, fields=about))
 
-    def extend(self, entry: Entry, tokens: Sequence[int]) -> None:
+    async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
+        """Go on with a run, whoever drives it now. No entry: it is unknown (empty record) or finished.
+
+        DuplicateRequest when the id stands for another request. Unavailable while the store does not answer: nobody may then take what
+        another gateway may be driving."""
+        asked = self._now()
+        try:
+            self._must_be_up()
+            lease, record = await self._store.take_over(request_id, _holder(), self._lease_s, digest)
+        except StoreUnavailable:
+            self._mark_down()
+            message = f"request {request_id!r} cannot be resumed while the session store is gone"
+            raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
+        if lease is None:
+            return None, record
+        known = record.output
+        entry = Entry(lease, asked + self._lease_s, recorded=len(known), fields=dict(record.fields))
+        self.extend(entry, known)
+        return self._entered(entry), record
+
+    def extend(self, entry: Entry, run: Run) -> None:
         """These tokens became final. StaleEpoch when another gateway has taken over."""
         if entry.lost:
-            raise StaleEpoch(f"request {entry.lease.request_id!r} is driven by another gateway now")
-        entry.tokens.extend(tokens)
+            raise stale(entry.lease.request_id)
+        entry.tokens += run.tokens
+        entry.accepted += run.accepted
+        entry.logprobs += run.logprobs
+        self._dirty.set()
+
+    def note(self, entry: Entry, **fields: str) -> None:
+        """Keep fields in the record of a request."""
+        entry.fields |= fields
+        entry.due |= set(fields)
         self._dirty.set()
 
     async def next_epoch(self, entry: Entry) -> None:
-        """Before a new attempt: what the lost one still sends is older than this epoch.
+        """Before a new attempt: what the lost one still sends is older than this epoch. StaleEpoch when another gateway took over.
 
         Without the store only the holder of a lease that has not run out may count on by itself.
         """
-        async with entry.lock:
-            try:
-                entry.lease = await self._granted(entry)
-            except StoreUnavailable:
-                self._mark_down()
-                if self._now() >= entry.held_until:
-                    message = "the session store is gone and the lease of this request has run out"
-                    raise Unavailable(message, retry_after_s=1.0) from None
-                entry.lease = _following(entry.lease)
+        asked = self._now()
+        try:
+            entry.lease = await self._store.next_epoch(entry.lease, self._lease_s)
+            entry.held_until = asked + self._lease_s
+        except StoreUnavailable:
+            self._mark_down()
+            if self._now() >= entry.held_until:
+                message = "the session store is gone and the lease of this request has run out"
+                raise Unavailable(message, retry_after_s=1.0) from None
+            entry.lease = Lease(entry.lease.request_id, entry.lease.epoch + 1, entry.lease.holder)
         self._dirty.set()
 
-    async def _granted(self, entry: Entry) -> Lease:
-        asked = self._now()
-        lease = await self._store.acquire(entry.lease.request_id, entry.lease.holder, self._lease_s)
-        if lease.epoch <= entry.epoch:  # a store that restarted empty counts from 1 again
-            lease = _following(entry.lease)
-            await self._store.renew(lease, self._lease_s)
-        entry.held_until = asked + self._lease_s
-        return lease
-
     def end(self, entry: Entry, state: str) -> None:
-        """The request is over: finished, aborted or failed."""
+        """The request is over: finished or interrupted."""
         entry.ended, entry.ended_at = state, self._now()
         self._dirty.set()
 
@@ -119,9 +144,8 @@ class Ledger:
         """What is kept of a conversation; nothing when the store does not answer (it is only a hint)."""
         if session_id in self._sessions:
             return self._sessions[session_id]
-        if self._down:
-            return {}
         try:
+            self._must_be_up()
             return await self._store.get_session(session_id)
         except StoreUnavailable:
             self._mark_down()
@@ -132,66 +156,96 @@ class Ledger:
         while True:
             timeout = self._lease_s / 3 if self._entries else None
             try:
-                async with asyncio.timeout(1.0 if self._down else timeout):
+                async with asyncio.timeout(DOWN_PAUSE_S if self._down else timeout):
                     await self._dirty.wait()
             except TimeoutError:
                 pass
-            await asyncio.sleep(1.0 if self._down else self._flush_s)  # several runs of tokens become one write
+            began = self._now()
             await self.flush()
+            pause_s = max(self._flush_s, (self._now() - began) * (1 / WRITING_SHARE - 1))
+            await asyncio.sleep(DOWN_PAUSE_S if self._down else min(pause_s, LONGEST_PAUSE_S, self._lease_s / 6))
 
     async def flush(self) -> None:
         """Write everything that is due, or note that the store does not answer."""
-        self._dirty.clear()
-        try:
-            for entry in list(self._entries):
-                async with entry.lock:
-                    await self._write(entry)
-            while self._sessions:
-                session_id, fields = self._sessions.popitem()
-                await self._store.put_session(session_id, fields, SESSION_TTL_S)
-        except StoreUnavailable:
-            self._mark_down()
-            too_old = self._now() - KEPT_AFTER_RELEASE_S
-            self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
-        else:
-            if self._down:
-                log.info("session_store_back")
-            self._down = False
+        async with self._writing:
+            self._dirty.clear()
+            try:
+                if self._down:
+                    await self._store.record("")  # there may be nothing to write that would show whether it is back
+                await self._write([entry for entry in self._entries if self._is_due(entry)])
+                while self._sessions:
+                    session_id, fields = next(iter(self._sessions.items()))
+                    await self._store.put_session(session_id, fields, SESSION_TTL_S)
+                    if self._sessions.get(session_id) is fields:
+                        del self._sessions[session_id]
+            except StoreUnavailable:
+                self._mark_down()
+                too_old = self._now() - KEPT_AFTER_END_S
+                self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
+            else:
+                if self._down:
+                    log.info("session_store_back")
+                self._down = False
 
-    async def _write(self, entry: Entry) -> None:
-        if not entry.lost and self._now() > entry.held_until - self._lease_s * 2 / 3:
-            await self._renew(entry)
-        if not entry.lost and len(entry.tokens) > entry.recorded:
-            await self._append(entry)
-        if entry.ended and (entry.lost or entry.recorded == len(entry.tokens)):
-            await self._store.release(entry.lease, entry.ended)
-            self._entries.discard(entry)
+    def _is_due(self, entry: Entry) -> bool:
+        late = self._now() > entry.held_until - self._lease_s * 2 / 3
+        return bool(late or entry.ended or entry.due or len(entry.tokens) > entry.recorded)
 
-    async def _renew(self, entry: Entry) -> None:
-        asked = self._now()
-        entry.lost = not await self._store.renew(entry.lease, self._lease_s)
-        entry.held_until = asked + self._lease_s
-
-    async def _append(self, entry: Entry) -> None:
-        count = len(entry.tokens)
-        if await self._store.append(entry.lease, entry.recorded, entry.tokens[entry.recorded : count]):
-            entry.recorded = count
+    async def _write(self, entries: Sequence[Entry]) -> None:
+        """Renew, append and end, in one call for all."""
+        self._entries -= {entry for entry in entries if entry.lost and entry.ended}
+        held = [entry for entry in entries if not entry.lost]
+        if not held:
             return
-        # Lost lease, lost log, or an append whose answer was lost: ask, then go on from what the store has.
-        await self._renew(entry)
-        stored = await self._store.committed(entry.lease.request_id)
-        if not entry.lost and tuple(entry.tokens[: len(stored)]) == stored:
-            entry.recorded = len(stored)
-        elif not entry.lost:
+        asked = self._now()
+        writes = [self._due(entry) for entry in held]
+        for entry, write, length in zip(held, writes, await self._store.write(writes, self._lease_s), strict=True):
+            if entry.lease == write.lease:  # otherwise another attempt has begun meanwhile, and this one counts no more
+                await self._written(entry, write, length, asked)
+
+    def _due(self, entry: Entry) -> Write:
+        fields = {name: entry.fields[name] for name in entry.due}
+        run = entry.output(entry.recorded)
+        return Write(entry.lease, entry.recorded, run, fields, entry.ended, total=len(entry.tokens))
+
+    async def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
+        if length < 0:
+            entry.lost = True
+            self._dirty.set()
+            return
+        entry.held_until = asked + self._lease_s
+        entry.due -= {name for name, value in write.fields.items() if entry.fields[name] == value}
+        if length == write.offset + len(write.run):
+            entry.recorded = length
+            if write.state:
+                self._entries.discard(entry)
+            return
+        # The store lost what it had, or has more than was confirmed: go on from there.
+        entry.due |= set(entry.fields)
+        stored = (await self._store.record(entry.lease.request_id)).output.tokens
+        entry.recorded = len(stored)
+        if tuple(entry.tokens[: len(stored)]) != stored:
             await self._store.restart(entry.lease)
             entry.recorded = 0
         self._dirty.set()
+
+    def _entered(self, entry: Entry) -> Entry:
+        self._entries.add(entry)
+        self._dirty.set()
+        return entry
+
+    def _must_be_up(self) -> None:
+        """While the store is down nobody waits for it but the loop that writes."""
+        if self._down:
+            raise StoreUnavailable("the session store did not answer lately")
 
     def _mark_down(self) -> None:
         if not self._down:
             log.warning("session_store_down", running=len(self._entries))
         self._down = True
+        self._dirty.set()
 
 
-def _following(lease: Lease) -> Lease:
-    return Lease(lease.request_id, lease.epoch + 1, lease.holder)
+def _holder() -> str:
+    """One per run: a second run of the same id on this gateway is a duplicate, too."""
+    return uuid.uuid4().hex

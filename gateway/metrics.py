@@ -44,6 +44,7 @@ class Metrics:
         self._prompt = Counter("rootward_prompt_tokens", "Prompt tokens of ended generations.", registry=registry)
         self._generated = Counter("rootward_generation_tokens", "Tokens emitted.", registry=registry)
         self._redispatched = Counter("rootward_redispatch", "Attempts lost and begun anew.", registry=registry)
+        self._resumed = Counter("rootward_requests_resumed", "Requests taken up again by clients.", registry=registry)
         self._running = Gauge("rootward_num_requests_running", "Requests at verifiers.", registry=registry)
         self._waiting = Gauge("rootward_num_requests_waiting", "Requests waiting for a place.", registry=registry)
         self._ready = Gauge("rootward_upstream_ready", "Verifiers that take requests.", registry=registry)
@@ -75,3 +76,6 @@ class Metrics:
 
     def redispatched(self) -> None:
         self._redispatched.inc()
+
+    def resumed(self) -> None:
+        self._resumed.inc()

@@ -82,6 +82,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
     _check_stops(request)
     prompt = _truncated(request, prompt, model)
     check_ids("token_ids", prompt, model.vocab_size)
+    check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
     check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
     check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
     check_ids("allowed_token_ids", request.sampling.allowed_token_ids, model.vocab_size)
@@ -102,6 +103,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             choice=request.choice,
             priority=request.priority,
             trees=request.trees,
+            tenant=request.tenant,
         )
     eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
     return Plan(request, first, eos_ids, _warnings(request))
@@ -146,6 +148,18 @@ def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> 
         fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
         raise ContextLengthExceeded("max_tokens", wanted, fix)
     return wanted
+
+
+def check_resume(request: GenerateRequest) -> None:
+    """Before the request gets an id where it has none."""
+    resume = request.resume
+    if resume is None:
+        return
+    if not request.request_id:
+        raise InvalidRequest("request_id", "", "is missing; a request is resumed by its id")
+    if resume.offset < 0 or (resume.tokens and len(resume.tokens) != resume.offset):
+        fix = "is not the number of tokens received"
+        raise InvalidRequest("resume_offset", resume.offset, fix)
 
 
 def _speculation(request: GenerateRequest) -> Speculation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gateway.stops import Span
 from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats, Structure, VerifiedTree
@@ -17,6 +17,14 @@ class Chat:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with a request that is known by its id, whoever works on it now; deltas begin at output position `offset`."""
+
+    offset: int = 0
+    tokens: tuple[int, ...] = ()  # what the client has received, where it says so: then the record may be behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +56,8 @@ class GenerateRequest:
     add_special_tokens: bool | None = None  # around a text prompt; None = as the gateway is set
     trees: bool = False  # show the tree of every round
     truncate_prompt: int | None = None  # keep so many tokens of the prompt, its last ones; -1 = as many as fit
+    tenant: str = ""  # who asks
+    resume: Resume | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +110,11 @@ class Delta:
     index: int = 0  # of the output, where a request has several
     prompt_tokens: int = 0
     rounds: tuple[Seen, ...] = ()  # where they were asked for
+
+    def since(self, position: int) -> Delta:
+        """Without what lies before this output position."""
+        skip = min(max(0, position - self.offset), len(self.spans))
+        return replace(self, offset=self.offset + skip, spans=self.spans[skip:]) if skip else self
 
     @property
     def text(self) -> str:

@@ -7,7 +7,7 @@ import secrets
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gateway import planning
 from gateway.admission import Admission
@@ -16,15 +16,16 @@ from gateway.cutoff import Aborted, Cutoff
 from gateway.generation import Generation
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, make_plan, without_bad_words
+from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, without_bad_words
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
-from gateway.sessions import Store, duplicate
+from gateway.resuming import about, beyond_log, finish_of, with_seed
+from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
 from gateway.stops import Output, Span
 from gateway.text import Tokenizer
 from gateway.upstreams import Upstreams
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ServiceError, Unavailable
-from rootward.ports import ModelInfo
+from rootward.ports import Lease, ModelInfo
 
 ABORT_S = 2.0  # for aborted generations to let go of everything
 INLINE_CHARACTERS = 2000  # shorter texts are tokenised in the loop; longer ones on a thread
@@ -82,7 +83,7 @@ class GatewayService:
         )
         self._store = store
         self._ledger = Ledger(store, now=_loop_time, lease_s=self.limits.lease_s)
-        self._live: dict[str, Cutoff] = {}
+        self._live: dict[str, _Live] = {}
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -134,6 +135,7 @@ class GatewayService:
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
+        check_resume(request)
         request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
@@ -141,10 +143,12 @@ class GatewayService:
         request = without_bad_words(request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         cutoff = Cutoff(arrived + limit)
+        received = request.resume.offset if request.resume else 0
         try:
             async with self._running(plan, cutoff, arrived) as generation, aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    yield delta
+                    if (new := delta.since(received)).spans or new.ending:
+                        yield new
         except Aborted:  # while it waited for a place
             if cutoff.error is not None:
                 raise cutoff.error from None
@@ -181,7 +185,7 @@ class GatewayService:
         """End these generations, with an error if one is given; returns the ids that were running."""
         found = [i for i in self._live if belongs(i, request_ids)]
         for request_id in found:
-            self._live[request_id].abort(error)
+            self._live[request_id].cutoff.abort(error)
         return [i for i in request_ids if any(belongs(live, [i]) for live in found)]
 
     async def drain(self, timeout_s: float) -> int:
@@ -219,31 +223,62 @@ class GatewayService:
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """Everything a generation holds: its id, a place, a lease; all given back at the end."""
-        request_id = plan.request.request_id
+        request_id, described = plan.request.request_id, about(plan)
         if request_id in self._live:
-            raise duplicate(request_id)
-        self._live[request_id] = cutoff
+            await self._superseded(plan, described["digest"])
+        live = self._live[request_id] = _Live(cutoff, described["digest"])
         try:
             async with AsyncExitStack() as held:
                 await cutoff.wait(held.enter_async_context(self.admission.slot()), "queue")
-                yield await held.enter_async_context(self._recorded(plan, cutoff, arrived))
+                yield await held.enter_async_context(self._recorded(plan, described, cutoff, arrived))
         finally:
             del self._live[request_id]
+            live.over.set()
+
+    async def _superseded(self, plan: Plan, digest: str) -> None:
+        """The client has come back for a request that still runs here: what runs ends. DuplicateRequest if it does not resume."""
+        request_id = plan.request.request_id
+        if plan.request.resume is None:
+            raise duplicate(request_id)
+        if self._live[request_id].digest != digest:
+            raise another_request(request_id)
+        self._live[request_id].cutoff.abort(stale(request_id))
+        try:
+            async with asyncio.timeout(ABORT_S):
+                while request_id in self._live:
+                    await self._live[request_id].over.wait()
+        except TimeoutError:
+            raise duplicate(request_id) from None
+        await self._ledger.flush()
 
     @asynccontextmanager
-    async def _recorded(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
-        entry = await self._ledger.begin(plan.request.request_id)
-        state = "failed"
+    async def _recorded(
+        self, plan: Plan, described: dict[str, str], cutoff: Cutoff, arrived: float
+    ) -> AsyncIterator[Generation]:
+        plan, entry, record = await self._leased(plan, described)
         try:
-            yield await self._generation(plan, entry, cutoff, arrived)
-            state = "aborted" if cutoff.aborted else "finished"
-        except (asyncio.CancelledError, GeneratorExit):
-            state = "aborted"
-            raise
+            yield await self._generation(plan, entry, record, cutoff, arrived)
         finally:
-            self._ledger.end(entry, state)
+            self._ledger.end(entry, FINISHED if "finish" in entry.fields else INTERRUPTED)
 
-    async def _generation(self, plan: Plan, entry: Entry, cutoff: Cutoff, arrived: float) -> Generation:
+    async def _leased(self, plan: Plan, described: dict[str, str]) -> tuple[Plan, Entry, Record]:
+        """The right to drive the request, and what is known of it when it is resumed."""
+        request_id, resume = plan.request.request_id, plan.request.resume
+        if resume is None:
+            return plan, await self._ledger.begin(request_id, described), Record()
+        entry, record = await self._ledger.take_over(request_id, described["digest"])
+        plan = with_seed(plan, record)
+        more = beyond_log(plan, resume, record.output)
+        if entry is None and record.finished:
+            entry = Entry(Lease(request_id, 0, ""), 0.0)  # nobody drives it
+            self._ledger.extend(entry, record.output)
+        elif entry is None:
+            entry = await self._ledger.begin(request_id, described)
+        self._ledger.extend(entry, more)
+        self.metrics.resumed()
+        return plan, entry, record
+
+    async def _generation(self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, arrived: float) -> Generation:
         request = plan.request
         remembered = await self._ledger.recall(request.session_id) if request.session_id else {}
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)
@@ -255,10 +290,20 @@ class GatewayService:
             upstreams=self.upstreams,
             ledger=self._ledger,
             arrived=arrived,
-            affinity=remembered.get("verifier", ""),
+            affinity=record.fields.get("verifier") or remembered.get("verifier", ""),
+            ended=finish_of(record.fields) if record.finished else None,
             on_redispatch=self.metrics.redispatched,
             redispatch_wait_s=self.limits.redispatch_wait_s,
         )
+
+
+@dataclass(slots=True)
+class _Live:
+    """A generation that runs here. The digest tells whether who resumes it may end it."""
+
+    cutoff: Cutoff
+    digest: str
+    over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 def _loop_time() -> float:

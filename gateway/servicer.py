@@ -31,6 +31,8 @@ FEATURES = (
     "coupled",
     "logprobs",
     "penalties",
+    "priority",
+    "resume",
     "speculation_control",
     "stop_strings",
     "structured_output",

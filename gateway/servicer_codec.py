@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
+from gateway.access import tenant
 from gateway.planning import refusing
-from gateway.requests import Chat, Delta, Ending, GenerateRequest, Usage
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.stops import Span
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
 from rootward.errors import InvalidRequest, UnsupportedParameter
@@ -60,6 +61,8 @@ def request_from_pb(
             logprobs=response.logprobs if response.HasField("logprobs") else None,
             n=message.sampling.n if message.sampling.HasField("n") else 1,
             priority=message.priority,
+            tenant=tenant(headers),
+            resume=_resume(message),
         )
 
 
@@ -143,6 +146,13 @@ def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
     raise InvalidRequest("prompt", "", "is missing or empty; send text, token_ids or chat")
 
 
+def _resume(message: pb.GenerateRequest) -> Resume | None:
+    received = tuple(message.resume_tokens.ids)
+    if not message.HasField("resume_offset"):
+        return Resume(len(received), received) if received else None
+    return Resume(message.resume_offset, received)
+
+
 def _speculation(message: pb.Speculation) -> Speculation:
     mode, verification = _MODES.get(message.mode), _VERIFICATIONS.get(message.verification)
     if mode is None:
@@ -181,7 +191,6 @@ def _refuse_unsupported(message: pb.GenerateRequest) -> None:
         ("speculation.prediction", "given", bool(speculation.prediction)),
         ("cache.bypass_prefix_cache", True, message.cache.bypass_prefix_cache),
         ("cache.cache_salt", "given", bool(message.cache.cache_salt)),
-        ("resume_offset", message.resume_offset, message.HasField("resume_offset")),
     ]
     for field, value, given in asked:
         if given:

@@ -163,26 +163,3 @@ class Lease:
     request_id: str
     epoch: int
     holder: str
-
-
-class SessionStore(Protocol):
-    """Session metadata, leases and the committed log (Redis or memory). Control plane only: never on the round path."""
-
-    async def acquire(self, request_id: str, holder: str, ttl_s: float) -> Lease:
-        """A new lease with the next epoch; DuplicateRequest if another holder's lease is alive."""
-
-    async def renew(self, lease: Lease, ttl_s: float) -> bool:
-        """False: the lease was lost."""
-
-    async def release(self, lease: Lease, state: str) -> None: ...
-
-    async def append(self, lease: Lease, offset: int, tokens: Sequence[int]) -> bool:
-        """Append to the committed log if the log is `offset` long and the lease is current."""
-
-    async def committed(self, request_id: str) -> tuple[int, ...]: ...
-
-    async def put_session(self, session_id: str, fields: dict[str, str], ttl_s: float) -> None: ...
-
-    async def get_session(self, session_id: str) -> dict[str, str]: ...
-
-    async def close(self) -> None: ...

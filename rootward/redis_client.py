@@ -70,8 +70,9 @@ def _sentinel(url: str, plain: str, common: dict[str, Any]) -> Redis:
     own = {k: query.pop(f"sentinel_{k}") for k in ("username", "password") if f"sentinel_{k}" in query}
     options = common | _options(url, plain, query)
     of_sentinels = {k: v for k, v in options.items() if k not in ("username", "password")} | own
-    sentinel = Sentinel(_hosts(url, SENTINEL_PORT), sentinel_kwargs=of_sentinels, **options)
-    return sentinel.master_for(name, db=int(db or 0))
+    found: Any = Sentinel(_hosts(url, SENTINEL_PORT), sentinel_kwargs=of_sentinels, **options)  # type: ignore[no-untyped-call]
+    master: Redis = found.master_for(name, db=int(db or 0))
+    return master
 
 
 def _cluster(url: str, plain: str, common: dict[str, Any]) -> RedisCluster:

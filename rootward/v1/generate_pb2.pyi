@@ -44,6 +44,7 @@ class GenerateRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_OFFSET_FIELD_NUMBER: _builtins.int
+    RESUME_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """idempotency key chosen by the client; the server assigns one if empty"""
     model: _builtins.str
@@ -54,7 +55,9 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """lower runs earlier"""
     resume_offset: _builtins.int
-    """continue a known request_id from this output position, in tokens"""
+    """Go on with the request known by request_id, whoever drives it now, from this output position, in tokens; prompt and parameters are
+    those of the first call. A finished one is told again; an unknown one begins.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenised; must not be empty"""
@@ -75,6 +78,10 @@ class GenerateRequest(_message.Message):
     def speculation(self) -> Global___Speculation: ...
     @_builtins.property
     def cache(self) -> Global___CacheOptions: ...
+    @_builtins.property
+    def resume_tokens(self) -> Global___TokenIds:
+        """optional: the output received so far, resume_offset tokens; the server's own record may be behind"""
+
     def __init__(
         self,
         *,
@@ -92,10 +99,11 @@ class GenerateRequest(_message.Message):
         session_id: _builtins.str = ...,
         priority: _builtins.int = ...,
         resume_offset: _builtins.int | None = ...,
+        resume_tokens: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume_offset", b"_resume_offset", "cache", b"cache", "chat", b"chat", "decoding", b"decoding", "prompt", b"prompt", "response", b"response", "resume_offset", b"resume_offset", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_resume_offset", b"_resume_offset", "cache", b"cache", "chat", b"chat", "decoding", b"decoding", "prompt", b"prompt", "response", b"response", "resume_offset", b"resume_offset", "resume_tokens", b"resume_tokens", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume_offset", b"_resume_offset", "cache", b"cache", "chat", b"chat", "decoding", b"decoding", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "resume_offset", b"resume_offset", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_resume_offset", b"_resume_offset", "cache", b"cache", "chat", b"chat", "decoding", b"decoding", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "response", b"response", "resume_offset", b"resume_offset", "resume_tokens", b"resume_tokens", "sampling", b"sampling", "session_id", b"session_id", "speculation", b"speculation", "stopping", b"stopping", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__resume_offset: _TypeAlias = _typing.Literal["resume_offset"]  # noqa: Y015
     _WhichOneofArgType__resume_offset: _TypeAlias = _typing.Literal["_resume_offset", b"_resume_offset"]  # noqa: Y015

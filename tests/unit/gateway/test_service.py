@@ -236,10 +236,10 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
             await service.collect(GenerateRequest("a", request_id="one"))
         assert (await first).text == TEXT
         await at_rest(service, verifier)
-        assert await store.committed("one") == IDS
+        assert (await store.record("one")).output.tokens == IDS
         assert (await service.collect(GenerateRequest("a", request_id="one", max_tokens=2))).request_id == "one"
         await at_rest(service, verifier)
-        assert await store.committed("one") == IDS[:2]
+        assert (await store.record("one")).output.tokens == IDS[:2]
 
 
 async def test_a_lease_taken_by_another_gateway_ends_the_generation():
@@ -249,7 +249,7 @@ async def test_a_lease_taken_by_another_gateway_ends_the_generation():
         running = asyncio.create_task(service.collect(GenerateRequest("a", request_id="one")))
         await asyncio.sleep(0.03)
         store._requests["one"].lease_until = 0.0
-        await store.acquire("one", "another gateway", 5)
+        await store.begin("one", "another gateway", 5, {})
         with pytest.raises(StaleEpoch):
             await running
         await at_rest(service, verifier)
@@ -263,17 +263,17 @@ async def test_a_store_that_dies_stops_nothing():
             if self.dead:
                 raise StoreUnavailable("gone")
 
-        async def acquire(self, *args):
+        async def begin(self, *args):
             await self._check()
-            return await super().acquire(*args)
+            return await super().begin(*args)
 
-        async def renew(self, *args):
+        async def next_epoch(self, *args):
             await self._check()
-            return await super().renew(*args)
+            return await super().next_epoch(*args)
 
-        async def append(self, *args):
+        async def write(self, *args):
             await self._check()
-            return await super().append(*args)
+            return await super().write(*args)
 
     store = Dying()
     dying = SpellingVerifier(delay_s=0.01, die_after=lambda r: 5 if r.epoch == 1 else None)
@@ -288,8 +288,8 @@ async def test_a_store_that_dies_stops_nothing():
         store.dead = False
         await asyncio.sleep(2.5)
         await at_rest(service, dying, other)
-        assert await store.committed("one") == IDS
-        assert await store.committed("two") == IDS
+        assert (await store.record("one")).output.tokens == IDS
+        assert (await store.record("two")).output.tokens == IDS
 
 
 async def test_turns_of_a_session_go_to_the_same_verifier():

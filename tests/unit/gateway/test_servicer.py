@@ -158,7 +158,6 @@ G = generate_pb2
         Request(text="a", response=G.ResponseOptions(prompt_logprobs=1)),
         Request(text="a", speculation=G.Speculation(drafter="ngram")),
         Request(text="a", speculation=G.Speculation(prediction="x")),
-        Request(text="a", resume_offset=0),
     ],
     ids=str,
 )

@@ -7,10 +7,13 @@ import tempfile
 import pytest
 from unit.gateway.redis_for_tests import redis_server, running
 
-from gateway.sessions import MemoryStore, RedisStore, StoreUnavailable, open_store, redacted
-from rootward.errors import ConfigurationError, DuplicateRequest
+from gateway.redis_store import RedisStore, open_store
+from gateway.sessions import MemoryStore, Run, StoreUnavailable, Write
+from rootward.core.requests import TokenLogprob
+from rootward.errors import ConfigurationError, DuplicateRequest, StaleEpoch
 
 _names = itertools.count()
+ABOUT = {"digest": "d", "seed": "5"}
 
 
 @pytest.fixture(scope="module")
@@ -32,79 +35,137 @@ def name():
     return f"request-{next(_names)}"
 
 
+def run(*tokens):
+    return Run(tokens, tuple(t % 2 == 0 for t in tokens))
+
+
+async def write(store, lease, offset, *tokens, ttl_s=5, state="", **fields):
+    due = Write(lease, offset, run(*tokens), fields, state, total=offset + len(tokens))
+    return (await store.write([due], ttl_s))[0]
+
+
+async def renewed(store, lease, ttl_s=5):
+    return (await store.write([Write(lease)], ttl_s))[0] >= 0
+
+
 async def test_epochs_count_up_and_one_holder_drives(store, name):
-    first = await store.acquire(name, "a", 5)
+    first = await store.begin(name, "a", 5, ABOUT)
     assert (first.request_id, first.epoch, first.holder) == (name, 1, "a")
     with pytest.raises(DuplicateRequest, match=name):
-        await store.acquire(name, "b", 5)
-    assert (await store.acquire(name, "a", 5)).epoch == 2
-    await store.release(await store.acquire(name, "a", 5), "finished")
-    assert (await store.acquire(name, "b", 5)).epoch == 4
+        await store.begin(name, "b", 5, ABOUT)
+    second = await store.next_epoch(first, 5)
+    assert second.epoch == 2
+    assert await write(store, second, 0, state="finished") == 0
+    assert (await store.begin(name, "b", 5, ABOUT)).epoch == 3
 
 
 async def test_a_lease_runs_out_and_a_successor_fences_its_holder(store, name):
-    old = await store.acquire(name, "a", 0.05)
+    old = await store.begin(name, "a", 0.05, ABOUT)
     await asyncio.sleep(0.1)
-    new = await store.acquire(name, "b", 5)
+    new = await store.begin(name, "b", 5, ABOUT)
     assert new.epoch == old.epoch + 1
-    assert not await store.renew(old, 5)
-    assert not await store.append(old, 0, [1])
-    await store.release(old, "finished")
-    assert await store.renew(new, 5)
+    assert await write(store, old, 0, 1) == -1
+    assert await write(store, old, 0, state="finished") == -1
+    with pytest.raises(StaleEpoch):
+        await store.next_epoch(old, 5)
+    assert await renewed(store, new)
     with pytest.raises(DuplicateRequest):
-        await store.acquire(name, "c", 5)
+        await store.begin(name, "c", 5, ABOUT)
 
 
 async def test_an_expired_lease_that_nobody_took_is_taken_back(store, name):
-    lease = await store.acquire(name, "a", 0.05)
+    lease = await store.begin(name, "a", 0.05, ABOUT)
     await asyncio.sleep(0.1)
-    assert not await store.append(lease, 0, [1])
-    assert await store.renew(lease, 5)
-    assert await store.append(lease, 0, [1])
+    assert await write(store, lease, 0, 1) == 1
+    with pytest.raises(DuplicateRequest):
+        await store.begin(name, "b", 5, ABOUT)
 
 
 async def test_renewal_keeps_others_out(store, name):
-    lease = await store.acquire(name, "a", 0.2)
+    lease = await store.begin(name, "a", 0.2, ABOUT)
     for _ in range(3):
         await asyncio.sleep(0.1)
-        assert await store.renew(lease, 0.2)
+        assert await renewed(store, lease, 0.2)
     with pytest.raises(DuplicateRequest):
-        await store.acquire(name, "b", 5)
+        await store.begin(name, "b", 5, ABOUT)
 
 
 async def test_an_older_epoch_of_the_same_holder_is_fenced(store, name):
-    old = await store.acquire(name, "a", 5)
-    new = await store.acquire(name, "a", 5)
-    assert not await store.append(old, 0, [1])
-    assert not await store.renew(old, 5)
-    await store.release(old, "finished")
-    assert await store.append(new, 0, [1])
+    old = await store.begin(name, "a", 5, ABOUT)
+    new = await store.next_epoch(old, 5)
+    assert await write(store, old, 0, 1, state="finished") == -1
+    assert await write(store, new, 0, 1) == 1
+    with pytest.raises(DuplicateRequest):
+        await store.begin(name, "b", 5, ABOUT)
 
 
-async def test_the_log_takes_tokens_only_at_its_end(store, name):
-    lease = await store.acquire(name, "a", 5)
-    assert await store.committed(name) == ()
-    assert await store.append(lease, 0, [5, 6])
-    assert not await store.append(lease, 1, [7])
-    assert not await store.append(lease, 3, [7])
-    assert await store.append(lease, 2, range(10_000))
-    assert await store.committed(name) == (5, 6, *range(10_000))
-    later = await store.acquire(name, "a", 5)
-    assert await store.append(later, 10_002, [9])
-    await store.release(later, "finished")
-    assert len(await store.committed(name)) == 10_003
+async def test_the_log_grows_only_at_its_end_and_keeps_flags_and_logprobs(store, name):
+    lease = await store.begin(name, "a", 5, ABOUT)
+    top = (TokenLogprob(-0.5, ((7, -0.25), (8, float("-inf")))), TokenLogprob(-1.0))
+    due = Write(lease, 0, Run((7, 8), (True, False), top))
+    assert await store.write([due], 5) == [2]
+    assert await write(store, lease, 0, 1) == 2
+    assert await write(store, lease, 3, 1) == 2
+    assert await store.write([Write(lease, 2, Run((9,), (True,), top[:1]))], 5) == [3]
+    assert (await store.record(name)).output == Run((7, 8, 9), (True, False, True), (*top, top[0]))
+    assert await write(store, lease, 3, *range(10_000)) == 10_003
+
+
+async def test_it_ends_only_with_the_whole_log(store, name):
+    lease = await store.begin(name, "a", 5, ABOUT)
+    assert await write(store, lease, 3, 4, state="finished") == 0  # a store that has lost the first three
+    assert (await store.record(name)).fields["state"] == "running"
+    assert await write(store, lease, 0, 1, 2, 3, 4, state="finished", finish="x") == 4
+    record = await store.record(name)
+    assert (record.finished, record.fields["finish"], record.fields["seed"]) == (True, "x", "5")
+
+
+async def test_many_requests_are_one_write_and_each_has_its_own_answer(store, name):
+    leases = [await store.begin(f"{name}-{i}", "a", 5, ABOUT) for i in range(3)]
+    await store.take_over(f"{name}-1", "b", 5, "d")
+    assert await store.write([Write(lease, 0, run(i)) for i, lease in enumerate(leases)], 5) == [1, -1, 1]
+
+
+async def test_another_holder_takes_over_what_runs_or_was_interrupted(store, name):
+    old = await store.begin(name, "a", 5, ABOUT)
+    await write(store, old, 0, 1, 2, verifier="v1")
+    new, record = await store.take_over(name, "b", 5, "d")
+    assert (new.epoch, new.holder, record.output) == (2, "b", run(1, 2))
+    assert (record.fields["verifier"], record.fields["seed"]) == ("v1", "5")
+    assert await write(store, old, 2, 3) == -1
+    assert await write(store, new, 2, 3, state="interrupted") == 3
+    newer, record = await store.take_over(name, "c", 5, "d")
+    assert (newer.epoch, record.output.tokens) == (3, (1, 2, 3))
+
+
+async def test_a_finished_one_is_told_and_an_unknown_one_is_empty(store, name):
+    assert await store.take_over(name, "b", 5, "d") == (None, await store.record(name))
+    lease = await store.begin(name, "a", 5, ABOUT)
+    await write(store, lease, 0, 1, 2, state="finished", finish="x")
+    taken, record = await store.take_over(name, "b", 5, "d")
+    assert taken is None
+    assert (record.finished, record.output) == (True, run(1, 2))
+    assert (await store.begin(name, "c", 5, ABOUT)).epoch == 2
+
+
+async def test_an_id_is_no_key_to_what_somebody_else_asked(store, name):
+    lease = await store.begin(name, "a", 5, ABOUT)
+    for _ in range(2):
+        with pytest.raises(DuplicateRequest, match="asks something else"):
+            await store.take_over(name, "b", 5, "another digest")
+        assert await write(store, lease, 0, state="finished") == 0
 
 
 async def test_a_new_run_under_a_known_id_begins_with_an_empty_log(store, name):
-    old = await store.acquire(name, "a", 5)
-    await store.append(old, 0, [1, 2])
-    await store.release(old, "aborted")
-    new = await store.acquire(name, "b", 5)
+    old = await store.begin(name, "a", 5, ABOUT)
+    await write(store, old, 0, 1, 2, state="interrupted", verifier="v1")
+    new = await store.begin(name, "b", 5, ABOUT)
+    assert "verifier" not in (await store.record(name)).fields
+    assert await write(store, new, 0, 3) == 1
     await store.restart(old)
-    assert await store.committed(name) == (1, 2)
+    assert (await store.record(name)).output == run(3)
     await store.restart(new)
-    assert await store.append(new, 0, [3])
-    assert await store.committed(name) == (3,)
+    assert await write(store, new, 0, 4) == 1
 
 
 async def test_sessions_keep_fields_for_their_time(store, name):
@@ -117,14 +178,15 @@ async def test_sessions_keep_fields_for_their_time(store, name):
 
 
 async def test_one_of_many_racing_holders_wins(store, name):
-    results = await asyncio.gather(*(store.acquire(name, f"h{i}", 5) for i in range(20)), return_exceptions=True)
+    begun = (store.begin(name, f"h{i}", 5, ABOUT) for i in range(20))
+    results = await asyncio.gather(*begun, return_exceptions=True)
     assert sum(isinstance(r, DuplicateRequest) for r in results) == 19
 
 
 async def test_every_redis_key_has_a_time_to_live(redis_url, name):
     store = await RedisStore.connect(redis_url)
-    lease = await store.acquire(name, "a", 5)
-    await store.append(lease, 0, [1])
+    lease = await store.begin(name, "a", 5, ABOUT)
+    await write(store, lease, 0, 1)
     await store.put_session(name, {"verifier": "v"}, 5)
     keys = [k async for k in store._client.scan_iter(match=f"rw:*{name}*")]
     assert len(keys) == 5
@@ -137,16 +199,14 @@ async def test_a_redis_that_restarts_empty_takes_the_running_lease_again(name):
         path = f"{folder}/redis.sock"
         with running(path, folder):
             store = await RedisStore.connect(f"unix://{path}")
-            lease = await store.acquire(name, "a", 5)
-            lease = await store.acquire(name, "a", 5)
+            lease = await store.next_epoch(await store.begin(name, "a", 5, ABOUT), 5)
         with pytest.raises(StoreUnavailable):
-            await store.renew(lease, 5)
+            await renewed(store, lease)
         with running(path, folder):
-            assert await store.renew(lease, 5)
-            assert await store.append(lease, 0, [1, 2])
+            assert await write(store, lease, 0, 1, 2) == 2  # without the scripts it knew before
             with pytest.raises(DuplicateRequest):
-                await store.acquire(name, "b", 5)
-            assert (await store.acquire(name, "a", 5)).epoch == lease.epoch + 1
+                await store.begin(name, "b", 5, ABOUT)
+            assert (await store.next_epoch(lease, 5)).epoch == lease.epoch + 1
             await store.close()
 
 
@@ -155,13 +215,6 @@ async def test_an_unreachable_redis_is_named_without_its_password():
         await open_store("redis://user:secret@127.0.0.1:1/0", timeout_s=0.5)
     assert caught.value.exit_code == 4
     assert "secret" not in str(caught.value)
-    assert redacted("redis://:p@h:1/2") == "redis://h:1/2"
-
-
-async def test_a_url_that_is_none_is_a_usage_error():
-    with pytest.raises(ConfigurationError, match="redis_url") as caught:
-        await open_store("http://localhost")
-    assert caught.value.exit_code == 2
 
 
 async def test_no_url_is_memory():

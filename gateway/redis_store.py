@@ -1,0 +1,153 @@
+"""The session store in Redis: one server, behind Sentinel, or a cluster. Keys and scripts are in `redis_schema.py`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import NoScriptError, RedisError
+
+from gateway.redis_schema import BEGIN, NEXT_EPOCH, RESTART, TAKE_OVER, WRITE, request_keys, session_key
+from gateway.sessions import (
+    KEPT_AFTER_END_S,
+    RETENTION_S,
+    MemoryStore,
+    Record,
+    Run,
+    Store,
+    StoreUnavailable,
+    Write,
+    another_request,
+    duplicate,
+    stale,
+)
+from rootward.errors import ConfigurationError
+from rootward.ports import Lease
+from rootward.redis_client import open_redis, redacted
+
+TIMEOUT_S = 2.0
+
+
+async def open_store(url: str, *, timeout_s: float = TIMEOUT_S) -> Store:
+    """The store of a URL, connected; "" is memory. ConfigurationError (exit code 4) when Redis cannot be reached."""
+    return await RedisStore.connect(url, timeout_s=timeout_s) if url else MemoryStore()
+
+
+class RedisStore:
+    """Calls raise StoreUnavailable when Redis does not answer within `timeout_s`."""
+
+    def __init__(self, client: Redis | RedisCluster, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S):
+        self._client, self._timeout_s = client, timeout_s
+        self._retention_ms = _ms(retention_s)
+        scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE, RESTART)
+        self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
+
+    @staticmethod
+    async def connect(url: str, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S) -> RedisStore:
+        client = open_redis(url, timeout_s=timeout_s)
+        store = RedisStore(client, timeout_s=timeout_s, retention_s=retention_s)
+        try:
+            await store.ping()
+        except StoreUnavailable as error:
+            await client.aclose()
+            message = f"redis_url: {redacted(url)!r} cannot be reached; start Redis there, or leave it empty"
+            raise ConfigurationError(message, exit_code=4) from error
+        return store
+
+    async def ping(self) -> None:
+        """Whether a key can be asked for: on a cluster that needs all of it, unlike PING."""
+        async with self._answering():
+            await self._client.exists(session_key(""))
+
+    async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
+        arguments = [holder, 0, _ms(ttl_s), self._retention_ms, *_flat(about)]
+        async with self._answering():
+            epoch = await self._begin(request_keys(request_id), arguments)
+        if not epoch:
+            raise duplicate(request_id)
+        return Lease(request_id, int(epoch), holder)
+
+    async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
+        arguments = [holder, 0, _ms(ttl_s), self._retention_ms, digest]
+        async with self._answering():
+            epoch, flat, log = await self._take_over(request_keys(request_id), arguments)
+        if int(epoch) < 0:
+            raise another_request(request_id)
+        record = Record(dict(zip(flat[::2], flat[1::2], strict=True)), Run.joined(log))
+        return (Lease(request_id, int(epoch), holder) if epoch else None), record
+
+    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
+        arguments = [lease.holder, lease.epoch, _ms(ttl_s), self._retention_ms]
+        async with self._answering():
+            epoch = await self._next(request_keys(lease.request_id), arguments)
+        if not epoch:
+            raise stale(lease.request_id)
+        return Lease(lease.request_id, int(epoch), lease.holder)
+
+    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
+        """All in one round trip: their number, not the network, is what they cost."""
+        keys = [request_keys(write.lease.request_id) for write in writes]
+        arguments = [self._arguments(write, ttl_s) for write in writes]
+        async with self._answering():
+            try:
+                pipeline: Any = self._client.pipeline(transaction=False)
+                for own, values in zip(keys, arguments, strict=True):
+                    pipeline.evalsha(self._write.sha, len(own), *own, *values)
+                found = await pipeline.execute()
+            except NoScriptError:  # a server that has restarted; one by one they load the script where it is missing
+                found = [await self._write(own, values) for own, values in zip(keys, arguments, strict=True)]
+        return [int(length) for length in found]
+
+    def _arguments(self, write: Write, ttl_s: float) -> list[str | int]:
+        lease, run = write.lease, write.run
+        item = run.to_json() if run else ""
+        end = [write.state, write.total, _ms(KEPT_AFTER_END_S)]
+        held = [lease.holder, lease.epoch, _ms(ttl_s), self._retention_ms]
+        return [*held, write.offset, len(run), item, *end, *_flat(write.fields)]
+
+    async def restart(self, lease: Lease) -> None:
+        async with self._answering():
+            await self._restart(request_keys(lease.request_id), [lease.holder, lease.epoch])
+
+    async def record(self, request_id: str) -> Record:
+        key, _, _, log = request_keys(request_id)
+        async with self._answering():
+            fields: Any = await self._client.hgetall(key)  # type: ignore[misc]
+            items: Any = await self._client.lrange(log, 0, -1)  # type: ignore[misc]
+        return Record(dict(fields), Run.joined(items))
+
+    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
+        key = session_key(session_id)
+        async with self._answering():
+            pipeline: Any = self._client.pipeline(transaction=False)
+            pipeline.hset(key, mapping=dict(fields))
+            pipeline.pexpire(key, _ms(ttl_s))
+            await pipeline.execute()
+
+    async def get_session(self, session_id: str) -> dict[str, str]:
+        async with self._answering():
+            fields: Any = await self._client.hgetall(session_key(session_id))  # type: ignore[misc]
+        return dict(fields)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def _answering(self) -> AsyncIterator[None]:
+        """Bounds a call in time and turns every failure of the connection into StoreUnavailable."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except (RedisError, OSError, TimeoutError) as error:
+            raise StoreUnavailable(f"the session store does not answer ({type(error).__name__})") from error
+
+
+def _flat(fields: Mapping[str, str]) -> list[str]:
+    return [part for pair in fields.items() for part in pair]
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))

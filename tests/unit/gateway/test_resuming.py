@@ -1,0 +1,210 @@
+"""Requests taken up again by id and offset: on the same gateway, on another one, while they run and after their end."""
+
+import asyncio
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+import pytest
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
+
+from gateway.requests import GenerateRequest, Resume
+from gateway.sessions import MemoryStore
+from rootward.core.requests import FinishReason
+from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
+
+
+def ask(offset=None, tokens=(), **more):
+    resume = None if offset is None else Resume(offset, tuple(tokens))
+    return GenerateRequest("a", request_id="one", resume=resume, **more)
+
+
+@asynccontextmanager
+async def two_gateways(verifier, **options):
+    """Two services with one store, as two gateways with one Redis."""
+    store = MemoryStore()
+    async with AsyncExitStack() as stack:
+        yield store, *[await stack.enter_async_context(serving(verifier, store=store, **options)) for _ in range(2)]
+
+
+async def first_tokens(deltas, count):
+    """At least `count` tokens, as a client sees them."""
+    ids = []
+    async for delta in deltas:
+        ids += delta.token_ids
+        if len(ids) >= count:
+            return ids
+    raise AssertionError("it ended")
+
+
+async def rest(service, request):
+    """(ids, text, ending); offsets must go on from where the request says."""
+    ids, text, at = [], "", request.resume.offset
+    async for delta in service.generate(request):
+        assert delta.offset == at + len(ids)
+        ids += delta.token_ids
+        text += delta.text
+        ending = delta.ending
+    return tuple(ids), text, ending
+
+
+@pytest.mark.parametrize("tell", [True, False], ids=["told", "untold"])
+@pytest.mark.parametrize("count", [0, 1, 4, 6])
+async def test_another_gateway_goes_on_where_one_stopped(count, tell):
+    verifier = SpellingVerifier(run=2, delay_s=0.005)
+    async with two_gateways(verifier) as (_, one, two):
+        async with aclosing(one.generate(ask())) as deltas:
+            got = await first_tokens(deltas, count) if count else []
+        await asyncio.sleep(0.15)  # its log is written
+        ids, text, ending = await rest(two, ask(len(got), got if tell else ()))
+        assert (*got, *ids) == IDS
+        assert TEXT.endswith(text)
+        assert (ending.reason, ending.eos_token_id) == (FinishReason.STOP, END_ID)
+        assert ending.usage.completion_tokens == len(IDS)
+        assert len({r.seed for r in verifier.requests}) == 1
+        assert [r.epoch for r in verifier.requests] == [1, 2] if count else [1]
+        await at_rest(one, verifier)
+        await at_rest(two, verifier)
+
+
+async def test_what_runs_elsewhere_is_taken_from_it():
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with two_gateways(verifier, lease_s=0.3) as (store, one, two):
+        deltas = one.generate(ask())
+        got = await first_tokens(deltas, 3)
+        ids, _, _ = await rest(two, ask(len(got), got))
+        assert (*got, *ids) == IDS
+        with pytest.raises(StaleEpoch):
+            [_ async for _ in deltas]
+        assert (await store.record("one")).output.tokens == IDS
+        await at_rest(one, verifier)
+        await at_rest(two, verifier)
+
+
+async def test_what_runs_on_the_same_gateway_gives_way():
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with serving(verifier) as service:
+        deltas = service.generate(ask())
+        got = await first_tokens(deltas, 3)
+        old = asyncio.create_task(first_tokens(deltas, 100))
+        with pytest.raises(DuplicateRequest, match="running already"):
+            await service.collect(ask())
+        with pytest.raises(DuplicateRequest, match="asks something else"):
+            await rest(service, GenerateRequest("b", request_id="one", resume=Resume(3)))
+        with pytest.raises(DuplicateRequest, match="asks something else"):
+            await rest(service, ask(3, tenant="another"))
+        assert not old.done()
+        ids, _, _ = await rest(service, ask(len(got)))
+        assert (*got, *ids) == IDS
+        with pytest.raises(StaleEpoch):
+            await old
+        await at_rest(service, verifier)
+
+
+@pytest.mark.parametrize("offset", [0, 5, len(IDS)])
+async def test_a_finished_one_is_told_again_without_a_verifier(offset):
+    verifier = SpellingVerifier()
+    async with two_gateways(verifier) as (_, one, two):
+        first = await one.collect(ask(seed=3))
+        await asyncio.sleep(0.15)
+        verifier.up = False
+        ids, text, ending = await rest(two, ask(offset, seed=3))
+        assert (ids, ending.reason, ending.stats) == (IDS[offset:], FinishReason.STOP, first.ending.stats)
+        assert text == "".join(s.text for s in first.spans[offset:])
+        assert len(verifier.requests) == 1
+        await at_rest(two, verifier)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"stop": ("return",)}, "def f(x): "), ({"max_tokens": 4}, None)])
+async def test_other_endings_are_told_again_too(options, words):
+    async with two_gateways(SpellingVerifier()) as (_, one, two):
+        first = await one.collect(ask(**options))
+        await asyncio.sleep(0.15)
+        _, text, ending = await rest(two, ask(0, **options))
+        assert text == first.text
+        assert (ending.reason, ending.stop_string) == (first.ending.reason, first.ending.stop_string)
+        assert words is None or text == words
+
+
+async def test_a_gateway_that_died_with_the_last_token_out_is_finished_by_another():
+    verifier = SpellingVerifier()
+    async with two_gateways(verifier) as (store, one, two):
+        await one.collect(ask())
+        await asyncio.sleep(0.15)
+        store._requests["one"].fields |= {"state": "running"}  # as if the end had not been written
+        ids, _, ending = await rest(two, ask(2))
+        assert (ids, ending.reason, ending.eos_token_id) == (IDS[2:], FinishReason.STOP, END_ID)
+        assert len(verifier.requests) == 1
+
+
+async def test_a_client_that_holds_more_than_the_log_is_believed():
+    """The log is behind by what the gateway had not written when it died; or there is none, for Redis died with it."""
+    for known in (0, 3):
+        verifier, store = SpellingVerifier(), MemoryStore()
+        async with serving(verifier, store=store) as service:
+            if known:
+                await service.collect(ask(max_tokens=200))
+                await asyncio.sleep(0.15)
+                kept = store._requests["one"]
+                kept.log, kept.fields["state"] = kept.log.__class__(IDS[:known], (True,) * known), "running"
+            held = IDS[:7]
+            ids, text, _ = await rest(service, ask(7, held, max_tokens=200))
+            assert ids == IDS[7:]
+            assert TEXT.endswith(text)
+            assert verifier.requests[-1].committed == held
+            await at_rest(service, verifier)
+            assert (await store.record("one")).output.tokens == IDS
+
+
+async def test_more_received_than_known_is_repeated_if_it_can_be_and_else_refused():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        ids, text, _ = await rest(service, ask(5, seed=1))  # coupled: the same tokens come again
+        assert ids == IDS[5:]
+        assert TEXT.endswith(text)
+        with pytest.raises(Unavailable, match="5 tokens were received and 0 are known") as caught:
+            await rest(service, GenerateRequest("a", request_id="two", resume=Resume(5)))
+        assert caught.value.reason == "STREAM_INTERRUPTED"
+
+
+@pytest.mark.parametrize(
+    ("resume", "words"),
+    [
+        (Resume(2, (5,)), "resume_offset: 2 "),
+        (Resume(1, (10**6,)), "resume_tokens: "),
+        (Resume(-1), "resume_offset: -1"),
+    ],
+)
+async def test_what_cannot_be_resumed_is_named(resume, words):
+    async with serving() as service:
+        with pytest.raises(InvalidRequest, match=words):
+            await service.collect(GenerateRequest("a", request_id="one", resume=resume))
+        with pytest.raises(InvalidRequest, match="request_id: "):
+            await service.collect(GenerateRequest("a", resume=Resume(0)))
+
+
+async def test_tokens_that_are_not_the_output_are_refused():
+    async with serving() as service:
+        await service.collect(ask())
+        await asyncio.sleep(0.15)
+        with pytest.raises(InvalidRequest, match="resume_tokens"):
+            await service.collect(ask(2, (IDS[0], IDS[0])))
+
+
+async def test_an_aborted_one_stays_aborted():
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with serving(verifier) as service:
+        deltas = service.generate(ask())
+        got = await first_tokens(deltas, 3)
+        service.abort(["one"])
+        got += [t async for d in deltas for t in d.token_ids]
+        await asyncio.sleep(0.15)
+        ids, _, ending = await rest(service, ask(len(got)))
+        assert (ids, ending.reason) == ((), FinishReason.ABORTED)
+
+
+async def test_logprobs_come_with_what_is_told_again():
+    async with two_gateways(SpellingVerifier()) as (_, one, two):
+        first = await one.collect(ask(logprobs=2))
+        await asyncio.sleep(0.15)
+        told = [span async for delta in two.generate(ask(4, logprobs=2)) for span in delta.spans]
+        assert told == list(first.spans[4:])
