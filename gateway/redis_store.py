@@ -30,6 +30,8 @@ from rootward.redis_client import open_redis, redacted
 
 TIMEOUT_S = 2.0
 
+Arguments = list[str | int]
+
 
 async def open_store(url: str, *, timeout_s: float = TIMEOUT_S) -> Store:
     """The store of a URL, connected; "" is memory. ConfigurationError (exit code 4) when Redis cannot be reached."""
@@ -63,7 +65,7 @@ class RedisStore:
             await self._client.exists(session_key(""))
 
     async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
-        arguments = [holder, 0, _ms(ttl_s), self._retention_ms, *_flat(about)]
+        arguments = [*self._held(holder, 0, ttl_s), *_flat(about)]
         async with self._answering():
             epoch = await self._begin(request_keys(request_id), arguments)
         if not epoch:
@@ -71,7 +73,7 @@ class RedisStore:
         return Lease(request_id, int(epoch), holder)
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
-        arguments = [holder, 0, _ms(ttl_s), self._retention_ms, digest]
+        arguments = [*self._held(holder, 0, ttl_s), digest]
         async with self._answering():
             epoch, flat, log = await self._take_over(request_keys(request_id), arguments)
         if int(epoch) < 0:
@@ -80,7 +82,7 @@ class RedisStore:
         return (Lease(request_id, int(epoch), holder) if epoch else None), record
 
     async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
-        arguments = [lease.holder, lease.epoch, _ms(ttl_s), self._retention_ms]
+        arguments = self._held(lease.holder, lease.epoch, ttl_s)
         async with self._answering():
             epoch = await self._next(request_keys(lease.request_id), arguments)
         if not epoch:
@@ -101,12 +103,15 @@ class RedisStore:
                 found = [await self._write(own, values) for own, values in zip(keys, arguments, strict=True)]
         return [int(length) for length in found]
 
-    def _arguments(self, write: Write, ttl_s: float) -> list[str | int]:
+    def _arguments(self, write: Write, ttl_s: float) -> Arguments:
         lease, run = write.lease, write.run
-        item = run.to_json() if run else ""
-        end = [write.state, write.total, _ms(KEPT_AFTER_END_S)]
-        held = [lease.holder, lease.epoch, _ms(ttl_s), self._retention_ms]
-        return [*held, write.offset, len(run), item, *end, *_flat(write.fields)]
+        log: Arguments = [write.offset, len(run), run.to_json() if run else ""]
+        end: Arguments = [write.state, write.total, _ms(KEPT_AFTER_END_S)]
+        return [*self._held(lease.holder, lease.epoch, ttl_s), *log, *end, *_flat(write.fields)]
+
+    def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:
+        """What the arguments of every script on a request begin with."""
+        return [holder, epoch, _ms(ttl_s), self._retention_ms]
 
     async def restart(self, lease: Lease) -> None:
         async with self._answering():
@@ -115,8 +120,8 @@ class RedisStore:
     async def record(self, request_id: str) -> Record:
         key, _, _, log = request_keys(request_id)
         async with self._answering():
-            fields: Any = await self._client.hgetall(key)  # type: ignore[misc]
-            items: Any = await self._client.lrange(log, 0, -1)  # type: ignore[misc]
+            fields: Any = await self._client.hgetall(key)
+            items: Any = await self._client.lrange(log, 0, -1)
         return Record(dict(fields), Run.joined(items))
 
     async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
@@ -129,7 +134,7 @@ class RedisStore:
 
     async def get_session(self, session_id: str) -> dict[str, str]:
         async with self._answering():
-            fields: Any = await self._client.hgetall(session_key(session_id))  # type: ignore[misc]
+            fields: Any = await self._client.hgetall(session_key(session_id))
         return dict(fields)
 
     async def close(self) -> None:

@@ -83,7 +83,9 @@ class AsyncClient:
         channel_options: Mapping[str, str | int] | None = None,
         metadata: Mapping[str, str] | None = None,
     ):
-        """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port. Times in seconds."""
+        """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port; several gateways have commas between,
+        as in "one:50051,two:50051": what one leaves unfinished another finishes. Times in seconds.
+        """
         self._connection = Connection(
             target,
             api_key=api_key,

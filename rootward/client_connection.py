@@ -16,7 +16,6 @@ from rootward.errors import (
     APIError,
     APIStatusError,
     APITimeoutError,
-    ConflictError,
     RateLimitError,
     UnavailableError,
 )
@@ -27,12 +26,13 @@ T = TypeVar("T")
 ApiKey = str | Callable[[], str]
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 8.0
+RESUME_ATTEMPTS, RESUME_BACKOFF_S = 10, 0.1
 LONGEST_RETRY_AFTER_S = 60.0
 MAX_MESSAGE_BYTES = 64 * MIB
 
 
 class Connection:
-    """A few channels to one target, opened on first use inside the loop that uses them, taken in turn."""
+    """A few channels to the addresses of a target, opened on first use inside the loop that uses them, taken in turn."""
 
     def __init__(
         self,
@@ -46,14 +46,15 @@ class Connection:
         channel_options: Mapping[str, str | int],
         metadata: Mapping[str, str],
     ):
-        self.address, secure = parse_target(target)
+        self.addresses, secure = parse_target(target)
         self._credentials = (tls or grpc.ssl_channel_credentials()) if secure or tls else None
         self._api_key, self._metadata = api_key, dict(metadata)
         transport = Transport(MAX_MESSAGE_BYTES, None, keepalive.time_s, keepalive.timeout_s)
-        options = dict(client_options(transport, round_robin=self.address.startswith("dns:")))
+        options = dict(client_options(transport, round_robin=target.startswith("dns:")))
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # how long one attempt may take
         self._options = [*(options | dict(channel_options)).items()]
-        self._num_channels = max(1, num_channels)
+        each = -(-max(1, num_channels) // len(self.addresses))
+        self._num_channels = each * len(self.addresses)
         self._channels: list[grpc.aio.Channel] = []
         self._turn = 0
 
@@ -61,7 +62,7 @@ class Connection:
         """The next channel in turn."""
         self._turn = (self._turn + 1) % self._num_channels
         while len(self._channels) <= self._turn:
-            self._channels.append(self._open())
+            self._channels.append(self._open(self.addresses[len(self._channels) % len(self.addresses)]))
         return self._channels[self._turn]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -77,24 +78,31 @@ class Connection:
         for channel in channels:
             await channel.close(None)
 
-    def _open(self) -> grpc.aio.Channel:
+    def _open(self, address: str) -> grpc.aio.Channel:
         if self._credentials is None:
-            return grpc.aio.insecure_channel(self.address, options=self._options)
-        return grpc.aio.secure_channel(self.address, self._credentials, options=self._options)
+            return grpc.aio.insecure_channel(address, options=self._options)
+        return grpc.aio.secure_channel(address, self._credentials, options=self._options)
 
 
 class Retries:
-    """Tries again what failed before anything was received, within one deadline for all attempts."""
+    """Tries again what failed before anything was received, and goes on with what broke later; one deadline for all attempts."""
 
     def __init__(self, timeout_s: float, max_retries: int):
-        self._timeout_s = timeout_s
-        self._left = max_retries
-        self._tried = False
+        self._timeout_s, self._max = timeout_s, max_retries
+        self._left, self._backoff_s = max_retries, FIRST_BACKOFF_S
+        self._deadline: float | None = None
+
+    def resumes(self, error: APIError) -> bool:
+        """Whether a stream that broke after something was received goes on elsewhere. Then there are more attempts, and sooner:
+        a generation waits."""
+        if not self._max or self._wait_s(error, 0.0) is None:
+            return False
+        self._left, self._backoff_s = RESUME_ATTEMPTS, RESUME_BACKOFF_S
+        return True
 
     async def first(self, attempt: Callable[[float], Awaitable[T]]) -> T:
         """The result of the first attempt that succeeds; it is given the seconds left."""
-        backoff_s = FIRST_BACKOFF_S
-        deadline = time.monotonic() + self._timeout_s
+        deadline = self._deadline = self._deadline or time.monotonic() + self._timeout_s
         while True:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -102,38 +110,34 @@ class Retries:
             try:
                 return await attempt(left_s)
             except APIError as error:
-                wait_s = self._wait_s(error, backoff_s)
+                wait_s = self._wait_s(error, self._backoff_s)
                 if wait_s is None or self._left <= 0 or time.monotonic() + wait_s >= deadline:
                     raise
             self._left -= 1
-            self._tried = True
-            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
             await asyncio.sleep(wait_s)
 
     def _wait_s(self, error: APIError, backoff_s: float) -> float | None:
         """Seconds until the next attempt; None for an error that would come again."""
-        if isinstance(error, APITimeoutError) or not self._worth_it(error):
+        again = isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
+        if isinstance(error, APITimeoutError) or not again:
             return None
         asked = error.retry_after_s if isinstance(error, APIStatusError) else None
         if asked is not None:
             return asked if asked <= LONGEST_RETRY_AFTER_S else None
         return backoff_s * random.uniform(0.5, 1.0)
 
-    def _worth_it(self, error: APIError) -> bool:
-        # The server may not have noticed yet that the connection of the attempt before is gone.
-        own_ghost = self._tried and isinstance(error, ConflictError) and error.reason == "DUPLICATE_REQUEST_ID"
-        return own_ghost or isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
 
-
-def parse_target(target: str) -> tuple[str, bool]:
-    """(address for gRPC, whether TLS is asked for). ValueError for what is no gRPC target."""
+def parse_target(target: str) -> tuple[list[str], bool]:
+    """(addresses for gRPC, whether TLS is asked for). Several gateways have commas between. ValueError for what is no gRPC target."""
     scheme, sep, rest = target.partition("://")
     if sep and scheme in ("grpc", "grpcs"):
-        address, secure = rest.rstrip("/"), scheme == "grpcs"
+        addresses, secure = rest.rstrip("/").split(","), scheme == "grpcs"
     elif sep and scheme not in ("dns", "ipv4", "ipv6", "unix"):
         raise ValueError(f"target: {target!r} has scheme {scheme!r}; use grpc://host:port or grpcs://host:port")
     else:
-        address, secure = target, False
-    if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
-        raise ValueError(f"target: {target!r} has no port; write host:port")
-    return address, secure
+        addresses, secure = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(","), False
+    for address in addresses:
+        if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
+            raise ValueError(f"target: {target!r} has no port; write host:port")
+    return addresses, secure

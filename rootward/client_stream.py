@@ -27,7 +27,7 @@ class AsyncStream:
     def __init__(self, connection: Connection, request: generate_pb2.GenerateRequest, retries: Retries):
         self._connection, self._request, self._retries = connection, request, retries
         self._call: Any = None
-        self._over = False
+        self._over = self._attempted = False
         self._received = [Received(index) for index in range(max(1, request.sampling.n))]
         self._usage = generate_pb2.Usage()
 
@@ -70,7 +70,7 @@ class AsyncStream:
         if self._over:
             return None
         try:
-            chunk = await (self._retries.first(self._begin) if self._call is None else _read(self._call))
+            chunk = await self._chunk()
         except BaseException as error:
             self.cancel()
             if self._begun and isinstance(error, APIError):
@@ -82,8 +82,23 @@ class AsyncStream:
             self._take(chunk)
         return chunk
 
+    async def _chunk(self) -> Chunk | None:
+        if self._call is None:
+            return await self._retries.first(self._begin)
+        try:
+            return await _read(self._call)
+        except APIError as error:
+            if self._request.sampling.n > 1 or not self._retries.resumes(error):
+                raise
+            return await self._retries.first(self._begin)
+
     async def _begin(self, timeout_s: float) -> Chunk | None:
-        """One attempt, up to its first chunk: after that nothing is ever generated anew."""
+        """One attempt, up to its first chunk. Whatever came before the attempt is never generated anew: the request goes on by its id."""
+        if self._attempted:
+            held = self._received[0].ids
+            self._request.resume_offset = len(held)
+            self._request.resume_tokens.ids[:] = held
+        self._attempted = self._request.sampling.n <= 1
         stub = generate_pb2_grpc.InferenceStub(self._connection.channel())
         call: Any = stub.GenerateStream(self._request, timeout=timeout_s, metadata=self._connection.metadata())
         try:

@@ -1,6 +1,7 @@
 """`serve all`: real processes with a real Redis on loopback, killed in mid-stream, stopped cleanly."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -87,7 +88,8 @@ async def test_the_record_of_a_request_is_in_redis(deployment):
         params = SamplingParams(max_tokens=50)
         result = await client.generate("1 2 3", sampling=params, request_id="kept", session_id="talk")
         await asyncio.sleep(0.5)
-        assert [int(t) for t in await store.lrange("rw:req:{kept}:log", 0, -1)] == list(result.token_ids)
+        log = [json.loads(item)["t"] for item in await store.lrange("rw:req:{kept}:log", 0, -1)]
+        assert [token for tokens in log for token in tokens] == list(result.token_ids)
         assert (await store.hgetall("rw:req:{kept}"))["state"] == "finished"
         assert (await store.hgetall("rw:session:{talk}"))["verifier"] == deployment.verifier.address
         assert not await store.exists("rw:req:{kept}:lease")

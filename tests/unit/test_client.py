@@ -14,7 +14,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from rootward import errors
 from rootward.client import AsyncClient, Client, SamplingParams, Speculation
-from rootward.client_connection import Retries, parse_target
+from rootward.client_connection import parse_target
 from rootward.core.requests import Law, Rule, SpeculationMode
 from rootward.v1 import generate_pb2, generate_pb2_grpc
 
@@ -249,37 +249,72 @@ async def test_nobody_there_is_a_connection_error_and_a_deadline_a_timeout():
         await at_rest(service, verifier)
 
 
-async def test_a_ghost_of_the_attempt_before_is_waited_for():
-    error = errors.ConflictError("live", code="ALREADY_EXISTS", reason="DUPLICATE_REQUEST_ID")
-    outcomes = [errors.APIConnectionError("gone"), error, "ok"]
+class Breaking(generate_pb2_grpc.InferenceServicer):
+    """Sends tokens 0 to 9, one a chunk, and breaks where it is told: the n-th call after `breaks[n]` tokens."""
 
-    async def attempt(timeout_s):
-        outcome = outcomes.pop(0)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
+    def __init__(self, *breaks, code=grpc.StatusCode.UNAVAILABLE):
+        self.breaks, self.code, self.calls = list(breaks), code, []
 
-    assert await Retries(10, 2).first(attempt) == "ok"
-    outcomes[:] = [error]
-    with pytest.raises(errors.ConflictError):
-        await Retries(10, 2).first(attempt)
+    async def GenerateStream(self, request, context):
+        resumed = request.HasField("resume_offset")
+        self.calls.append((request.request_id, tuple(request.resume_tokens.ids) if resumed else None))
+        left = self.breaks.pop(0) if self.breaks else 99
+        for token in range(request.resume_offset, 10):
+            if not left:
+                await context.abort(self.code, "broken", (("retry-after-ms", "10"),))
+            left -= 1
+            finish = generate_pb2.Finish(reason=1) if token == 9 else None
+            ids = token.to_bytes(4, "little")
+            yield generate_pb2.GenerateChunk(offset=token, text=str(token), token_ids=ids, accepted=b"1", finish=finish)
+
+
+async def test_a_broken_stream_goes_on_by_its_id_where_it_was():
+    servicer = Breaking(0, 3, 0, 0, 0, 0, 2)
+    server, address = await flaky_server(servicer)
+    async with AsyncClient(address) as client:
+        result = await client.generate("a", request_id="one")
+        assert (result.text, result.token_ids) == ("0123456789", tuple(range(10)))
+        assert {name for name, _ in servicer.calls} == {"one"}
+        told = [received for _, received in servicer.calls]
+        assert told == [None, (), *[(0, 1, 2)] * 5, (0, 1, 2, 3, 4)]
+    for code, retries in ((grpc.StatusCode.UNAVAILABLE, 0), (grpc.StatusCode.INTERNAL, 2)):
+        servicer.breaks, servicer.code = [4], code
+        async with AsyncClient(address, max_retries=retries) as client:
+            with pytest.raises(errors.APIError) as caught:
+                await client.generate("a")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            assert caught.value.partial.token_ids == (0, 1, 2, 3)
+    await server.stop(0)
+
+
+async def test_what_one_gateway_leaves_another_finishes():
+    one, two = Breaking(3), Breaking()
+    servers = [await flaky_server(servicer) for servicer in (one, two)]
+    async with AsyncClient(",".join(address for _, address in servers)) as client:
+        for _ in range(2):
+            assert (await client.generate("a")).token_ids == tuple(range(10))
+        assert sorted(received for _, received in one.calls + two.calls if received) == [(0, 1, 2)]
+    for server, _ in servers:
+        await server.stop(0)
 
 
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        ("h:1", ("h:1", False)),
-        ("grpc://h:1", ("h:1", False)),
-        ("grpcs://h:1/", ("h:1", True)),
-        ("dns:///h:1", ("dns:///h:1", False)),
-        ("unix:/tmp/x", ("unix:/tmp/x", False)),
+        ("h:1", (["h:1"], False)),
+        ("h:1,i:2", (["h:1", "i:2"], False)),
+        ("grpc://h:1", (["h:1"], False)),
+        ("grpcs://h:1,i:2/", (["h:1", "i:2"], True)),
+        ("dns:///h:1", (["dns:///h:1"], False)),
+        ("ipv4:1.2.3.4:1,1.2.3.5:1", (["ipv4:1.2.3.4:1,1.2.3.5:1"], False)),
+        ("unix:/tmp/x", (["unix:/tmp/x"], False)),
     ],
 )
 def test_targets(target, expected):
     assert parse_target(target) == expected
 
 
-@pytest.mark.parametrize("target", ["http://h:1", "h", "grpc://h", ""])
+@pytest.mark.parametrize("target", ["http://h:1", "h", "grpc://h", "", "h:1,i"])
 def test_bad_targets(target):
     with pytest.raises(ValueError, match="target: "):
         parse_target(target)
