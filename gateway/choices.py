@@ -93,10 +93,10 @@ class Tally:
     num_choices: int = 1
     endings: dict[int, Ending] = field(default_factory=dict)
     _prompts: dict[int, int] = field(default_factory=dict)  # by output
-    _num_sent: int = 0
+    _ends: dict[int, int] = field(default_factory=dict)  # output position reached, by output
 
     def add(self, delta: Delta) -> None:
-        self._num_sent += len(delta.spans)
+        self._ends[delta.index] = delta.offset + len(delta.spans)
         self._prompts[delta.index] = delta.prompt_tokens
         if delta.ending is not None:
             self.endings[delta.index] = delta.ending
@@ -106,7 +106,7 @@ class Tally:
     def usage(self) -> Usage:
         first = {i // self.num_choices: i for i in sorted(self._prompts, reverse=True)}.values()
         cached = sum(self.endings[i].usage.cached_tokens for i in first if i in self.endings)
-        return Usage(sum(self._prompts[i] for i in first), self._num_sent, cached)
+        return Usage(sum(self._prompts[i] for i in first), sum(self._ends.values()), cached)
 
     @property
     def only(self) -> Ending | None:

@@ -95,7 +95,7 @@ class AsyncStream:
     async def _begin(self, timeout_s: float) -> Chunk | None:
         """One attempt, up to its first chunk. Whatever came before the attempt is never generated anew: the request goes on by its id."""
         if self._attempted:
-            held = self._received[0].ids
+            held = self._received[0].token_ids
             self._request.resume_offset = len(held)
             self._request.resume_tokens.ids[:] = held
         self._attempted = self._request.sampling.n <= 1

@@ -88,11 +88,11 @@ def drafter(model: str, *flags: str, port: int = 0) -> Service:
     return Service("drafter_service", "--model", model, "--listen", f"127.0.0.1:{port}", *flags)
 
 
-def verifier(model: str, drafters: Sequence[str], *flags: str) -> Service:
+def verifier(model: str, drafters: Sequence[str], *flags: str, port: int = 0) -> Service:
     more = ["--drafters", ",".join(drafters)] if drafters else []
-    return Service("verifier_service", "--model", model, "--listen", "127.0.0.1:0", *more, *flags)
+    return Service("verifier_service", "--model", model, "--listen", f"127.0.0.1:{port}", *more, *flags)
 
 
-def gateway(model: str, verifiers: Sequence[str], *flags: str) -> Service:
-    listen = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
+def gateway(model: str, verifiers: Sequence[str], *flags: str, port: int = 0) -> Service:
+    listen = ["--listen", f"127.0.0.1:{port}", "--http-listen", "127.0.0.1:0"]
     return Service("gateway", "--model", model, "--verifiers", ",".join(verifiers), *listen, *flags)

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import redis
 from support.processes import free_port, wait_until
@@ -21,15 +22,44 @@ def _answers(port: int) -> bool:
         return False
 
 
+class RedisProcess:
+    """A fresh Redis on loopback that keeps nothing on disk; it may be killed and started again on its port."""
+
+    def __init__(self, port: int = 0, *options: str) -> None:
+        self.port, self._options = port or free_port(), options
+        self._folder = tempfile.TemporaryDirectory()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        command = [*redis_command(self.port, self._folder.name), *self._options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        wait_until(lambda: _answers(self.port), what="Redis")
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """kill -9; also of a stopped one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self._folder.cleanup()
+
+
 @contextmanager
 def running_redis(port: int = 0) -> Iterator[str]:
-    """URL of a fresh Redis on loopback that keeps nothing on disk."""
-    port = port or free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(redis_command(port, folder), stdout=subprocess.DEVNULL)
-        try:
-            wait_until(lambda: _answers(port), what="Redis")
-            yield f"redis://127.0.0.1:{port}/0"
-        finally:
-            process.kill()
-            process.wait()
+    """URL of a fresh Redis."""
+    with RedisProcess(port) as process:
+        yield process.url
