@@ -50,14 +50,14 @@ class Generation:
         upstreams: Upstreams,
         ledger: Ledger,
         arrived: float,
-        affinity: str = "",
+        held: dict[str, int] | None = None,
         ended: Finish | None = None,
         on_redispatch: Callable[[], None] = lambda: None,
         redispatch_wait_s: float = 10.0,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
         self._upstreams, self._ledger = upstreams, ledger
-        self._affinity, self._on_redispatch = affinity, on_redispatch
+        self._held, self._on_redispatch = held or {}, on_redispatch
         self._ended = ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
@@ -109,13 +109,12 @@ class Generation:
         request = self._plan.request
         key = request.session_id or request.request_id
         await self._upstreams.wait_ready(self._patience())
-        choice = self._upstreams.choose(key, affinity=self._affinity, avoid=self._failed)
+        choice = self._upstreams.choose(key, held=self._held, avoid=self._failed)
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
-        if request.session_id and choice.name != self._affinity:
-            self._ledger.remember(request.session_id, {"verifier": choice.name})
         self._ledger.note(self._entry, verifier=choice.name)
+        self._ledger.computed(self._plan.first, (), choice.name)
         return self._upstreams.get(choice.name)
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
@@ -194,7 +193,8 @@ class Generation:
         spans = [*(spans or []), *self._output.finish(self._hidden)]
         stop_string = self._output.stop
         hidden = self._hidden.token if self._hidden and stop_string is None else None
-        named = hidden is not None and hidden in self._plan.request.stop_token_ids
+        request = self._plan.request
+        named = hidden is not None and hidden in request.stop_token_ids
         ending = Ending(
             FinishReason.STOP if finish is None or stop_string is not None else finish.reason,
             Usage(len(self._plan.first.prompt), self._num_sent + len(spans)),
@@ -205,6 +205,8 @@ class Generation:
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )
+        if (verifier := self._entry.fields.get("verifier")) is not None:
+            self._ledger.computed(self._plan.first, self._entry.tokens, verifier, request.session_id)
         self._ledger.note(self._entry, finish=finish_to_field(Finish(ending.reason, None, ending.stats)))
         return self._delta(spans, ending, rounds)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
 
+from gateway.prefixes import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
 from gateway.sessions import KEPT_AFTER_END_S, Record, Run, Store, StoreUnavailable, Write, stale
-from rootward.core.requests import TokenLogprob
+from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import Unavailable
 from rootward.ports import Lease
 
@@ -24,6 +26,7 @@ SESSION_TTL_S = 3600.0
 DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
 WRITING_SHARE = 0.1  # of the time at most
 LONGEST_PAUSE_S = 1.0
+HINT_S = 0.05  # longest wait for hints on who holds a prompt
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +56,18 @@ class Entry:
 class Ledger:
     """Owns the entries; `run` writes them. `now` is the loop's clock in seconds."""
 
-    def __init__(self, store: Store, *, now: Callable[[], float], lease_s: float = 5.0, flush_s: float = 0.05):
-        self._store, self._now = store, now
+    def __init__(
+        self,
+        store: Store,
+        *,
+        now: Callable[[], float],
+        model: Callable[[], str] = lambda: "",
+        lease_s: float = 5.0,
+        flush_s: float = 0.05,
+    ):
+        """`model`: fingerprint of the served one, once it is known."""
+        self._store, self._now, self._model = store, now, model
+        self.prefixes = Prefixes(now)
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
         self._sessions: dict[str, dict[str, str]] = {}
@@ -135,21 +148,30 @@ class Ledger:
         entry.ended, entry.ended_at = state, self._now()
         self._dirty.set()
 
-    def remember(self, session_id: str, fields: dict[str, str]) -> None:
-        """Keep fields of a conversation for its next turn."""
-        self._sessions[session_id] = fields
+    def computed(self, request: VerifierRequest, output: Sequence[int], verifier: str, session_id: str = "") -> None:
+        """A verifier holds the KV of this prompt and output, or does so soon."""
+        text = (*request.prompt, *output)
+        self.prefixes.sent(block_keys(self._model(), request.tenant, text), verifier)
+        if session_id:
+            self._sessions[session_id] = {"verifier": verifier, "tokens": str(len(text))}
         self._dirty.set()
 
-    async def recall(self, session_id: str) -> dict[str, str]:
-        """What is kept of a conversation; nothing when the store does not answer (it is only a hint)."""
-        if session_id in self._sessions:
-            return self._sessions[session_id]
-        try:
-            self._must_be_up()
-            return await self._store.get_session(session_id)
-        except StoreUnavailable:
-            self._mark_down()
-            return {}
+    async def held(self, request: VerifierRequest, session_id: str = "") -> dict[str, int]:
+        """Tokens of a prompt that each verifier is thought to hold. Hints only: what the store knows is not waited for long."""
+        keys = block_keys(self._model(), request.tenant, request.prompt)
+        found = tokens_held(self.prefixes.holders(keys))
+        session = self._sessions.get(session_id, {})
+        if max(found.values(), default=0) < len(keys) * BLOCK or (session_id and not session):
+            with suppress(StoreUnavailable, TimeoutError):
+                self._must_be_up()
+                async with asyncio.timeout(HINT_S):
+                    holders, session = await self._store.hints(self._model(), keys, session_id)
+                for name, tokens in tokens_held(holders).items():
+                    found[name] = max(tokens, found.get(name, 0))
+        if session:
+            own = min(int(session["tokens"]), len(request.prompt))
+            found[session["verifier"]] = max(own, found.get(session["verifier"], 0))
+        return found
 
     async def run(self) -> None:
         """Write until cancelled. `flush` once more afterwards, so that nothing held for others stays."""
@@ -173,6 +195,7 @@ class Ledger:
                 if self._down:
                     await self._store.record("")  # there may be nothing to write that would show whether it is back
                 await self._write([entry for entry in self._entries if self._is_due(entry)])
+                await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
                 while self._sessions:
                     session_id, fields = next(iter(self._sessions.items()))
                     await self._store.put_session(session_id, fields, SESSION_TTL_S)

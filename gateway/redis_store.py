@@ -10,7 +10,7 @@ from typing import Any
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError, RedisError
 
-from gateway.redis_schema import BEGIN, NEXT_EPOCH, RESTART, TAKE_OVER, WRITE, request_keys, session_key
+from gateway.redis_schema import BEGIN, NEXT_EPOCH, RESTART, TAKE_OVER, WRITE, block_key, request_keys, session_key
 from gateway.sessions import (
     KEPT_AFTER_END_S,
     RETENTION_S,
@@ -24,6 +24,7 @@ from gateway.sessions import (
     duplicate,
     stale,
 )
+from rootward.clock import SystemClock
 from rootward.errors import ConfigurationError
 from rootward.ports import Lease
 from rootward.redis_client import open_redis, redacted
@@ -42,7 +43,7 @@ class RedisStore:
     """Calls raise StoreUnavailable when Redis does not answer within `timeout_s`."""
 
     def __init__(self, client: Redis | RedisCluster, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S):
-        self._client, self._timeout_s = client, timeout_s
+        self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
         self._retention_ms = _ms(retention_s)
         scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE, RESTART)
         self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
@@ -132,10 +133,29 @@ class RedisStore:
             pipeline.pexpire(key, _ms(ttl_s))
             await pipeline.execute()
 
-    async def get_session(self, session_id: str) -> dict[str, str]:
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        if not held:
+            return
+        now_s = self._clock.wall()
         async with self._answering():
-            fields: Any = await self._client.hgetall(session_key(session_id))
-        return dict(fields)
+            pipeline: Any = self._client.pipeline(transaction=False)
+            for verifier, keys in held.items():
+                for key in (block_key(model, block) for block in keys):
+                    pipeline.zadd(key, {verifier: now_s})
+                    pipeline.zremrangebyscore(key, "-inf", now_s - ttl_s)
+                    pipeline.pexpire(key, _ms(ttl_s))
+            await pipeline.execute()
+
+    async def hints(
+        self, model: str, keys: Sequence[str], session_id: str
+    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
+        async with self._answering():
+            pipeline: Any = self._client.pipeline(transaction=False)
+            pipeline.hgetall(session_key(session_id))
+            for block in keys:
+                pipeline.zrange(block_key(model, block), 0, -1, withscores=True)
+            session, *holders = await pipeline.execute()
+        return [{str(name): float(at) for name, at in found} for found in holders], dict(session)
 
     async def close(self) -> None:
         await self._client.aclose()

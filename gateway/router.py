@@ -1,13 +1,21 @@
-"""Which verifier a request goes to: a plain function of what is known about them."""
+"""Which verifier a request goes to: a plain function of what is known about them.
+
+    cost of a verifier = load  −  what the part of the prompt whose KV it holds is worth
+
+Load is requests per session slot. KV already computed saves prefill, and by how much grows with its length, but it is never worth more than
+`KV_WORTH` of a verifier's slots: however warm a cache, it does not draw everybody to one place.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-AFFINITY_SLACK = 0.25  # share of a verifier's sessions that a warm KV cache is worth
+KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
+HALF_WORTH_TOKENS = 128  # so many tokens are worth half of it
+SHAKY_COST = 0.5  # of a verifier that was lost a moment ago
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +28,7 @@ class VerifierView:
     num_waiting: int = 0
     max_sessions: int = 1
     num_in_flight: int = 0  # of this gateway, now
+    shaky: bool = False  # it was lost a moment ago, and may be again
 
     @property
     def load(self) -> float:
@@ -30,7 +39,7 @@ class VerifierView:
 class Outcome(str, Enum):
     """Why a verifier was chosen; a label of the metric `route_decisions_total`."""
 
-    AFFINITY = "affinity"
+    AFFINITY = "affinity"  # it holds some of the prompt
     LEAST_LOAD = "least_load"
     FALLBACK = "fallback"  # one that was to be avoided, because there is no other
 
@@ -42,23 +51,30 @@ class Choice:
 
 
 def choose(
-    views: Sequence[VerifierView], key: str, *, affinity: str = "", avoid: Collection[str] = frozenset()
+    views: Sequence[VerifierView],
+    key: str,
+    *,
+    held: Mapping[str, int] | None = None,
+    avoid: Collection[str] = frozenset(),
 ) -> Choice | None:
     """A verifier for the request `key`, or None when none is ready.
 
-    `affinity` names the verifier that holds the session's KV; it wins unless it is clearly busier than the least loaded
-    one. Equally loaded verifiers share by a hash of `key`. Those in `avoid` failed this request already.
+    `held`: tokens of the prompt whose KV a verifier is thought to hold, by name. Those in `avoid` failed this request already. Equal costs
+    are told apart by a hash of `key`, so that turns of a session go the same way.
     """
+    held = held or {}
     ready = [v for v in views if v.ready]
     wanted = [v for v in ready if v.name not in avoid]
-    least = min(wanted or ready, key=lambda v: (v.load, _score(key, v.name)), default=None)
-    if least is None:
+    best = min(wanted or ready, key=lambda v: (cost(v, held.get(v.name, 0)), _score(key, v.name)), default=None)
+    if best is None:
         return None
     if not wanted:
-        return Choice(least.name, Outcome.FALLBACK)
-    if any(v.name == affinity and v.load <= least.load + AFFINITY_SLACK for v in wanted):
-        return Choice(affinity, Outcome.AFFINITY)
-    return Choice(least.name, Outcome.LEAST_LOAD)
+        return Choice(best.name, Outcome.FALLBACK)
+    return Choice(best.name, Outcome.AFFINITY if held.get(best.name) else Outcome.LEAST_LOAD)
+
+
+def cost(view: VerifierView, num_held: int) -> float:
+    return view.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + SHAKY_COST * view.shaky
 
 
 def _score(key: str, name: str) -> bytes:

@@ -82,7 +82,7 @@ class GatewayService:
             lambda: sum(u.ready for u in upstreams),
         )
         self._store = store
-        self._ledger = Ledger(store, now=_loop_time, lease_s=self.limits.lease_s)
+        self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         self._live: dict[str, _Live] = {}
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
@@ -107,6 +107,9 @@ class GatewayService:
             cause = self.upstreams.mismatch or "none has answered yet"
             raise Unavailable(f"no verifier is ready ({cause})", retry_after_s=1.0)
         return self.upstreams.model
+
+    def _fingerprint(self) -> str:
+        return self.upstreams.model.fingerprint if self.upstreams.model else ""
 
     @property
     def ready(self) -> bool:
@@ -280,7 +283,9 @@ class GatewayService:
 
     async def _generation(self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, arrived: float) -> Generation:
         request = plan.request
-        remembered = await self._ledger.recall(request.session_id) if request.session_id else {}
+        held = await self._ledger.held(plan.first, request.session_id)
+        if known := record.fields.get("verifier"):
+            held[known] = len(plan.first.prompt) + len(entry.tokens)
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)
         return Generation(
             plan,
@@ -290,7 +295,7 @@ class GatewayService:
             upstreams=self.upstreams,
             ledger=self._ledger,
             arrived=arrived,
-            affinity=record.fields.get("verifier") or remembered.get("verifier", ""),
+            held=held,
             ended=finish_of(record.fields) if record.finished else None,
             on_redispatch=self.metrics.redispatched,
             redispatch_wait_s=self.limits.redispatch_wait_s,

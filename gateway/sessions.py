@@ -104,7 +104,13 @@ class Store(Protocol):
 
     async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None: ...
 
-    async def get_session(self, session_id: str) -> dict[str, str]: ...
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        """Verifier → keys of prompt blocks whose KV it holds."""
+
+    async def hints(
+        self, model: str, keys: Sequence[str], session_id: str
+    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
+        """(who holds each of these blocks, what is known of the session), in one round trip."""
 
     async def close(self) -> None: ...
 
@@ -187,10 +193,15 @@ class MemoryStore:
         _, known = self._sessions.get(session_id, (0.0, {}))
         self._sessions[session_id] = (self._now() + ttl_s, {**known, **fields})
 
-    async def get_session(self, session_id: str) -> dict[str, str]:
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        """Whoever asks a store in memory is who would have told it."""
+
+    async def hints(
+        self, model: str, keys: Sequence[str], session_id: str
+    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
         self._forget_expired()
         until, fields = self._sessions.get(session_id, (0.0, {}))
-        return dict(fields) if self._now() < until else {}
+        return [], dict(fields) if self._now() < until else {}
 
     async def close(self) -> None:
         """Nothing is held outside this process."""

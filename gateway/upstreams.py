@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rootward.ports import ModelInfo, Verifier, VerifierInfo
 
 log = structlog.get_logger()
 
+SHAKY_S = 10.0  # after a loss, others are preferred
 HURRY_S = 0.1  # between questions while a request waits for a verifier
 
 
@@ -28,6 +30,7 @@ class Upstream:
     answers: bool = False
     fits: bool = True  # its model is the one this gateway serves
     num_in_flight: int = 0
+    lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
 
     @property
     def ready(self) -> bool:
@@ -41,13 +44,12 @@ class Upstream:
         finally:
             self.num_in_flight -= 1
 
-    def view(self) -> VerifierView:
+    def view(self, now: float) -> VerifierView:
         info = self.info
         if info is None:
             return VerifierView(self.name, ready=False)
-        return VerifierView(
-            self.name, self.ready, info.num_running, info.num_waiting, info.max_sessions, self.num_in_flight
-        )
+        load = info.num_running, info.num_waiting, info.max_sessions, self.num_in_flight
+        return VerifierView(self.name, self.ready, *load, shaky=now - self.lost_at < SHAKY_S)
 
 
 class Upstreams:
@@ -80,8 +82,11 @@ class Upstreams:
     def get(self, name: str) -> Upstream:
         return self._upstreams[name]
 
-    def choose(self, key: str, *, affinity: str = "", avoid: Collection[str] = frozenset()) -> Choice | None:
-        return choose([u.view() for u in self], key, affinity=affinity, avoid=avoid)
+    def choose(
+        self, key: str, *, held: Mapping[str, int] | None = None, avoid: Collection[str] = frozenset()
+    ) -> Choice | None:
+        now = asyncio.get_running_loop().time()
+        return choose([u.view(now) for u in self], key, held=held, avoid=avoid)
 
     async def wait_ready(self, timeout_s: float) -> bool:
         """Have `run` ask at once and often until one is ready; False when none is in time."""
@@ -99,7 +104,8 @@ class Upstreams:
 
     def lost(self, name: str) -> None:
         """A stream of this verifier broke: not ready until it answers again."""
-        self._upstreams[name].answers = False
+        lost = self._upstreams[name]
+        lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
 
     async def run(self) -> None:
         """Ask until cancelled: once a second, more often while a request waits for an answer."""

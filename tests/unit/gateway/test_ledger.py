@@ -1,11 +1,16 @@
 """The record of running requests: what is written, when, and which epochs may be given out."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
+from unit.gateway.redis_for_tests import redis_server
 
 from gateway.ledger import Ledger
+from gateway.prefixes import BLOCK, TTL_S, Prefixes, tokens_held
+from gateway.redis_store import RedisStore
 from gateway.sessions import MemoryStore, Run, StoreUnavailable, Write
+from rootward.core.requests import VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
 
 
@@ -32,6 +37,10 @@ class Counting(MemoryStore):
         self._check()
         return await super().record(*args)
 
+    async def hints(self, *args):
+        self._check()
+        return await super().hints(*args)
+
     async def write(self, writes, ttl_s):
         self._check()
         self.appends += sum(bool(w.run) for w in writes)
@@ -48,6 +57,12 @@ def run(*tokens):
 
 async def logged(store):
     return (await store.record("r")).output.tokens
+
+
+@pytest.fixture(scope="module")
+def redis_url():
+    with redis_server() as url:
+        yield url
 
 
 @pytest.fixture
@@ -177,8 +192,46 @@ async def test_the_loop_writes_and_sleeps_when_there_is_nothing(store, ledger):
     loop.cancel()
 
 
-async def test_what_is_remembered_is_known_at_once(store, ledger):
-    ledger.remember("talk", {"verifier": "v1"})
-    assert await ledger.recall("talk") == {"verifier": "v1"}
-    await ledger.flush()
-    assert await ledger.recall("talk") == {"verifier": "v1"}
+async def test_who_computed_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
+    stores = [await RedisStore.connect(redis_url) for _ in range(2)]
+    one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
+    prompt = VerifierRequest("r", tuple(range(100)))
+    one.computed(prompt, (7,) * 40, "v1", "talk")
+    assert await one.held(prompt, "talk") == {"v1": 100}
+    assert await one.held(prompt) == {"v1": 96}
+    assert await two.held(prompt, "talk") == {}
+    await one.flush()
+    assert await two.held(prompt, "talk") == {"v1": 100}
+    assert await two.held(prompt) == {"v1": 96}
+    longer = replace(prompt, prompt=(*prompt.prompt, *(7,) * 40, 8, 9))
+    assert await two.held(longer) == {"v1": 128}
+    assert await two.held(replace(longer, tenant="other")) == {}
+    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2")
+    assert await two.held(prompt) == {"v1": 96, "v2": 64}
+    for store in stores:
+        await store.close()
+
+
+async def test_hints_are_not_waited_for_when_the_store_is_gone(store, ledger):
+    store.dead = True
+    assert await ledger.held(VerifierRequest("r", tuple(range(100))), "talk") == {}
+
+
+def test_prefixes_without_a_gap_count():
+    assert tokens_held([{"a": 1, "b": 1}, {"b": 1, "c": 1}, {"a": 1, "b": 1}]) == {"a": BLOCK, "b": 3 * BLOCK}
+
+
+def test_hints_of_one_gateway_end_and_are_published_again():
+    time = [0.0]
+    prefixes = Prefixes(lambda: time[0])
+    prefixes.sent(["k"], "v1")
+    assert prefixes.take_unpublished() == {"v1": ["k"]}
+    prefixes.sent(["k"], "v1")
+    assert prefixes.take_unpublished() == {}
+    time[0] = TTL_S * 0.6
+    prefixes.sent(["k"], "v1")
+    assert prefixes.take_unpublished() == {"v1": ["k"]}
+    time[0] = TTL_S * 1.5
+    assert prefixes.holders(["k"]) == [{"v1": TTL_S * 0.6}]
+    time[0] = TTL_S * 1.7
+    assert prefixes.holders(["k"]) == [{}]

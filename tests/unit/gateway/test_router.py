@@ -26,9 +26,9 @@ def idle(*names, **fields):
 
 
 @given(VIEWS, st.sampled_from("abcdef"), st.sets(st.sampled_from("abcdef")))
-def test_only_ready_ones_and_avoided_ones_last(views, affinity, avoid):
+def test_only_ready_ones_and_avoided_ones_last(views, warm, avoid):
     ready = {v.name for v in views if v.ready}
-    choice = choose(views, "k", affinity=affinity, avoid=avoid)
+    choice = choose(views, "k", held={warm: 500}, avoid=avoid)
     assert (choice is None) == (not ready)
     if choice is not None:
         assert choice.name in ready
@@ -36,7 +36,7 @@ def test_only_ready_ones_and_avoided_ones_last(views, affinity, avoid):
 
 
 @given(VIEWS)
-def test_without_affinity_the_least_loaded(views):
+def test_without_hints_the_least_loaded(views):
     choice = choose(views, "k")
     if choice is not None:
         assert next(v.load for v in views if v.name == choice.name) == min(v.load for v in views if v.ready)
@@ -50,11 +50,25 @@ def test_equal_ones_share_and_keep_their_keys_when_another_comes():
     assert all(after[k] in (before[k], "d") for k in keys)
 
 
-def test_affinity_is_worth_a_quarter_of_the_slots():
-    busy = VerifierView("warm", True, num_running=2, max_sessions=8)
-    assert choose([busy, *idle("cold")], "k", affinity="warm") == Choice("warm", Outcome.AFFINITY)
-    busier = VerifierView("warm", True, num_running=3, max_sessions=8)
-    assert choose([busier, *idle("cold")], "k", affinity="warm") == Choice("cold", Outcome.LEAST_LOAD)
+def test_held_tokens_are_worth_up_to_a_quarter_of_the_slots():
+    def chosen(running, tokens):
+        busy = VerifierView("warm", True, num_running=running, max_sessions=8)
+        return choose([busy, *idle("cold")], "k", held={"warm": tokens})
+
+    assert chosen(1, 4096) == Choice("warm", Outcome.AFFINITY)
+    assert chosen(1, 64) == Choice("cold", Outcome.LEAST_LOAD)
+    assert chosen(2, 10**9) == Choice("cold", Outcome.LEAST_LOAD)
+
+
+def test_the_longer_prefix_wins_among_equals():
+    assert choose(idle("a", "b", "c"), "k", held={"a": 64, "b": 96}).name == "b"
+
+
+def test_one_that_was_lost_a_moment_ago_is_asked_last():
+    shaky = VerifierView("a", True, max_sessions=8, shaky=True)
+    busy = VerifierView("b", True, num_running=3, max_sessions=8)
+    assert choose([shaky, busy], "k").name == "b"
+    assert choose([shaky], "k").name == "a"
 
 
 def test_what_this_gateway_sent_counts_before_the_verifier_says_so():

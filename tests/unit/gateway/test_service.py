@@ -299,7 +299,7 @@ async def test_turns_of_a_session_go_to_the_same_verifier():
             await service.collect(GenerateRequest("a", session_id="talk"))
             await asyncio.sleep(0.06)
         assert sorted(len(v.requests) for v in verifiers) == [0, 0, 0, 5]
-        assert await service._store.get_session("talk")
+        assert (await service._store.hints("", [], "talk"))[1]["verifier"]
 
 
 async def test_draining_refuses_new_requests_lets_others_end_and_then_ends_them():
