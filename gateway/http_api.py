@@ -19,6 +19,7 @@ from gateway.http_fields import json_object
 from gateway.http_generate import Generations
 from gateway.http_logprobs import Names
 from gateway.http_messages import conversation
+from gateway.http_page import page_routes
 from gateway.http_requests import parse_chat, parse_completion
 from gateway.http_shapes import ChatShape, TextShape
 from gateway.http_values import boolean, one, string, token_ids
@@ -44,6 +45,7 @@ def build_app(service: GatewayService) -> Starlette:
         Route("/load", api.load),
         Route("/version", api.version),
         Route("/metrics", api.metrics),
+        *page_routes(),
     ]
     return Starlette(
         routes=routes, exception_handlers={HTTPException: _no_such, ServiceError: _refused, Exception: _refused}

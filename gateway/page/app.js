@@ -1,0 +1,173 @@
+// The page: a prompt in; text, trees and figures out.
+
+import { completion } from "./stream.js";
+import { drawRound, visible } from "./tree.js";
+
+const $ = (id) => document.getElementById(id);
+const NAMES = { required: "speculation in every round", auto: "speculation where it pays", disabled: "plain decoding" };
+
+let rounds = []; // of the run that is shown: {nodes, path, tokens}
+let shown = 0;
+let following = true; // the newest round, until somebody looks at an older one
+let running = null; // AbortController
+
+class Run {
+  constructor(mode) {
+    this.mode = mode;
+    this.tokens = this.rounds = 0;
+    this.depths = []; // [d] = rounds that accepted exactly d tokens
+    this.first = this.last = 0;
+    this.firstTokens = 0;
+  }
+
+  add(round, now) {
+    if (!this.rounds) { this.first = now; this.firstTokens = round.tokens.length; }
+    this.last = now;
+    this.rounds += 1;
+    this.tokens += round.tokens.length;
+    if (round.nodes.length) this.depths[round.path.length] = (this.depths[round.path.length] || 0) + 1;
+  }
+
+  // Between the first run of tokens and the last one: the prompt's time does not count.
+  get rate() {
+    const seconds = (this.last - this.first) / 1000;
+    return seconds > 0 ? (this.tokens - this.firstTokens) / seconds : 0;
+  }
+}
+
+async function generate(mode, run) {
+  const seed = $("seed").value;
+  const body = {
+    prompt: $("prompt").value,
+    temperature: Number($("temperature").value),
+    max_tokens: Number($("tokens").value),
+    return_trees: true,
+    speculation: { mode },
+    ...(seed ? { seed: Number(seed) } : {}),
+  };
+  rounds = [];
+  following = true;
+  $("text").replaceChildren();
+  $("tree").replaceChildren();
+  for await (const chunk of completion(body, $("key").value, running.signal)) {
+    const choice = chunk.choices[0];
+    if (!choice) continue;
+    for (const round of choice.rounds || []) {
+      rounds.push(round);
+      run.add(round, performance.now());
+      tell(round);
+    }
+    figures();
+    if (following) show(rounds.length - 1);
+  }
+}
+
+let runs = [];
+
+async function work(modes) {
+  running?.abort();
+  const mine = (running = new AbortController());
+  $("error").hidden = true;
+  $("stop").disabled = false;
+  runs = [];
+  try {
+    for (const mode of modes) {
+      runs.push(new Run(mode));
+      await generate(mode, runs[runs.length - 1]);
+    }
+  } catch (error) {
+    if (!mine.signal.aborted) refuse(error);
+  } finally {
+    if (running === mine) { running = null; $("stop").disabled = true; }
+    figures();
+  }
+}
+
+function refuse(error) {
+  $("error").textContent = error.message || String(error);
+  $("error").hidden = false;
+  if (error.status === 401 || error.status === 403) { $("key-field").hidden = false; $("key").focus(); }
+}
+
+// Tokens of a round at the end of the text: the last one is the target's own.
+function tell(round) {
+  round.tokens.forEach((token, i) => {
+    const span = document.createElement("span");
+    span.className = i < round.path.length ? "token accepted" : "token bonus";
+    span.textContent = token;
+    $("text").append(span);
+  });
+  $("text").scrollTop = $("text").scrollHeight;
+}
+
+function show(index) {
+  if (!rounds.length) return;
+  shown = Math.min(Math.max(index, 0), rounds.length - 1);
+  const round = rounds[shown], before = rounds[shown - 1];
+  $("which").max = rounds.length - 1;
+  $("which").value = shown;
+  $("round").textContent = `round ${shown + 1} of ${rounds.length}: ${round.path.length} of ${round.nodes.length} nodes accepted`;
+  $("tree").setAttribute("aria-label", `${$("round").textContent}. Committed: ${round.tokens.map(visible).join(" ")}`);
+  $("tree").replaceChildren(drawRound(round, before ? before.tokens[before.tokens.length - 1] : $("prompt").value.slice(-MOST_OF_ROOT)));
+}
+
+const MOST_OF_ROOT = 8;
+
+function look(index) {
+  show(index);
+  following = shown === rounds.length - 1;
+}
+
+function figures() {
+  $("figures").tBodies[0].replaceChildren(...runs.filter((run) => run.rounds).map((run) => {
+    const row = document.createElement("tr");
+    const plain = runs.find((other) => other.mode === "disabled" && other !== run);
+    const gain = plain && plain.rate && run.rate ? ` (${(run.rate / plain.rate).toFixed(2)} ×)` : "";
+    const cells = [NAMES[run.mode], run.tokens, run.rounds, (run.tokens / run.rounds).toFixed(2), run.rate.toFixed(1) + gain];
+    row.append(...cells.map((text) => { const cell = document.createElement("td"); cell.textContent = text; return cell; }));
+    return row;
+  }));
+  depths(runs[runs.length - 1]);
+}
+
+function depths(run) {
+  const counts = run ? run.depths : [];
+  const total = counts.reduce((sum, n) => sum + (n || 0), 0);
+  const cells = [];
+  let left = total;
+  for (let depth = 1; depth < counts.length; depth++) {
+    left -= counts[depth - 1] || 0;
+    const bar = document.createElement("div"), name = document.createElement("span"), share = document.createElement("span");
+    bar.className = "bar";
+    bar.style.width = `${(100 * left) / total}%`;
+    name.textContent = depth;
+    share.textContent = `${Math.round((100 * left) / total)} %`;
+    cells.push(name, bar, share);
+  }
+  $("depths").replaceChildren(...cells);
+}
+
+async function describe() {
+  const key = $("key").value;
+  const reply = await fetch("v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} });
+  if (!reply.ok) throw Object.assign(new Error((await reply.json()).error.message), { status: reply.status });
+  const model = (await reply.json()).data[0];
+  $("model").textContent = `${model.id}, ${model.max_model_len} positions`;
+}
+
+$("ask").addEventListener("submit", (event) => { event.preventDefault(); work([$("speculation").value]); });
+$("compare").addEventListener("click", () => work(["disabled", $("speculation").value === "disabled" ? "required" : $("speculation").value]));
+$("stop").addEventListener("click", () => running?.abort());
+$("earlier").addEventListener("click", () => look(shown - 1));
+$("later").addEventListener("click", () => look(shown + 1));
+$("which").addEventListener("input", () => look(Number($("which").value)));
+$("key").addEventListener("change", () => describe().catch(refuse));
+$("tree").addEventListener("keydown", (event) => {
+  const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (step) { event.preventDefault(); look(shown + step); }
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); $("ask").requestSubmit(); }
+});
+describe().catch(refuse);
