@@ -1,4 +1,4 @@
-"""The page in a real browser: typed into, read, used by keyboard alone. Skipped where no Chromium is installed (REQUIRE_BROWSER=1 fails)."""
+"""The page in a real browser: typed into, read, used by keyboard alone. Skipped without Chromium; REQUIRE_BROWSER=1 fails instead."""
 
 from __future__ import annotations
 
@@ -16,17 +16,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 SHOT = Path(__file__).parents[2] / "docs" / "page.png"
 WAIT_S = 60
-FLAGS = [
-    "--headless=new",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1360,900",
-]
+FLAGS = (
+    *("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--window-size=1440,900"),
+    *("--disable-quic", "--disable-background-networking", "--disable-component-update", "--disable-sync"),
+)
 
 
 @pytest.fixture(scope="module")
