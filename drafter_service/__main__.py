@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from drafter_service.lookup import Lookup
 from drafter_service.pairing import without_model
@@ -15,6 +16,7 @@ from drafter_service.settings import DrafterSettings
 from rootward.core.drafting.lookup import Recipe, parse_recipe
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
+from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, ModelInfo
 from rootward.rpc.admin import Admin, admin_port
@@ -39,8 +41,31 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     incarnation = secrets.randbits(64)
     rows = settings.max_num_batched_tokens
     grower: Grower[Key] = Grower(model, incarnation=incarnation, max_rows=rows, prefill_chunk=rows, policy=policy)
-    worker = f"drafter-{incarnation:016x}"
-    return DrafterService(model, grower, worker=worker, capacity=settings.max_num_seqs, max_atoms=settings.law_atoms)
+    grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
+    worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
+    return DrafterService(
+        model, grower, worker=worker, capacity=seats, max_atoms=settings.law_atoms, pool=settings.pool
+    )
+
+
+def described(drafter: DrafterService, settings: DrafterSettings, address: str) -> Worker:
+    """What the registry says of it."""
+    info, incarnation = drafter.info, drafter.grower.incarnation
+    return Worker(
+        "drafter",
+        drafter.worker,
+        settings.pool,
+        address,
+        incarnation,
+        info.name,
+        info.fingerprint,
+        info.tokenizer_hash,
+        drafter.capacity,
+        len(drafter.grower.trees),
+        zone=settings.zone,
+        draining=drafter.draining,
+        counters={settings.pool: drafter.grower.demand.counters()},
+    )
 
 
 def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
@@ -54,7 +79,8 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
         group=lambda key: key[0],
     )
     worker = f"drafter-{incarnation:016x}"
-    return DrafterService(lookup, lookup, worker=worker, capacity=settings.max_num_seqs, agree=without_model)
+    seats = settings.max_num_seqs
+    return DrafterService(lookup, lookup, worker=worker, capacity=seats, agree=without_model, pool=settings.pool)
 
 
 def recipe_of(spec: str) -> Recipe | None:
@@ -91,15 +117,37 @@ async def _serve(settings: DrafterSettings, admin: Admin) -> None:
     recipe = recipe_of(settings.model)
     drafter = build_lookup(recipe, settings) if recipe is not None else build(await load(settings), settings)
     server = RpcServer(settings.listen, transport=DRAFTING, tls=settings.server_tls, grace_s=1.0)
-    async with drafter, server:
+    async with drafter, server, AsyncExitStack() as stack:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         await server.set_ready(True)
         admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.metrics.registry)
+        beat = await stack.enter_async_context(in_registry(drafter, settings, server.address))
+
+        async def drain() -> None:
+            drafter.draining = True
+            beat()
+            await drafter.drain()
+
         announce("drafter", server.address)
-        await until_stopped(
-            server, drafter.drain, settings.shutdown_timeout_s, ended=[drafter.ended] if drafter.ended else []
-        )
+        ended = [drafter.ended] if drafter.ended else []
+        await until_stopped(server, drain, settings.shutdown_timeout_s, ended=ended)
+
+
+@asynccontextmanager
+async def in_registry(
+    drafter: DrafterService, settings: DrafterSettings, address: str
+) -> AsyncIterator[Callable[[], None]]:
+    """While it is open verifiers find the drafter in Redis, if there is one. Yields what asks for a heartbeat at once."""
+    if not settings.redis_url:
+        yield lambda: None
+        return
+    dialled = advertised(settings.advertise or address)
+    async with (
+        open_registry(settings.redis_url) as registry,
+        registered(registry, lambda: described(drafter, settings, dialled)) as beat,
+    ):
+        yield beat
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law, Sampling
 from rootward.core.rng import Key, draw_words, target_gumbel
 from rootward.core.rows import Row, quantise_top
+from rootward.demand import DrafterDemand
 from rootward.engine.sampling import processed, top_atoms
 from rootward.ports import LanguageModel, Rows
 
@@ -47,6 +48,7 @@ class GrowingTree:
     rows_sent: set[int] = field(default_factory=set)
     told_rest: bool = False
     exhausted: bool = False  # the draft model's context is full
+    compute_s: float = 0.0  # in draft forwards of this round
 
     @property
     def ratio(self) -> bool:
@@ -68,6 +70,7 @@ class Grower(Generic[K]):
         self.model, self.incarnation = model, incarnation
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
         self.policy = policy or Policy(Law.SAMPLED)
+        self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self._num_draws = 0  # counts over the life of the process: a draw number is never used twice
 
@@ -105,6 +108,8 @@ class Grower(Generic[K]):
             return []
         if news is Heard.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
             return [NeedSync(message.slot, tree.length, tree.hash)]
+        self.demand.round(growing.compute_s)
+        growing.compute_s = 0.0
         unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
         self._reroot(growing, message.tokens)
         growing.arrived_s = time.monotonic()
@@ -127,6 +132,7 @@ class Grower(Generic[K]):
         work = [(g, rows, nodes) for (g, rows, nodes) in self._rows([g for _, g in active]) if len(rows.node)]
         if work:
             self._forward(work)
+            self._account([(g, len(rows.node)) for g, rows, _ in work], time.monotonic() - start_s)
         frames: list[tuple[K, Grow]] = []
         for key, growing in active:
             if not growing.pending:
@@ -135,6 +141,13 @@ class Grower(Generic[K]):
             if growing.sent < growing.tree.next_id or (rest and not growing.told_rest):
                 frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
         return frames
+
+    def _account(self, work: list[tuple[GrowingTree, int]], seconds: float) -> None:
+        """Rows after the tree has come to rest are growth ahead."""
+        ahead = sum(rows for growing, rows in work if growing.told_rest and not growing.pending)
+        self.demand.level(sum(rows for _, rows in work) - ahead, ahead, seconds)
+        for growing, _ in work:
+            growing.compute_s += seconds
 
     def _planted(self, message: Open) -> GrowingTree:
         hash_ = 0

@@ -19,6 +19,7 @@ from drafter_service.trees import Heard, K, heard, shape_fault
 from rootward.core.drafting.lookup import Shape, Source, Successors, extend_tree
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
 from rootward.core.living_tree import LivingTree
+from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
 
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
@@ -59,6 +60,7 @@ class Lookup(Generic[K]):
         least_score: float = 0.02,
     ) -> None:
         self.info, self.incarnation = info, incarnation
+        self.demand = DrafterDemand(rows=0)  # looking up asks for no rows of a draft forward
         self.chunk, self.least_score = chunk, least_score
         self.trees: dict[K, LookupTree] = {}
         self._sources, self._memory, self._group = sources, memory, group

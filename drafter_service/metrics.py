@@ -8,7 +8,8 @@ from rootward.readings import Read, Readings
 
 READINGS = {
     "drafter_sessions_open": "Trees held.",
-    "drafter_rows": "Trees that can be held at once: what one replica counts for.",
+    "drafter_sessions_cap": "Trees that can be held at once.",
+    "drafter_rows_used_ratio": "Share of the trees in use, 0 to 1.",
     "drafter_streams": "Verifiers connected.",
 }
 

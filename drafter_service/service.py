@@ -7,8 +7,10 @@ older than one draft forward when it is applied, and work for a branch that died
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import structlog
 
@@ -18,6 +20,8 @@ from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
 from rootward.core.requests import Law
+from rootward.demand import DemandCollector
+from rootward.discovery.sources import DEFAULT_POOL
 from rootward.heart import Heart
 from rootward.ports import ModelInfo
 from rootward.rpc.info import DrafterInfo
@@ -27,6 +31,8 @@ log = structlog.get_logger("drafter")
 Key = tuple[int, int]  # (stream, slot)
 
 MAX_FAILURES = 5  # levels in a row that failed
+LOAD_S = 0.25  # between heartbeats on a stream
+QUEUE_MEMORY = 0.1  # weight of the newest wait
 
 
 class DrafterService:
@@ -44,26 +50,32 @@ class DrafterService:
         capacity: int,
         max_atoms: int = 64,
         agree: Agree = with_model,
+        pool: str = DEFAULT_POOL,
     ) -> None:
         self.model, self.grower, self.worker = model, grower, worker
         self.capacity, self.max_atoms = capacity, max_atoms
-        self._agree = agree
+        self._agree, self.pool = agree, pool
         self.draining = False
         self.heart = Heart()
         self.metrics = Metrics()
         self.metrics.watch(
             lambda: {
                 "drafter_sessions_open": len(self.grower.trees),
-                "drafter_rows": self.capacity,
+                "drafter_sessions_cap": self.capacity,
+                "drafter_rows_used_ratio": len(self.grower.trees) / self.capacity,
                 "drafter_streams": len(self._streams),
             }
         )
-        self._mailbox: list[tuple[Stream, ToDrafter | None]] = []  # None: the stream ended
+        self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
+        self._mailbox: list[tuple[Stream, ToDrafter | None, float]] = []  # and when it came; None: the stream ended
+        self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
+        self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
         self._num_streams = 0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._loop_task: asyncio.Task[None] | None = None
+        self._beat_task: asyncio.Task[None] | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -75,12 +87,14 @@ class DrafterService:
 
     async def __aenter__(self) -> DrafterService:
         self._loop_task = asyncio.create_task(self._grow_forever(), name="growth")
+        self._beat_task = asyncio.create_task(self._beat_forever(), name="heartbeat")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._loop_task is not None
-        self._loop_task.cancel()
-        await asyncio.gather(self._loop_task, return_exceptions=True)
+        tasks = [task for task in (self._loop_task, self._beat_task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._thread.shutdown(wait=True)
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -118,9 +132,7 @@ class DrafterService:
     async def drain(self) -> None:
         """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
         self.draining = True
-        for stream in self._streams.values():
-            stream.load = self._load()
-            stream.ready.set()
+        self._tell_load()
         while self.grower.trees:
             await asyncio.sleep(0.02)
 
@@ -128,7 +140,7 @@ class DrafterService:
         try:
             async for frame in inbound:
                 if frame.hello is not None:
-                    stream.ack = self._answer(frame.hello)
+                    stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(), True
                     stream.ready.set()
                 if frame.opens or frame.commits or frame.closes:
                     self._post(stream, frame)
@@ -138,7 +150,7 @@ class DrafterService:
             stream.ready.set()
 
     def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
-        self._mailbox.append((stream, frame))
+        self._mailbox.append((stream, frame, time.monotonic()))
         stream.unheard += 1
         self._wake.set()
 
@@ -159,7 +171,21 @@ class DrafterService:
         )
 
     def _load(self) -> Load:
-        return Load(len(self.grower.trees), self.capacity, 0, self.grower.incarnation, self.draining)
+        queue_us = int(1e6 * self._queue_s)
+        return Load(len(self.grower.trees), self.capacity, queue_us, self.grower.incarnation, self.draining)
+
+    def _tell_load(self) -> None:
+        for stream in self._streams.values():
+            if stream.greeted:
+                stream.load = self._load()
+                stream.ready.set()
+
+    async def _beat_forever(self) -> None:
+        """Verifiers place and move sessions by what drafters say of their load."""
+        while True:
+            await asyncio.sleep(LOAD_S)
+            self._queue_s *= 1 - QUEUE_MEMORY  # nothing waits while nothing comes
+            self._tell_load()
 
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
@@ -170,7 +196,7 @@ class DrafterService:
                 self._wake.clear()
                 await self._wake.wait()
             mail, self._mailbox = self._mailbox, []
-            for stream, _ in mail:
+            for stream, _, _ in mail:
                 stream.heard()
             try:
                 with self.heart.beat():
@@ -186,29 +212,37 @@ class DrafterService:
             for stream, message in frames:
                 stream.put(message)
 
-    def _turn(self, mail: list[tuple[Stream, ToDrafter | None]]) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+    def _turn(
+        self, mail: list[tuple[Stream, ToDrafter | None, float]]
+    ) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
         """Apply the mail, then grow one level (worker thread)."""
         out: list[tuple[Stream, Grow | NeedSync | Reject]] = []
-        for stream, frame in mail:
+        now_s = time.monotonic()
+        for stream, frame, came_s in mail:
             if frame is None:
                 self._gone(stream)
-            else:
-                out += [(stream, message) for message in self._apply(stream, frame)]
-        by_number = self._streams
-        for (number, _), grow in self.grower.level():
-            if (owner := by_number.get(number)) is not None:
-                out.append((owner, grow))
+                continue
+            out += [(stream, message) for message in self._apply(stream, frame)]
+            slots = [message.slot for message in frame.opens] + [message.slot for message in frame.commits]
+            keys = [(stream.number, slot) for slot in slots]
+            self._waited |= {key: now_s - came_s for key in keys if key in self.grower.trees}
+            self._queue_s += QUEUE_MEMORY * (now_s - came_s - self._queue_s)
+        for key, grow in self.grower.level():
+            if (owner := self._streams.get(key[0])) is not None:
+                out.append((owner, replace(grow, queue_us=int(1e6 * self._waited.pop(key, 0.0)))))
         return out
 
     def _gone(self, stream: Stream) -> None:
         for key in [k for k in self.grower.trees if k[0] == stream.number]:
             self.grower.close(key)
+        self._waited = {key: waited_s for key, waited_s in self._waited.items() if key[0] != stream.number}
 
     def _apply(self, stream: Stream, frame: ToDrafter) -> list[Grow | NeedSync | Reject]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
         out: list[Grow | NeedSync | Reject] = []
         for close in frame.closes:
             self.grower.close((stream.number, close.slot))
+            self._waited.pop((stream.number, close.slot), None)
         for commit in frame.commits:
             out += self.grower.commit((stream.number, commit.slot), commit)
         for message in frame.opens:

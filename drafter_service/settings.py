@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from rootward.discovery.sources import DEFAULT_POOL
 from rootward.tls_settings import TlsSettings
 
 
@@ -17,6 +18,14 @@ class DrafterSettings(TlsSettings):
         "without a model: ngram:, recycling:, ngram+recycling:, random:vocab=…"
     )
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
+    pool: str = Field(
+        DEFAULT_POOL, min_length=1, description="name of the pool it belongs to, in the registry and in metrics"
+    )
+    redis_url: str = Field(
+        "", description="redis://host:port/0 of the registry where verifiers find it (default: none)"
+    )
+    advertise: str = Field("", description="host:port that verifiers dial (default: the one it listens on)")
+    zone: str = Field("", description="where it runs, for whoever prefers near peers")
     admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")

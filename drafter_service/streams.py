@@ -26,6 +26,7 @@ class Stream:
     moved: asyncio.Event = field(default_factory=asyncio.Event)  # something was taken: listening may go on
     ack: HelloAck | None = None
     load: Load | None = None
+    greeted: bool = False  # the handshake is the first frame
     unheard: int = 0
     ended: bool = False
     grows: list[Grow] = field(default_factory=list)

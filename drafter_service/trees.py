@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
 from rootward.core.living_tree import LivingTree
+from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
 
 K = TypeVar("K")  # what names a slot of a stream
@@ -27,6 +28,7 @@ class Trees(Protocol[K]):
     """All living trees of one drafter, by key."""
 
     incarnation: int
+    demand: DrafterDemand  # what was grown, for the autoscaler
 
     @property
     def trees(self) -> Mapping[K, object]:
