@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
 from gateway.requests import Delta, Ending, GenerateRequest, Usage
+from rootward.core.requests import TokenLogprob
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
 MAX_OUTPUTS = 128  # prompts x choices of one request
@@ -88,25 +89,28 @@ async def side_by_side(generate: Generate, requests: Sequence[GenerateRequest]) 
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens and endings of all outputs, so far. Every prompt counts once, however many choices it has."""
+    """Tokens and endings of all outputs by index, so far. Every prompt counts once, however many choices it has."""
 
     num_choices: int = 1
     endings: dict[int, Ending] = field(default_factory=dict)
-    _prompts: dict[int, int] = field(default_factory=dict)  # by output
+    prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     _ends: dict[int, int] = field(default_factory=dict)  # output position reached, by output
 
     def add(self, delta: Delta) -> None:
         self._ends[delta.index] = delta.offset + len(delta.spans)
-        self._prompts[delta.index] = delta.prompt_tokens
+        self.prompts[delta.index] = delta.prompt
+        self.prompt_logprobs[delta.index] = delta.prompt_logprobs
         if delta.ending is not None:
             self.endings[delta.index] = delta.ending
-            self._prompts[delta.index] = delta.ending.usage.prompt_tokens
 
     @property
     def usage(self) -> Usage:
-        first = {i // self.num_choices: i for i in sorted(self._prompts, reverse=True)}.values()
+        first = {i // self.num_choices: i for i in sorted(self.prompts, reverse=True)}.values()
         cached = sum(self.endings[i].usage.cached_tokens for i in first if i in self.endings)
-        return Usage(sum(self._prompts[i] for i in first), sum(self._ends.values()), cached)
+        pairs = [e.usage.predicted for e in self.endings.values() if e.usage.predicted is not None]
+        predicted = (sum(a for a, _ in pairs), sum(b for _, b in pairs)) if pairs else None
+        return Usage(sum(len(self.prompts[i]) for i in first), sum(self._ends.values()), cached, predicted)
 
     @property
     def only(self) -> Ending | None:

@@ -16,12 +16,13 @@ from gateway.requests import Delta, Ending, Seen, Timing, Usage
 from gateway.resuming import StreamInterrupted, finish_to_field
 from gateway.sessions import Run
 from gateway.stops import Output, Span
-from gateway.tally import derived, joined
+from gateway.tally import derived, joined, predicted
 from gateway.upstreams import Upstream, Upstreams
 from rootward.core.requests import (
     Committed,
     Finish,
     FinishReason,
+    Prefilled,
     SpeculationStats,
     TokenLogprob,
     VerifierRequest,
@@ -65,6 +66,7 @@ class Generation:
         self._first_at: float | None = None
         self._flags: list[bool] = []  # accepted or bonus, of the running attempt
         self._lost_stats = SpeculationStats()  # of the attempts before it
+        self._heard, self._prefilled = False, Prefilled()  # of the first attempt
         self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
         self._num_sent = 0
         self._failed: set[str] = set()
@@ -146,6 +148,7 @@ class Generation:
             return self._delta([])
         if run.offset > known:
             raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
+        self._read_prompt(run)
         new = Run(run.tokens, run.accepted, self._logprobs(run)).since(known - run.offset)
         self._note(new)
         rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
@@ -167,6 +170,16 @@ class Generation:
             return self._delta(spans, rounds=rounds)
         return self._last(finish, spans, rounds)
 
+    def _read_prompt(self, run: Committed) -> None:
+        """What the first attempt told of the prompt counts; to later ones it may be cached."""
+        if self._heard:
+            return
+        first, prefilled = self._plan.first, run.prefilled or Prefilled()
+        told = len(prefilled.logprobs)
+        if first.prompt_logprobs is not None and told != len(first.prompt) - 1:
+            raise Unavailable(f"the verifier sent {told} logprobs for a prompt of {len(first.prompt)} tokens")
+        self._heard, self._prefilled = True, prefilled
+
     def _logprobs(self, run: Committed) -> tuple[TokenLogprob, ...]:
         """One per token where the client asked for them."""
         if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
@@ -183,10 +196,8 @@ class Generation:
     def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         offset = self._num_sent
         self._num_sent += len(spans)
-        num_prompt = len(self._plan.first.prompt)
-        return Delta(
-            self._plan.request.request_id, offset, tuple(spans), ending, prompt_tokens=num_prompt, rounds=rounds
-        )
+        name, prompt, told = self._plan.request.request_id, self._plan.first.prompt, self._prefilled.logprobs
+        return Delta(name, offset, tuple(spans), ending, prompt=prompt, prompt_logprobs=told, rounds=rounds)
 
     def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
@@ -197,7 +208,7 @@ class Generation:
         named = hidden is not None and hidden in request.stop_token_ids
         ending = Ending(
             FinishReason.STOP if finish is None or stop_string is not None else finish.reason,
-            Usage(len(self._plan.first.prompt), self._num_sent + len(spans)),
+            self._usage(self._num_sent + len(spans)),
             self._stats(finish),
             self._timing(),
             eos_token_id=None if named else hidden,
@@ -209,6 +220,11 @@ class Generation:
             self._ledger.computed(self._plan.first, self._entry.tokens, verifier, request.session_id)
         self._ledger.note(self._entry, finish=finish_to_field(Finish(ending.reason, None, ending.stats)))
         return self._delta(spans, ending, rounds)
+
+    def _usage(self, num_output: int) -> Usage:
+        first = self._plan.first
+        shown = self._entry.tokens[:num_output]
+        return Usage(len(first.prompt), num_output, self._prefilled.num_cached, predicted(first.prediction, shown))
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
         reported = finish is not None and finish.stats != SpeculationStats()

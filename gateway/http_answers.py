@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from gateway.choices import Tally
-from gateway.http_logprobs import Names
+from gateway.http_logprobs import Names, of_prompt
 from gateway.http_shapes import Choice, Shape, text_of
 from gateway.requests import Delta, Ending, Seen, Usage
 from gateway.stops import Span
@@ -19,16 +19,17 @@ Body = dict[str, object]
 
 @dataclass(slots=True)
 class Answer:
-    """One answer being told. `echoed` is by prompt what stands in front of the text; `names`: log-probabilities are wanted."""
+    """One answer being told. `echo` writes the prompt in front of the text; `names`: log-probabilities are wanted."""
 
     shape: Shape
     request_id: str
     model: str
     fingerprint: str
     names: Names | None = None
+    prompt_names: Names | None = None  # the same of the prompt
     num_choices: int = 1
     num_outputs: int = 1
-    echoed: Sequence[Sequence[Span]] = ()
+    echo: Callable[[tuple[int, ...]], Sequence[Span]] | None = None
     only_echo: bool = False
     return_token_ids: bool = False
     report_speculation: bool = False
@@ -47,18 +48,21 @@ class Answer:
         choices = []
         for index, ending in sorted(self.tally.endings.items()):
             told = self._with_echo(index, spans[index])
-            choices.append(self._numbered(index, told, self.shape.whole(told, ending, names=self.names)))
+            choice = self.shape.whole(told, ending, names=self.names) | self._of_prompt(index)
+            choices.append(self._numbered(index, told, choice))
         return self._body(choices, self.shape.whole_object) | {"usage": self._usage()} | self._metrics()
 
     def chunks(self, delta: Delta) -> list[Body]:
         """The next chunks of the stream; `usage` is null in them if a chunk of its own will tell it."""
         self.tally.add(delta)
-        index, first = delta.index, delta.index not in self._told
+        index, first = delta.index, delta.index not in self._told and not delta.offset
         spans = self._with_echo(index, delta.spans) if first else self._kept(delta.spans)
         at = self._told.get(index, 0)
         self._told[index] = at + len(text_of(spans))
         pieces = self.shape.pieces(spans, delta.ending, text_at=at, first=first, names=self.names)
         tokens = [spans, *[()] * len(pieces)]
+        if first and pieces:
+            pieces[0] |= self._of_prompt(index)
         choices = [self._numbered(index, own, piece) for own, piece in zip(tokens, pieces, strict=False)]
         if self.tree_names is not None and choices:
             choices[0]["rounds"] = [round_seen(one, self.tree_names) for one in delta.rounds]
@@ -81,8 +85,16 @@ class Answer:
         return () if self.only_echo else spans
 
     def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
-        echoed = self.echoed[index // self.num_choices] if self.echoed else ()
-        return (*echoed, *self._kept(spans))
+        return (*self._echo(index), *self._kept(spans))
+
+    def _echo(self, index: int) -> Sequence[Span]:
+        """The prompt, with the log-probabilities of all tokens but the first where they are wanted."""
+        if self.echo is None:
+            return ()
+        echoed, told = self.echo(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
+        if self.names is None or not told:  # what a resumed stream was told before is not known any more
+            return echoed
+        return [*echoed[:1], *(replace(span, logprob=of) for span, of in zip(echoed[1:], told, strict=True))]
 
     def _body(self, choices: list[Choice], kind: str) -> Body:
         return {
@@ -98,9 +110,16 @@ class Answer:
         ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
         return {"index": index, **choice, **(ids if self.return_token_ids else {})}
 
+    def _of_prompt(self, index: int) -> Choice:
+        """What vLLM tells of the prompt's tokens."""
+        if self.prompt_names is None:
+            return {}
+        told, prompt = self.tally.prompt_logprobs[index], self.tally.prompts[index]
+        return {"prompt_logprobs": of_prompt(told, prompt, self.prompt_names)}
+
     def _usage(self) -> Body:
         counts = self.tally.usage
-        return usage(Usage(counts.prompt_tokens, 0, counts.cached_tokens) if self.only_echo else counts)
+        return usage(replace(counts, completion_tokens=0) if self.only_echo else counts)
 
     def _metrics(self) -> Body:
         """Of a single output, as in vLLM."""
@@ -122,12 +141,16 @@ def round_seen(one: Seen, names: Names) -> Body:
 
 
 def usage(counts: Usage) -> Body:
+    details = {"reasoning_tokens": 0}
+    if counts.predicted is not None:
+        accepted, rejected = counts.predicted
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
     return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.completion_tokens,
         "total_tokens": counts.prompt_tokens + counts.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": details,
     }
 
 

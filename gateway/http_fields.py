@@ -9,7 +9,7 @@ from typing import Any
 from gateway.access import tenant
 from gateway.http_speculation import speculation
 from gateway.http_structure import structure
-from gateway.http_values import boolean, integer, number, one, short, string, strings, token_ids, token_numbers
+from gateway.http_values import boolean, content, integer, number, one, short, string, strings, token_ids, token_numbers
 from gateway.requests import Resume
 from rootward.core.requests import Sampling
 from rootward.errors import InvalidRequest, UnsupportedParameter
@@ -31,10 +31,7 @@ UNSUPPORTED: Harmless = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "prediction": (),
     "prompt_embeds": (),
-    "prompt_logprobs": (False,),
-    "cache_salt": ("",),
     "spaces_between_special_tokens": (True,),
 }
 
@@ -77,12 +74,21 @@ def shared(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
         "structure": structure(body),
         "bad_words": one(body, "bad_words", strings, NO_TEXTS),
         "trees": one(body, "return_trees", boolean, False),
+        "prompt_logprobs": num_logprobs("prompt_logprobs", body),
+        "prediction": _prediction(body.get("prediction")),
+        "cache_salt": one(body, "cache_salt", string, ""),
         "priority": one(body, "priority", integer, 0),
         "tenant": tenant(headers),
         "resume": _resume(headers.get("last-event-id")),
         "truncate_prompt": one(body, "truncate_prompt_tokens", integer, None),
         "add_special_tokens": one(body, "add_special_tokens", boolean, None),
     }
+
+
+def num_logprobs(name: str, body: Body) -> int | None:
+    """How many likely tokens to tell of. False means none, as in the chat API."""
+    value = body.get(name)
+    return None if value is None or value is False else integer(name, value)
 
 
 def max_tokens(body: Body) -> int | None:
@@ -120,6 +126,15 @@ def _resume(header: str | None) -> Resume | None:
     if not header.isdecimal() or len(header) > MAX_DIGITS:
         raise InvalidRequest("last-event-id", header[:16], "is no id of an event of this server")
     return Resume(int(header))
+
+
+def _prediction(value: object) -> str:
+    """OpenAI's predicted output: {"type": "content", "content": a text or parts that are texts}."""
+    if value is None:
+        return ""
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise InvalidRequest("prediction", short(value), "is no object of type 'content'")
+    return content("prediction.content", value.get("content"))
 
 
 def _sampling(body: Body) -> Sampling:

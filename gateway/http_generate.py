@@ -20,10 +20,10 @@ from gateway.http_errors import http_error
 from gateway.http_logprobs import Names
 from gateway.http_requests import Parse, Wanted
 from gateway.http_shapes import Shape
-from gateway.planning import check_model, check_name
+from gateway.planning import check_name
 from gateway.requests import Delta, GenerateRequest
 from gateway.service import GatewayService
-from gateway.stops import Span
+from gateway.stops import Output, Span
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
@@ -60,7 +60,7 @@ class Generations:
         started = False
         try:
             requests = await self._requests(wanted)
-            answer = await self._begun(wanted, requests)
+            answer = self._begun(wanted, len(requests))
             deltas = in_runs(side_by_side(self._service.generate, requests), wanted.stream_interval)
             async with aclosing(deltas):
                 if not wanted.stream:
@@ -83,19 +83,19 @@ class Generations:
         """One per output."""
         request = wanted.request
         made = outputs(request, wanted.prompts)
-        check_model(request.model, self._service.served_model)
         return await tokenised(made, request.n, self._service.prompt_ids)
 
-    async def _begun(self, wanted: Wanted, requests: Sequence[GenerateRequest]) -> Answer:
+    def _begun(self, wanted: Wanted, num_outputs: int) -> Answer:
         return Answer(
             self._shape,
             wanted.request.request_id,
             self._service.served_model,
             fingerprint(self._service.model, rootward.__version__),
             self._names if wanted.request.logprobs is not None else None,
+            self._names if wanted.prompt_logprobs else None,
             wanted.request.n,
-            len(requests),
-            [await self._echoed(prompt) for prompt in wanted.prompts] if wanted.echo else (),
+            num_outputs,
+            self._echo if wanted.echo else None,
             only_echo=wanted.only_echo,
             return_token_ids=wanted.return_token_ids,
             report_speculation=wanted.report_speculation,
@@ -104,11 +104,10 @@ class Generations:
             continuous_usage=wanted.continuous_usage,
         )
 
-    async def _echoed(self, prompt: str | tuple[int, ...]) -> Sequence[Span]:
-        """The prompt as it stands in front of the text."""
-        if isinstance(prompt, str):
-            return [Span(0, prompt, False)]
-        return [Span(0, await self._service.detokenize(prompt, skip_special_tokens=False), False)]
+    def _echo(self, prompt: tuple[int, ...]) -> Sequence[Span]:
+        """The prompt as text, token by token."""
+        output = Output(self._service.tokenizer.detokenizer((), skip_special_tokens=False))
+        return [*output.push(prompt, [False] * len(prompt)), *output.finish()]
 
 
 async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, object]:

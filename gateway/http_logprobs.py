@@ -9,6 +9,7 @@ from typing import Protocol
 
 from gateway.detokenizer import REPLACEMENT
 from gateway.stops import Span
+from rootward.core.requests import TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
 
@@ -68,6 +69,15 @@ def of_chat(spans: Sequence[Span], names: Names) -> dict[str, object]:
             top = [_entry(token, logprob, names) for token, logprob in span.logprob.top]
             content.append(_entry(span.token, span.logprob.logprob, names) | {"top_logprobs": top})
     return {"content": content, "refusal": None}
+
+
+def of_prompt(told: Sequence[TokenLogprob], tokens: Sequence[int], names: Names) -> list[dict[str, object] | None]:
+    """vLLM's shape: by token id, of every prompt token; the first has no law."""
+    entries: list[dict[str, object] | None] = [None]
+    for token, of in zip(tokens[1:], told, strict=False):
+        pairs = {**dict(of.top), token: of.logprob}
+        entries.append({str(t): {"logprob": _number(p), "decoded_token": names[t].text} for t, p in pairs.items()})
+    return entries
 
 
 def _pairs(span: Span) -> list[tuple[int, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from gateway.http_fields import Body
-from gateway.http_values import boolean, one, short, string
+from gateway.http_values import boolean, content, one, short, string
 from gateway.requests import Chat
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
@@ -42,23 +42,5 @@ def _message(i: int, value: object) -> Mapping[str, str]:
             raise UnsupportedParameter(f"{at}.{name}", short(value[name]), "is not supported; leave it out")
     own = value.get("name")
     named = {"name": string(f"{at}.name", own)} if own else {}
-    content = _content(f"{at}.content", value.get("content"))
-    return {"role": "system" if role == "developer" else role, "content": content, **named}  # templates know "system"
-
-
-def _content(at: str, value: object) -> str:
-    """A text, or a list of parts that are texts."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest(at, short(value), "is neither a text nor a list of parts")
-    return "".join(_part(f"{at}[{i}]", part) for i, part in enumerate(value))
-
-
-def _part(at: str, part: object) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if not isinstance(part, dict) or not isinstance(kind, str):
-        raise InvalidRequest(at, short(part), "is no part with a type")
-    if kind != "text":
-        raise UnsupportedParameter(f"{at}.type", kind[:32], "is not supported; this model reads text alone")
-    return string(f"{at}.text", part.get("text"))
+    said = content(f"{at}.content", value.get("content"))
+    return {"role": "system" if role == "developer" else role, "content": said, **named}  # templates know "system"

@@ -11,6 +11,7 @@ from gateway.http_fields import (
     Harmless,
     json_object,
     max_tokens,
+    num_logprobs,
     refuse,
     shared,
     stream_interval,
@@ -20,7 +21,7 @@ from gateway.http_messages import conversation
 from gateway.http_values import boolean, integer, one, short, token_ids
 from gateway.planning import refusing
 from gateway.requests import GenerateRequest
-from rootward.errors import InvalidRequest, UnsupportedParameter
+from rootward.errors import InvalidRequest
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 MAX_TOP_LOGPROBS = 20
@@ -56,6 +57,7 @@ class Wanted:
     continuous_usage: bool = False  # usage so far in every chunk
     stream_interval: int = 0  # fewest tokens of a chunk
     return_token_ids: bool = False
+    prompt_logprobs: bool = False
     report_speculation: bool = False  # the request speaks of speculation, so the answer does
     echo: bool = False  # the prompt in front of the text
     only_echo: bool = False  # and no text
@@ -69,8 +71,12 @@ def parse_completion(data: bytes, headers: Mapping[str, str]) -> Wanted:
     body = json_object(data)
     refuse(body, _NOT_IN_COMPLETIONS)
     prompts, echo = _prompts(body.get("prompt")), one(body, "echo", boolean, False)
-    if echo and _num_logprobs(body.get("logprobs")) is not None:
-        raise UnsupportedParameter("echo", True, "is not supported with logprobs; send one of them")
+    with refusing():
+        logprobs, common = num_logprobs("logprobs", body), shared(body, headers)
+    if echo and common["truncate_prompt"] is not None:
+        raise InvalidRequest("echo", True, "cannot be combined with truncate_prompt_tokens; send one of them")
+    if echo and logprobs is not None and common["prompt_logprobs"] is None:
+        common["prompt_logprobs"] = logprobs  # the prompt's tokens are told like the text's
     wish = max_tokens(body)
     most = DEFAULT_MAX_TOKENS if wish is None else wish
     only_echo = echo and most == 0
@@ -78,8 +84,8 @@ def parse_completion(data: bytes, headers: Mapping[str, str]) -> Wanted:
         request = GenerateRequest(
             prompt=prompts[0],
             max_tokens=1 if only_echo else most,
-            logprobs=_num_logprobs(body.get("logprobs")),
-            **shared(body, headers),
+            logprobs=logprobs,
+            **common,
         )
     return _wanted(body, request, prompts, echo, only_echo)
 
@@ -113,6 +119,7 @@ def _wanted(
         continuous_usage,
         stream_interval(body),
         return_token_ids=one(body, "return_token_ids", boolean, False),
+        prompt_logprobs=num_logprobs("prompt_logprobs", body) is not None,
         report_speculation=body.get("speculation") is not None,
         echo=echo,
         only_echo=only_echo,
@@ -132,11 +139,6 @@ def _prompt(value: object) -> Prompt:
     if isinstance(value, list) and value:
         return token_ids("prompt", value)
     raise InvalidRequest("prompt", short(value), "is missing or empty; send a string or a list of token ids")
-
-
-def _num_logprobs(value: object) -> int | None:
-    """How many likely tokens to tell of. False means none, as in the chat API."""
-    return None if value is None or value is False else integer("logprobs", value)
 
 
 def _chat_logprobs(body: Body) -> int | None:

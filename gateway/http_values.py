@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from rootward.errors import InvalidRequest
+from rootward.errors import InvalidRequest, UnsupportedParameter
 
 T = TypeVar("T")
 
@@ -59,6 +59,24 @@ def token_numbers(name: str, value: object) -> tuple[tuple[int, float], ...]:
     if not isinstance(value, dict) or not all(isinstance(k, str) and k.isascii() and k.isdecimal() for k in value):
         raise InvalidRequest(name, short(value), "is not an object of numbers by token id")
     return tuple((int(k[:20]), number(f"{name}.{k[:20]}", v)) for k, v in value.items())
+
+
+def content(at: str, value: object) -> str:
+    """A text, or a list of parts that are texts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest(at, short(value), "is neither a text nor a list of parts")
+    return "".join(_part(f"{at}[{i}]", part) for i, part in enumerate(value))
+
+
+def _part(at: str, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(kind, str):
+        raise InvalidRequest(at, short(part), "is no part with a type")
+    if kind != "text":
+        raise UnsupportedParameter(f"{at}.type", kind[:32], "is not supported; this model reads text alone")
+    return string(f"{at}.text", part.get("text"))
 
 
 def short(value: object) -> object:

@@ -18,6 +18,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_ID_CHARACTERS = 128
+MAX_PREDICTION_CHARACTERS = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,18 @@ def check_model(name: str, served: str) -> None:
         raise NotFound(f"model: {name!r} is not served here; use {served!r}", metadata={"field": "model"})
 
 
-def without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
+def without_texts(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
+    """The request with everything but the prompt and the stop strings as tokens."""
+    request = _without_bad_words(request, tokenizer)
+    if not isinstance(request.prediction, str) or not request.prediction:
+        return request
+    if len(request.prediction) > MAX_PREDICTION_CHARACTERS:
+        fix = f"characters are more than {MAX_PREDICTION_CHARACTERS}"
+        raise InvalidRequest("prediction", len(request.prediction), fix)
+    return replace(request, prediction=tokenizer.encode(request.prediction, add_special_tokens=False))
+
+
+def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
     """The request with its bad words as token sequences: each as it is tokenised at the beginning and after a blank."""
     if not request.bad_words:
         return request
@@ -101,6 +113,9 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             structure=request.structure,
             logprobs=request.logprobs,
             choice=request.choice,
+            prediction=_predicted(request, model),
+            prompt_logprobs=request.prompt_logprobs,
+            cache_salt=request.cache_salt,
             priority=request.priority,
             trees=request.trees,
             tenant=request.tenant,
@@ -122,6 +137,13 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
             template_kwargs=prompt.template_kwargs,
         )
     return prompt
+
+
+def _predicted(request: GenerateRequest, model: ModelInfo) -> tuple[int, ...]:
+    """The prediction as token ids (`without_texts`), as much of it as the context could hold."""
+    ids = () if isinstance(request.prediction, str) else request.prediction
+    check_ids("prediction", ids, model.vocab_size)
+    return ids[: model.max_positions]
 
 
 def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:

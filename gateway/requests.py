@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from gateway.stops import Span
-from rootward.core.requests import FinishReason, Sampling, Speculation, SpeculationStats, Structure, VerifiedTree
+from rootward.core.requests import (
+    FinishReason,
+    Sampling,
+    Speculation,
+    SpeculationStats,
+    Structure,
+    TokenLogprob,
+    VerifiedTree,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,9 @@ class GenerateRequest:
     structure: Structure | None = None
     bad_words: tuple[str, ...] = ()  # texts that the output must not have
     logprobs: int | None = None  # None = none; k = of each token and of the k most likely ones
+    prompt_logprobs: int | None = None  # the same of the prompt
+    prediction: str | tuple[int, ...] = ""  # the output that the client expects
+    cache_salt: str = ""  # prompts with different salts never share cached prefixes
     n: int = 1  # choices; the service itself runs one at a time, see choices.py
     choice: int = 0  # which of them: its noise is that of (seed, choice)
     index: int = 0  # of this output among all of the client's request
@@ -65,6 +76,9 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int  # tokens emitted, that is after the cut at a stop string
     cached_tokens: int = 0  # of the prompt, whose KV was there already
+    predicted: tuple[int, int] | None = (
+        None  # tokens of the client's prediction: those that the output has, and the others
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +122,8 @@ class Delta:
     spans: tuple[Span, ...] = ()
     ending: Ending | None = None
     index: int = 0  # of the output, where a request has several
-    prompt_tokens: int = 0
+    prompt: tuple[int, ...] = field(default=(), repr=False)  # on every delta, as is what was told of it
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where asked for
     rounds: tuple[Seen, ...] = ()  # where they were asked for
 
     def since(self, position: int) -> Delta:

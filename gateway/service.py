@@ -16,7 +16,7 @@ from gateway.cutoff import Aborted, Cutoff
 from gateway.generation import Generation
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, without_bad_words
+from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, without_texts
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
 from gateway.resuming import about, beyond_log, finish_of, with_seed
 from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
@@ -143,7 +143,7 @@ class GatewayService:
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
-        request = without_bad_words(request, self.tokenizer)
+        request = without_texts(request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         cutoff = Cutoff(arrived + limit)
         received = request.resume.offset if request.resume else 0
@@ -156,7 +156,8 @@ class GatewayService:
             if cutoff.error is not None:
                 raise cutoff.error from None
             usage = Usage(len(plan.first.prompt), 0)
-            yield Delta(request.request_id, 0, (), Ending(FinishReason.ABORTED, usage, SpeculationStats(), Timing()))
+            ending = Ending(FinishReason.ABORTED, usage, SpeculationStats(), Timing())
+            yield Delta(request.request_id, 0, (), ending, prompt=plan.first.prompt)
 
     async def collect(self, request: GenerateRequest) -> Generated:
         """The whole generation at once."""
@@ -218,6 +219,7 @@ class GatewayService:
 
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Token ids of its prompt, as `generate` would take them."""
+        check_model(request.model, self.served_model)
         prompt = request.prompt
         if isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS):
             return await asyncio.to_thread(planning.prompt_ids, request, self.tokenizer)

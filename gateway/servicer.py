@@ -71,7 +71,9 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         return generate_pb2.GenerateResponse(
             request_id=delta.request_id,
             model=self._service.served_model,
-            choices=[choice_to_pb(i, spans[i], ending, request.response) for i, ending in endings],
+            choices=[
+                choice_to_pb(i, spans[i], ending, request.response, tally.prompt_logprobs[i]) for i, ending in endings
+            ],
             usage=usage_to_pb(tally.usage),
         )
 
@@ -96,9 +98,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         self, wanted: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncGenerator[Delta, None]:
         """All choices as one stream. The id goes out at once, with the initial metadata."""
-        made = outputs(wanted)
-        check_model(wanted.model, self._service.served_model)
-        requests = await tokenised(made, wanted.n, self._service.prompt_ids)
+        requests = await tokenised(outputs(wanted), wanted.n, self._service.prompt_ids)
         check_name("request_id", requests[0].request_id)
         await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
         return side_by_side(self._service.generate, requests)

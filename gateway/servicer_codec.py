@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -11,7 +12,7 @@ from gateway.access import tenant
 from gateway.planning import refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.stops import Span
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
+from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import InvalidRequest, UnsupportedParameter
 from rootward.rpc.codec_common import REASONS, stats_to_pb
 from rootward.rpc.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
@@ -63,6 +64,9 @@ def request_from_pb(
             priority=message.priority,
             tenant=tenant(headers),
             resume=_resume(message),
+            prompt_logprobs=response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
+            prediction=message.speculation.prediction,
+            cache_salt=uuid.uuid4().hex if message.cache.bypass_prefix_cache else message.cache.cache_salt,
         )
 
 
@@ -97,10 +101,13 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> pb.Finish:
 
 
 def usage_to_pb(usage: Usage) -> pb.Usage:
+    accepted, rejected = usage.predicted or (None, None)
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
     )
 
 
@@ -110,15 +117,24 @@ def chunk_to_pb(delta: Delta, response: pb.ResponseOptions) -> pb.GenerateChunk:
     _tell(chunk, spans, response)
     if response.speculation_detail:
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
+    if delta.offset == 0:
+        _tell_of_prompt(chunk, delta.prompt_logprobs)
     if delta.ending is not None:
         chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
     return chunk
 
 
-def choice_to_pb(index: int, spans: Sequence[Span], ending: Ending, response: pb.ResponseOptions) -> pb.Choice:
+def choice_to_pb(
+    index: int,
+    spans: Sequence[Span],
+    ending: Ending,
+    response: pb.ResponseOptions,
+    prompt_logprobs: Sequence[TokenLogprob] = (),
+) -> pb.Choice:
     """A whole choice."""
     choice = pb.Choice(index=index, finish=finish_to_pb(ending, detail=response.speculation_detail))
     _tell(choice, spans, response)
+    _tell_of_prompt(choice, prompt_logprobs)
     return choice
 
 
@@ -133,6 +149,11 @@ def _tell(message: pb.GenerateChunk | pb.Choice, spans: Sequence[Span], response
         )
     if response.HasField("logprobs") and spans:
         message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in spans if s.logprob is not None]))
+
+
+def _tell_of_prompt(message: pb.GenerateChunk | pb.Choice, told: Sequence[TokenLogprob]) -> None:
+    if told:
+        message.prompt_logprobs.CopyFrom(logprobs_to_pb(told))
 
 
 def _prompt(message: pb.GenerateRequest) -> str | tuple[int, ...] | Chat:
@@ -184,13 +205,9 @@ def _template_kwargs(text: str) -> Mapping[str, object]:
 
 def _refuse_unsupported(message: pb.GenerateRequest) -> None:
     """What the API knows and this build does not do. Values that mean "off" are fine."""
-    response, speculation = message.response, message.speculation
+    speculation = message.speculation
     asked: list[tuple[str, object, bool]] = [
-        ("response.prompt_logprobs", response.prompt_logprobs, response.HasField("prompt_logprobs")),
         ("speculation.drafter", speculation.drafter, bool(speculation.drafter)),
-        ("speculation.prediction", "given", bool(speculation.prediction)),
-        ("cache.bypass_prefix_cache", True, message.cache.bypass_prefix_cache),
-        ("cache.cache_salt", "given", bool(message.cache.cache_salt)),
     ]
     for field, value, given in asked:
         if given:

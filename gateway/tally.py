@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 
@@ -27,6 +28,14 @@ def derived(accepted: Sequence[bool]) -> SpeculationStats:
     num_tree = sum(n > 0 for n in lengths)
     total = sum(lengths)
     return SpeculationStats(num_tree, len(lengths) - num_tree, total, total, tuple(histogram))
+
+
+def predicted(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int] | None:
+    """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
+    if not prediction:
+        return None
+    both = (Counter(prediction) & Counter(output)).total()
+    return both, len(prediction) - both
 
 
 def joined(first: SpeculationStats, second: SpeculationStats) -> SpeculationStats:

@@ -127,8 +127,12 @@ class AsyncClient:
         request_id: str = "",
         session_id: str = "",
         priority: int = 0,
+        cache_salt: str = "",
     ) -> AsyncStream:
-        """Text as it becomes final. A prompt is text or token ids; `messages` go through the model's chat template."""
+        """Text as it becomes final. A prompt is text or token ids; `messages` go through the model's chat template.
+
+        A lower `priority` runs earlier. Prompts with different `cache_salt` never share cached prefixes.
+        """
         wanted = request_to_pb(
             prompt,
             messages,
@@ -138,6 +142,7 @@ class AsyncClient:
             request_id=request_id or uuid.uuid4().hex,
             session_id=session_id,
             priority=priority,
+            cache_salt=cache_salt,
         )
         return AsyncStream(self._connection, wanted, self._retries(self._timeout_s))
 
@@ -152,6 +157,7 @@ class AsyncClient:
         request_id: str = "",
         session_id: str = "",
         priority: int = 0,
+        cache_salt: str = "",
     ) -> GenerationResult:
         """The whole text at once; otherwise as `stream`."""
         async with self.stream(
@@ -163,6 +169,7 @@ class AsyncClient:
             request_id=request_id,
             session_id=session_id,
             priority=priority,
+            cache_salt=cache_salt,
         ) as stream:
             return await stream.get_final_result()
 

@@ -46,6 +46,7 @@ def request_to_pb(
     request_id: str,
     session_id: str,
     priority: int = 0,
+    cache_salt: str = "",
 ) -> generate_pb2.GenerateRequest:
     """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
     message = generate_pb2.GenerateRequest(request_id=request_id, model=model, session_id=session_id)
@@ -58,6 +59,7 @@ def request_to_pb(
     else:
         message.chat.CopyFrom(_chat_to_pb(messages or ()))
     _set(message, "priority", priority)
+    _set(message.cache, "cache_salt", cache_salt or None)
     _sampling_to_pb(sampling, message)
     message.speculation.CopyFrom(_speculation_to_pb(speculation))
     message.response.speculation_detail = True  # text of every token, for spans
@@ -83,6 +85,7 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     last: generate_pb2.GenerateChunk | None = None
 
     def take(self, chunk: generate_pb2.GenerateChunk) -> None:
@@ -94,6 +97,7 @@ class Received:
         self.token_ids += delta.token_ids
         self.accepted += delta.accepted
         self.logprobs += delta.logprobs
+        self.prompt_logprobs = self.prompt_logprobs or _logprobs_from_pb(chunk.prompt_logprobs)
         self.last = chunk
 
     def result(self, usage: generate_pb2.Usage, request_id: str) -> GenerationResult:
@@ -105,6 +109,7 @@ class Received:
             "cancelled",
             request_id=request_id,
             logprobs=tuple(self.logprobs),
+            prompt_logprobs=self.prompt_logprobs,
             index=self.index,
             raw=self.last,
         )
@@ -116,7 +121,7 @@ class Received:
             so_far,
             finish_reason=generate_pb2.Finish.Reason.Name(finish.reason).lower(),
             stop=getattr(finish, stop) if stop else None,
-            usage=Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
+            usage=_usage_from_pb(usage),
             speculation=_stats_from_pb(finish.speculation),
             timing=Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
             warnings=tuple(finish.warnings),
@@ -161,6 +166,7 @@ def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateReques
     for name in ("max_tokens", "min_tokens"):
         _set(stopping, name, getattr(params, name))
     _set(message.response, "logprobs", params.logprobs)
+    _set(message.response, "prompt_logprobs", params.prompt_logprobs)
     stopping.stop.extend([params.stop] if isinstance(params.stop, str) else params.stop)
     _checked("stop_token_ids", params.stop_token_ids, stopping.stop_token_ids.extend)
     stopping.ignore_eos, stopping.include_stop_str_in_output = params.ignore_eos, params.include_stop
@@ -215,6 +221,12 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
     for name in ("max_depth", "topk", "num_draft_tokens", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
+
+
+def _usage_from_pb(usage: generate_pb2.Usage) -> Usage:
+    predicted = usage.HasField("accepted_prediction_tokens")
+    pair = (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) if predicted else (None, None)
+    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, *pair)
 
 
 def _stats_from_pb(stats: generate_pb2.SpeculationStats) -> SpeculationStats:

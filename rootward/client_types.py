@@ -30,6 +30,7 @@ class SamplingParams:
     min_tokens: int = 0  # no stop of any kind before this many
     n: int = 1  # independent choices; with a seed, more of them begin with the same ones
     logprobs: int | None = None  # k: log-probability of each token, and of the k most likely ones; at most 20
+    prompt_logprobs: int | None = None  # the same of the prompt
     # The form of the whole text; at most one of them.
     json_object: bool = False
     json_schema: str | Mapping[str, object] | None = None
@@ -62,6 +63,8 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of all choices
     cached_tokens: int = 0  # of the prompt, whose KV was there already
+    accepted_prediction_tokens: int | None = None  # of a prediction, those that the text has
+    rejected_prediction_tokens: int | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -148,6 +151,7 @@ class GenerationResult:
     request_id: str = ""
     warnings: tuple[str, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where they were asked for
     index: int = 0  # of this choice
     choices: tuple[GenerationResult, ...] = field(default=(), repr=False)
     raw: object = field(

@@ -61,13 +61,15 @@ class Places:
             self._waiting.pop()
             self._away.pop(session.number, None)
             try:
-                session.kv_slot = self.model.open(session.tokens, salt=session.tenant)
+                session.kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
                 failed(session, error)
                 continue
             session.fed = self.model.length(
                 session.kv_slot
             )  # of a text that begins alike, or its own before it was preempted
+            if session.num_cached is None:
+                session.num_cached = min(session.fed, len(session.request.prompt))
             self.num_asked += len(session.tokens)
             self.num_cached += session.fed
             self.running[session.number] = session

@@ -32,10 +32,24 @@ Decide = Callable[[str, Forest, Ints, Ints, Floats, Floats], ForestLaw]  # the s
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prefill: tokens that extend the committed chain of a KV slot."""
+    """Prefill: tokens that extend the committed chain of a KV slot.
+
+    follow: the token after each of the first ones, where log-probabilities of the prompt are wanted; the step puts them into `told`.
+    """
 
     kv_slot: int
     tokens: tuple[int, ...]
+    follow: tuple[int, ...] = ()
+    num_top: int = 0
+    told: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def last_only(self) -> bool:
+        return not self.follow
+
+    @property
+    def num_logits(self) -> int:
+        return 1 if self.last_only else len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +93,8 @@ class Runner:
         self.model, self.decide = model, decide
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        self.model.forward([Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks], last_only=[True] * len(chunks))
-        self._filled(chunks)
+        batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks]
+        self._filled(chunks, self.model.forward(batch, last_only=[c.last_only for c in chunks]))
 
     def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
         """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
@@ -90,17 +104,22 @@ class Runner:
             self.prefill(chunks)
             return []
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
-        last_only = [True] * len(chunks) + [False] * len(rounds)
+        last_only = [c.last_only for c in chunks] + [False] * len(rounds)
         logits_TV = self.model.forward(batch, last_only=last_only)
-        self._filled(chunks)
-        return self._decided(rounds, logits_TV[len(chunks) :])
+        self._filled(chunks, logits_TV)
+        return self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :])
 
     def verify(self, rounds: Sequence[Round]) -> list[Outcome]:
         """One round for every session, in order."""
         return self._decided(rounds, self.model.forward([_rows(r) for r in rounds]))
 
-    def _filled(self, chunks: Sequence[Chunk]) -> None:
+    def _filled(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
+        at = 0
         for chunk in chunks:
+            if chunk.follow:
+                rows = logits_TV[at : at + len(chunk.follow)]
+                chunk.told.extend(token_logprobs(rows, chunk.follow, chunk.num_top))
+            at += chunk.num_logits
             self.model.commit(chunk.kv_slot, len(chunk.tokens) - 1, keep_below=False)
 
     def _decided(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> list[Outcome]:

@@ -274,9 +274,9 @@ class VerifierService:
         self.metrics.stepped(kind, now_s - start_s)
         if not chunks:
             self._gains.cost.add(sum(len(r.tree) for r in rounds), now_s - start_s)
-        for number, size in step.prefill:
+        for (number, size), chunk in zip(step.prefill, chunks, strict=True):
             session = self._running[number]
-            session.fed += size
+            session.feed(size, chunk.told)
             session.committed_s = now_s
         for number, done, outcome in zip(numbers, rounds, outcomes, strict=True):
             self._commit(self._running[number], done, outcome)
@@ -347,7 +347,7 @@ class VerifierService:
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self._running[number]
         assert session.kv_slot is not None
-        return Chunk(session.kv_slot, tuple(session.tokens[session.fed : session.fed + size]))
+        return Chunk(session.kv_slot, *session.chunk(size))
 
     def _round(self, number: int, cap: int) -> Round:
         session = self._running[number]

@@ -7,7 +7,7 @@ happens is read off its fields by the engine loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -19,6 +19,7 @@ from rootward.core.requests import (
     Finish,
     FinishReason,
     Law,
+    Prefilled,
     Rule,
     SpeculationMode,
     SpeculationStats,
@@ -65,6 +66,10 @@ class Accounts:
     misses: int = 0
     histogram: list[int] = field(default_factory=list)
 
+    @property
+    def rounds(self) -> int:
+        return self.tree_rounds + self.plain_rounds
+
     def add(self, num_nodes: int, num_accepted: int, *, missed: bool) -> None:
         if num_nodes:
             self.tree_rounds += 1
@@ -105,6 +110,8 @@ class Session:
     drafter_name: str = ""
     matcher: TreeMatcher | None = None  # of the request's structure, at the end of the committed text
     history: History | None = None  # of the text, where penalties need it
+    num_cached: int | None = None  # prompt tokens whose KV was there when it began
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     stop_ids: frozenset[int] = field(init=False)  # tokens that end this generation
 
     def __post_init__(self) -> None:
@@ -142,6 +149,12 @@ class Session:
         return self.request.tenant
 
     @property
+    def salt(self) -> str:
+        """Of its cached prefixes. Log-probabilities of a prompt need its forward, so such a text begins like no other."""
+        own = str(self.number) if self.request.prompt_logprobs is not None else ""
+        return repr((self.tenant, self.request.cache_salt, own)) if own or self.request.cache_salt else self.tenant
+
+    @property
     def work(self) -> int:
         """Tokens that it may cost, at most."""
         return len(self.request.prompt) + self.request.stopping.max_tokens
@@ -177,6 +190,17 @@ class Session:
         output = self.tokens[len(self.tokens) - min(longest, self.num_output) :]
         return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
 
+    def chunk(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Of prefill: the next `size` tokens; the prompt tokens after each where log-probabilities are wanted, of how many likely ones."""
+        start, end, wanted = self.fed, self.fed + size, self.request.prompt_logprobs
+        follow = () if wanted is None else self.request.prompt[start + 1 : end + 1]
+        return tuple(self.tokens[start:end]), follow, wanted or 0
+
+    def feed(self, size: int, told: Sequence[TokenLogprob]) -> None:
+        """A chunk was fed. After a preemption some of what it told is known."""
+        self.prompt_logprobs += told[len(self.prompt_logprobs) - self.fed :]
+        self.fed += size
+
     def advance(
         self,
         tokens: tuple[int, ...],
@@ -197,6 +221,7 @@ class Session:
         if self.history is not None:
             self.history.extend(run)
         fits = self.matcher is None or self.matcher.advance(run)
+        prefilled = Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.accounts.rounds == 1 else None
         finish = None
         if not fits:
             finish = self.finish(FinishReason.ABORTED)
@@ -204,7 +229,7 @@ class Session:
             finish = self.finish(FinishReason.STOP, stop_id)
         elif self.tokens_left <= 0:
             finish = self.finish(FinishReason.LENGTH)
-        return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)], tree)
+        return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)], tree, prefilled)
 
     def seen(self, tree: TokenTree, path: tuple[int, ...]) -> VerifiedTree | None:
         """What a round verified, where the request asks to see it and there was a tree."""

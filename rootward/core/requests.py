@@ -211,10 +211,14 @@ class VerifierRequest:
         int, ...
     ] = ()  # the output that the client expects, from its beginning: one more source of drafts
     trees: bool = False  # tell the tree of every round with what it committed
+    prompt_logprobs: int | None = None  # as `logprobs`, of every prompt token but the first
+    cache_salt: str = ""  # texts with different salts never share cached prefixes
 
     def __post_init__(self) -> None:
         k = self.logprobs
         _require(k is None or 0 <= k <= MAX_LOGPROBS, "logprobs", k, f"is outside [0, {MAX_LOGPROBS}]")
+        k = self.prompt_logprobs
+        _require(k is None or 0 <= k <= MAX_LOGPROBS, "prompt_logprobs", k, f"is outside [0, {MAX_LOGPROBS}]")
         clash = next((n for n, given in self._beside_structure() if given), "")
         fix = f"cannot be combined with {clash}, because the output ends where its form is complete; send one of them"
         form = self.structure.form.value if self.structure is not None else ""
@@ -225,6 +229,8 @@ class VerifierRequest:
         _require(-(2**31) <= self.priority < 2**31, "priority", self.priority, "is outside [-2^31, 2^31)")
         named = len(self.tenant) <= MAX_NAME and is_text(self.tenant)
         _require(named, "tenant", self.tenant[:32], f"is no text of at most {MAX_NAME} characters")
+        salted = len(self.cache_salt) <= MAX_NAME and is_text(self.cache_salt)
+        _require(salted, "cache_salt", self.cache_salt[:32], f"is no text of at most {MAX_NAME} characters")
 
     def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
         """What would leave a complete output without a next token, or an incomplete one without any."""
@@ -295,6 +301,14 @@ class VerifiedTree:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What reading the prompt told."""
+
+    num_cached: int = 0  # prompt tokens whose KV was there already
+    logprobs: tuple[TokenLogprob, ...] = ()  # of prompt tokens 1, 2, …, where they are asked for
+
+
+@dataclass(frozen=True, slots=True)
 class Committed:
     """A run of tokens that became final. `accepted[i]` is True for an accepted draft token, False for a bonus token."""
 
@@ -305,3 +319,4 @@ class Committed:
     finish: Finish | None = None  # on the last message only
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token if asked for, else none
     tree: VerifiedTree | None = None  # of the round, if asked for and it had one
+    prefilled: Prefilled | None = None  # on the first message of an attempt

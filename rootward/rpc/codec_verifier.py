@@ -7,6 +7,7 @@ import math
 from rootward.core.requests import (
     Committed,
     Finish,
+    Prefilled,
     Speculation,
     SpeculationMode,
     Stopping,
@@ -60,6 +61,8 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         tenant=value.tenant,
         prediction=pack_u32(value.prediction, "prediction"),
         trees=value.trees,
+        prompt_logprobs=value.prompt_logprobs,
+        cache_salt=value.cache_salt,
     )
 
 
@@ -85,6 +88,8 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
         tenant=pb.tenant,
         prediction=unpack_u32(pb.prediction, "prediction"),
         trees=pb.trees,
+        prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
+        cache_salt=pb.cache_salt,
     )
 
 
@@ -122,6 +127,7 @@ def committed_to_pb(value: Committed) -> verifier_pb2.Committed:
         finish=_finish_to_pb(value.finish) if value.finish else None,
         logprobs=logprobs_to_pb(value.logprobs) if value.logprobs else None,
         tree=_tree_to_pb(value.tree) if value.tree else None,
+        prefilled=_prefilled_to_pb(value.prefilled) if value.prefilled is not None else None,
     )
 
 
@@ -137,7 +143,17 @@ def committed_from_pb(pb: verifier_pb2.Committed) -> Committed:
         finish=_finish_from_pb(pb.finish) if pb.HasField("finish") else None,
         logprobs=logprobs_from_pb(pb.logprobs, len(tokens)) if pb.HasField("logprobs") else (),
         tree=_tree_from_pb(pb.tree) if pb.HasField("tree") else None,
+        prefilled=_prefilled_from_pb(pb.prefilled) if pb.HasField("prefilled") else None,
     )
+
+
+def _prefilled_to_pb(value: Prefilled) -> verifier_pb2.Committed.Prefilled:
+    logprobs = logprobs_to_pb(value.logprobs) if value.logprobs else None
+    return verifier_pb2.Committed.Prefilled(num_cached=value.num_cached, logprobs=logprobs)
+
+
+def _prefilled_from_pb(pb: verifier_pb2.Committed.Prefilled) -> Prefilled:
+    return Prefilled(pb.num_cached, logprobs_from_pb(pb.logprobs, len(pb.logprobs.emitted) // 4))
 
 
 def _tree_to_pb(value: VerifiedTree) -> verifier_pb2.Committed.Tree:

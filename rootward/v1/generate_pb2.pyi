@@ -627,6 +627,7 @@ class GenerateChunk(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """of the choice"""
@@ -652,6 +653,10 @@ class GenerateChunk(_message.Message):
     def logprobs(self) -> Global___Logprobs:
         """where they were asked for"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """on the first chunk of each index, of every prompt token but the first, where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -665,10 +670,11 @@ class GenerateChunk(_message.Message):
         finish: Global___Finish | None = ...,
         usage: Global___Usage | None = ...,
         logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "request_id", b"request_id", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -714,6 +720,7 @@ class Choice(_message.Message):
     ACCEPTED_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     text: _builtins.str
     token_ids: _builtins.bytes
@@ -726,6 +733,10 @@ class Choice(_message.Message):
     def logprobs(self) -> Global___Logprobs:
         """where they were asked for"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> Global___Logprobs:
+        """of every prompt token but the first, where they were asked for"""
+
     def __init__(
         self,
         *,
@@ -735,10 +746,11 @@ class Choice(_message.Message):
         accepted: _builtins.bytes = ...,
         finish: Global___Finish | None = ...,
         logprobs: Global___Logprobs | None = ...,
+        prompt_logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -751,23 +763,37 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     """emitted tokens of all choices"""
     cached_tokens: _builtins.int
     """prompt tokens whose KV was reused"""
+    accepted_prediction_tokens: _builtins.int
+    """Where a prediction was sent: its tokens that the output has, and the others."""
+    rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int | None = ...,
+        rejected_prediction_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 

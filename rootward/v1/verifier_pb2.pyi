@@ -139,6 +139,8 @@ class VerifierRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     TREES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -160,6 +162,10 @@ class VerifierRequest(_message.Message):
     """the output that the client expects, one more source of drafts"""
     trees: _builtins.bool
     """send the tree of every round with what it committed"""
+    prompt_logprobs: _builtins.int
+    """as logprobs, of every prompt token but the first"""
+    cache_salt: _builtins.str
+    """texts with different salts never share cached prefixes"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -191,19 +197,25 @@ class VerifierRequest(_message.Message):
         tenant: _builtins.str = ...,
         prediction: _builtins.bytes = ...,
         trees: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_s) -> _WhichOneofReturnType__deadline_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___VerifierRequest: _TypeAlias = VerifierRequest  # noqa: Y015
 
@@ -268,6 +280,30 @@ class Committed(_message.Message):
         _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
         def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
+    @_typing.final
+    class Prefilled(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUM_CACHED_FIELD_NUMBER: _builtins.int
+        LOGPROBS_FIELD_NUMBER: _builtins.int
+        num_cached: _builtins.int
+        """prompt tokens whose KV was there already"""
+        @_builtins.property
+        def logprobs(self) -> _generate_pb2.Logprobs:
+            """of every prompt token but the first, where they were asked for"""
+
+        def __init__(
+            self,
+            *,
+            num_cached: _builtins.int = ...,
+            logprobs: _generate_pb2.Logprobs | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "num_cached", b"num_cached"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     EPOCH_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
@@ -275,6 +311,7 @@ class Committed(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     offset: _builtins.int
     """output position of tokens[0]; the prompt does not count"""
@@ -293,6 +330,10 @@ class Committed(_message.Message):
     def tree(self) -> Global___Committed.Tree:
         """of the round, where they were asked for and it had one"""
 
+    @_builtins.property
+    def prefilled(self) -> Global___Committed.Prefilled:
+        """on the first message of an attempt"""
+
     def __init__(
         self,
         *,
@@ -303,10 +344,11 @@ class Committed(_message.Message):
         finish: Global___Committed.Finish | None = ...,
         logprobs: _generate_pb2.Logprobs | None = ...,
         tree: Global___Committed.Tree | None = ...,
+        prefilled: Global___Committed.Prefilled | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prefilled", b"prefilled", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "tokens", b"tokens", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "epoch", b"epoch", "finish", b"finish", "logprobs", b"logprobs", "offset", b"offset", "prefilled", b"prefilled", "tokens", b"tokens", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

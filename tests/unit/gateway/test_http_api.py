@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.http_api import build_app
@@ -60,7 +61,7 @@ async def test_a_completion():
             "prompt_tokens": 1,
             "completion_tokens": tokens,
             "total_tokens": 1 + tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 2},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
         assert "metrics" not in body
@@ -269,6 +270,107 @@ async def test_models_health_version_and_metrics():
         assert (await client.get("/nowhere")).status_code == 404
         assert (await client.get("/v1/completions")).status_code == 405
         assert "error" in (await client.get("/v1/completions")).json()
+
+
+async def test_an_echo_is_the_prompt_in_front_of_the_text():
+    async with api() as (_, client):
+        for prompt, shown in (("abc", "abc"), ([5, 6, 7], byte_level().decode([5, 6, 7])), ("é\u0301 x", "é\u0301 x")):
+            body = {"prompt": prompt, "max_tokens": 50, "echo": True}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert answer["choices"][0]["text"] == shown + TEXT
+            assert answer["usage"]["completion_tokens"] == len(IDS)
+            stream = (await client.post("/v1/completions", json=body | {"stream": True})).text
+            told = [json.loads(event) for event in events(stream)[:-1]]
+            assert "".join(chunk["choices"][0]["text"] for chunk in told) == shown + TEXT
+
+
+@pytest.mark.parametrize("most", [0, 50])
+async def test_an_echo_with_logprobs(most):
+    """One entry for every token of prompt and text; the first has no law. Offsets are those of prompt and text together."""
+    async with api() as (_, client):
+        body = {"prompt": "abc def", "max_tokens": most, "echo": True, "logprobs": 1, "return_token_ids": True}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        choice, told = answer["choices"][0], answer["choices"][0]["logprobs"]
+        prompt = list(byte_level().encode("abc def"))
+        assert choice["token_ids"] == prompt + (list(IDS) if most else [])
+        assert choice["text"] == "abc def" + (TEXT if most else "")
+        assert len({len(told[name]) for name in told}) == 1
+        assert told["token_logprobs"][0] is None
+        assert told["top_logprobs"][0] is None
+        assert told["token_logprobs"][1 : len(prompt)] == [-0.5 * (101 + i) for i in range(len(prompt) - 1)]
+        assert told["text_offset"][len(prompt) :][:1] == ([7] if most else [])
+        assert answer["usage"]["completion_tokens"] == (len(IDS) if most else 0)
+        pieces = (await client.post("/v1/completions", json=body | {"stream": True})).text
+        parts = [json.loads(event)["choices"][0]["logprobs"] for event in events(pieces)[:-1]]
+        assert {name: [x for part in parts for x in part[name]] for name in told} == told
+
+
+async def test_prompt_logprobs_in_vllms_shape():
+    async with api() as (_, client):
+        prompt = byte_level().encode("abc")
+        body = {"prompt": "abc", "prompt_logprobs": 1}
+        told = (await client.post("/v1/completions", json=body)).json()["choices"][0]["prompt_logprobs"]
+        assert told[0] is None
+        assert len(told) == len(prompt)
+        assert told[1][str(prompt[1])] == {"logprob": -50.5, "decoded_token": byte_level().decode([prompt[1]])}
+
+
+async def test_a_prediction_counts_what_the_text_has_of_it():
+    verifier = SpellingVerifier()
+    async with api(verifier) as (_, client):
+        body = {"prompt": "abc", "max_tokens": 50, "prediction": {"type": "content", "content": TEXT + "zz"}}
+        details = (await client.post("/v1/completions", json=body)).json()["usage"]["completion_tokens_details"]
+        assert details == {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": len(IDS) - 1,
+            "rejected_prediction_tokens": 2,
+        }
+        assert verifier.requests[-1].prediction == (*IDS[:-1], *byte_level().encode("zz"))
+        parts = [{"type": "text", "text": TEXT[:4]}, {"type": "text", "text": TEXT[4:]}]
+        body["prediction"] = {"type": "content", "content": parts}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+        assert verifier.requests[-1].prediction == IDS[:-1]
+
+
+async def test_several_prompts_and_choices_in_one_answer():
+    verifier = SpellingVerifier(max_sessions=8)
+    async with api(verifier) as (_, client):
+        body = {"prompt": ["abc", "ab"], "n": 2, "max_tokens": 50, "seed": 4, "speculation": True}
+        answer = (await client.post("/v1/completions", json=body)).json()
+        assert [(c["index"], c["text"]) for c in answer["choices"]] == [(i, TEXT) for i in range(4)]
+        assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (5, 4 * len(IDS))
+        assert answer["metrics"] is None
+        body |= {"stream": True, "stream_options": {"continuous_usage_stats": True}, "stream_interval": 5}
+        *chunks, done = events((await client.post("/v1/completions", json=body)).text)
+        assert done == "[DONE]"
+        texts, chunks = [""] * 4, [json.loads(c) for c in chunks]
+        for chunk in chunks:
+            (choice,) = chunk["choices"]
+            texts[choice["index"]] += choice["text"]
+        assert texts == [TEXT] * 4
+        counts = [c["usage"]["completion_tokens"] for c in chunks]
+        assert counts == sorted(counts)
+        assert (chunks[-1]["usage"]["prompt_tokens"], counts[-1]) == (5, 4 * len(IDS))
+
+
+async def test_tokenize_detokenize_and_load():
+    async with api() as (_, client):
+        ids = list(byte_level().encode("abc é"))
+        answer = (await client.post("/tokenize", json={"prompt": "abc é", "return_token_strs": True})).json()
+        assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), 256)
+        assert len(answer["token_strs"]) == len(ids)
+        assert (await client.post("/detokenize", json={"tokens": ids})).json() == {"prompt": "abc é"}
+        for path, body, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": 3}, "prompt"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
+            ("/detokenize", {"tokens": [-1]}, "token_ids"),
+            ("/detokenize", {"tokens": "a"}, "tokens"),
+        ):
+            refused = await client.post(path, json=body)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        load = (await client.get("/load")).json()
+        assert (load["server_load"], load["max_num_seqs"], load["draining"]) == (0, 256, False)
 
 
 async def test_stop_token_ids():

@@ -153,7 +153,7 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"bad_words": ["x"], "allowed_token_ids": [5]}, "bad_words"),
         ({"bad_words": ["x"], "structured_outputs": {"regex": "a"}}, "structured_output"),
         ({"echo": "yes"}, "echo"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],
 )
 async def test_refusals_name_the_parameter(body, param) -> None:

@@ -155,9 +155,7 @@ G = generate_pb2
 @pytest.mark.parametrize(
     "message",
     [
-        Request(text="a", response=G.ResponseOptions(prompt_logprobs=1)),
         Request(text="a", speculation=G.Speculation(drafter="ngram")),
-        Request(text="a", speculation=G.Speculation(prediction="x")),
     ],
     ids=str,
 )
@@ -188,7 +186,6 @@ def test_values_that_mean_off_are_fine():
         Request(text="a", decoding=G.Decoding(repetition_penalty=0)),
         Request(text="a", decoding=G.Decoding(logit_bias={3: 1000.0})),
         Request(text="a", decoding=G.Decoding(regex="")),
-        Request(text="a", cache=G.CacheOptions(cache_salt="x")),
     ],
     ids=str,
 )
@@ -198,7 +195,7 @@ def test_bad_values_name_their_field(message):
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 def test_any_message_is_a_request_or_an_invalid_request(data):
     try:
         message = Request.FromString(data)

@@ -10,6 +10,7 @@ from rootward.core.requests import (
     Committed,
     Finish,
     FinishReason,
+    Prefilled,
     SpeculationStats,
     TokenLogprob,
     VerifierRequest,
@@ -81,7 +82,8 @@ class SpellingVerifier:
             accepted = tuple(i < len(tokens) - 1 for i in range(len(tokens)))
             logprobs = tuple(logprob_of(at + i, t, request.logprobs) for i, t in enumerate(tokens))
             asked = request.logprobs is not None
-            yield Committed(request.epoch, at, tokens, accepted, finish, logprobs if asked else ())
+            told = Prefilled(2, prompt_logprobs(request)) if at == len(request.committed) else None
+            yield Committed(request.epoch, at, tokens, accepted, finish, logprobs if asked else (), prefilled=told)
             at += len(tokens)
 
     def _finish(self, request: VerifierRequest, stop_id: int | None) -> Finish:
@@ -93,6 +95,12 @@ def logprob_of(position: int, token: int, num_top: int | None) -> TokenLogprob:
     """Made up, but a function of the output position. Token 100 is the likeliest, then the one that is spelled."""
     own = -0.5 * (position + 1)
     return TokenLogprob(own, ((100, -0.25), (token, own), (101, -99.0))[: num_top or 0])
+
+
+def prompt_logprobs(request: VerifierRequest) -> tuple[TokenLogprob, ...]:
+    if request.prompt_logprobs is None:
+        return ()
+    return tuple(logprob_of(100 + i, t, request.prompt_logprobs) for i, t in enumerate(request.prompt[1:]))
 
 
 def older_epoch(run: Committed) -> Committed:
