@@ -45,7 +45,8 @@ async def serve(settings: GatewaySettings) -> None:
             readiness = group.create_task(_keep_ready(service, server))
             await service.upstreams.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(service.ready)
-            admin.serving(ready=lambda: service.ready, metrics=service.metrics.registry)
+            alias = settings.name if settings.metrics_compat == "vllm" else ""
+            admin.serving(ready=lambda: service.ready, metrics=service.metrics.registry, model=alias)
             announce("gateway", f"{server.address} and {http.scheme}://{http.address}")
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)

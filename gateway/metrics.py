@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from gateway.requests import Ending
-from rootward.errors import ServiceError
+from gateway.requests import Delta, Ending, GenerateRequest
+from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
-_LATENCY_BUCKETS = (
+FAST = (
     0.001,
     0.0025,
     0.005,
+)  # speculative tokens come in runs: their share of a run's time falls below vLLM's first bucket
+FIRST_TOKEN = (
+    *FAST,
     0.01,
     0.02,
     0.04,
@@ -27,9 +31,17 @@ _LATENCY_BUCKETS = (
     5,
     7.5,
     10,
-    30,
-    60,
+    20,
+    40,
+    80,
+    160,
+    640,
+    2560,
 )
+BETWEEN = (*FAST, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+CHOICES = (1, 2, 5, 10, 20)
 
 
 class Metrics:
@@ -37,26 +49,42 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._success = Counter(
-            "rootward_request_success", "Generations that ended.", ["finished_reason"], registry=registry
-        )
-        self._refused = Counter("rootward_requests_refused", "Requests that failed.", ["reason"], registry=registry)
-        self._prompt = Counter("rootward_prompt_tokens", "Prompt tokens of ended generations.", registry=registry)
-        self._generated = Counter("rootward_generation_tokens", "Tokens emitted.", registry=registry)
-        self._redispatched = Counter("rootward_redispatch", "Attempts lost and begun anew.", registry=registry)
-        self._resumed = Counter("rootward_requests_resumed", "Requests taken up again by clients.", registry=registry)
-        self._running = Gauge("rootward_num_requests_running", "Requests at verifiers.", registry=registry)
-        self._waiting = Gauge("rootward_num_requests_waiting", "Requests waiting for a place.", registry=registry)
-        self._ready = Gauge("rootward_upstream_ready", "Verifiers that take requests.", registry=registry)
-        self._ttft = Histogram(
-            "rootward_time_to_first_token_seconds",
-            "Arrival to first token.",
-            registry=registry,
-            buckets=_LATENCY_BUCKETS,
-        )
-        self._e2e = Histogram(
-            "rootward_e2e_request_latency_seconds", "Arrival to end.", registry=registry, buckets=_LATENCY_BUCKETS
-        )
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"rootward_{name}", meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"rootward_{name}", meaning, registry=registry, buckets=buckets)
+
+        def gauge(name: str, meaning: str) -> Gauge:
+            return Gauge(f"rootward_{name}", meaning, registry=registry)
+
+        self._success = counter("request_success", "Generations that ended.", "finished_reason")
+        self._refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
+        self._rejected = counter("requests_rejected", "Requests that may be tried again elsewhere or later.", "reason")
+        self._cancelled = counter("requests_cancelled", "Requests whose client went away.", "phase")
+        self._late = counter("request_deadline_exceeded", "Requests whose deadline passed.", "phase")
+        self._prompt = counter("prompt_tokens", "Prompt tokens of ended generations.")
+        self._cached = counter("cached_prompt_tokens", "Those of them whose KV was there already.")
+        self._generated = counter("generation_tokens", "Tokens emitted.")
+        self._redispatched = counter("redispatch", "Attempts lost and begun anew.")
+        self._resumed = counter("requests_resumed", "Requests taken up again by clients.")
+        self._running = gauge("num_requests_running", "Requests at verifiers.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting for a place.")
+        self._ready = gauge("upstream_ready", "Verifiers that take requests.")
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
+        self._itl = histogram("inter_token_latency_seconds", "Between runs of tokens, per token of the run.", BETWEEN)
+        self._chunk = histogram("inter_chunk_latency_seconds", "Between runs of tokens, as a client sees it.", BETWEEN)
+        self._tpot = histogram("request_time_per_output_token_seconds", "Mean of a request, after its first.", BETWEEN)
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", WHOLE)
+        self._queue = histogram("request_queue_time_seconds", "Arrival to dispatch.", WHOLE)
+        self._prefill = histogram("request_prefill_time_seconds", "Dispatch to first token.", WHOLE)
+        self._decode = histogram("request_decode_time_seconds", "First token to last token.", WHOLE)
+        self._inference = histogram("request_inference_time_seconds", "Dispatch to last token.", WHOLE)
+        self._prompt_size = histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNTS)
+        self._output_size = histogram("request_generation_tokens", "Output tokens of a request.", COUNTS)
+        self._max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
+        self._n = histogram("request_params_n", "What requests set as n.", CHOICES)
 
     def watch(self, running: Callable[[], float], waiting: Callable[[], float], ready: Callable[[], float]) -> None:
         """Gauges are read when they are asked for."""
@@ -64,18 +92,78 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._ready.set_function(ready)
 
-    def ended(self, ending: Ending) -> None:
-        self._success.labels(ending.reason.value).inc()
-        self._prompt.inc(ending.usage.prompt_tokens)
-        self._generated.inc(ending.usage.completion_tokens)
-        self._ttft.observe(ending.timing.ttft_ms / 1000)
-        self._e2e.observe(ending.timing.total_ms / 1000)
-
-    def refused(self, error: Exception) -> None:
-        self._refused.labels(error.reason.lower() if isinstance(error, ServiceError) else "internal").inc()
+    def of(self, request: GenerateRequest) -> Watched:
+        """The account of one generation, from its arrival on."""
+        if request.index == 0:
+            self._n.observe(request.n)
+        if request.max_tokens is not None:
+            self._max_tokens.observe(request.max_tokens)
+        return Watched(self)
 
     def redispatched(self) -> None:
         self._redispatched.inc()
 
     def resumed(self) -> None:
         self._resumed.inc()
+
+
+class Watched:
+    """One generation: told of every delta, and of what ended it. A context manager; cancellation is an end, too."""
+
+    def __init__(self, metrics: Metrics):
+        self._m = metrics
+        self._now = asyncio.get_running_loop().time
+        self._last: float | None = None  # when the last run of tokens came
+        self._over = False
+
+    def delta(self, delta: Delta) -> None:
+        if delta.spans:
+            now = self._now()
+            if self._last is not None:
+                self._m._chunk.observe(now - self._last)
+                self._m._itl.observe((now - self._last) / len(delta.spans))
+            self._last = now
+        if delta.ending is not None:
+            self._ended(delta.ending)
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._over:
+            return
+        if isinstance(error, Exception):
+            self._refused(error)
+        else:
+            self._m._cancelled.labels(self._phase).inc()
+
+    @property
+    def _phase(self) -> str:
+        return "first_token" if self._last is None else "decode"
+
+    def _ended(self, ending: Ending) -> None:
+        self._over = True
+        m, usage, timing = self._m, ending.usage, ending.timing
+        m._success.labels(ending.reason.value).inc()
+        m._prompt.inc(usage.prompt_tokens)
+        m._cached.inc(usage.cached_tokens)
+        m._generated.inc(usage.completion_tokens)
+        m._prompt_size.observe(usage.prompt_tokens)
+        m._output_size.observe(usage.completion_tokens)
+        m._ttft.observe(timing.ttft_ms / 1000)
+        m._e2e.observe(timing.total_ms / 1000)
+        m._queue.observe(timing.queue_ms / 1000)
+        m._prefill.observe((timing.ttft_ms - timing.queue_ms) / 1000)
+        m._decode.observe(timing.decode_ms / 1000)
+        m._inference.observe((timing.total_ms - timing.queue_ms) / 1000)
+        if usage.completion_tokens > 1:
+            m._tpot.observe(timing.decode_ms / 1000 / (usage.completion_tokens - 1))
+
+    def _refused(self, error: Exception) -> None:
+        self._over = True
+        reason = error.reason.lower() if isinstance(error, ServiceError) else "internal"
+        self._m._refused.labels(reason).inc()
+        if isinstance(error, Overloaded | Unavailable):
+            self._m._rejected.labels(reason).inc()
+        if isinstance(error, DeadlineExceeded):
+            self._m._late.labels(error.metadata.get("phase", self._phase)).inc()

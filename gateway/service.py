@@ -126,15 +126,11 @@ class GatewayService:
         Raises ServiceErrors: InvalidRequest and its kind before anything ran; Overloaded and Unavailable when it may be
         tried again; DeadlineExceeded; DuplicateRequest.
         """
-        try:
+        with self.metrics.of(request) as watched:
             async with aclosing(self._deltas(request, _loop_time())) as deltas:
                 async for delta in deltas:
-                    if delta.ending is not None:
-                        self.metrics.ended(delta.ending)
+                    watched.delta(delta)
                     yield delta
-        except Exception as error:
-            self.metrics.refused(error)
-            raise
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)

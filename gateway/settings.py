@@ -35,6 +35,9 @@ class GatewaySettings(TlsSettings):
     listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
     admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
+    metrics_compat: Literal["none", "vllm"] = Field(
+        "none", description="export metrics of the same meaning under vLLM's names as well"
+    )
     redis_url: str = Field(
         "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
     )

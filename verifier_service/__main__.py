@@ -112,7 +112,10 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         await server.start()
         await server.set_ready(True)
         admin.serving(
-            ready=lambda: not verifier.draining, live=lambda: verifier.alive, metrics=verifier.metrics.registry
+            ready=lambda: not verifier.draining,
+            live=lambda: verifier.alive,
+            metrics=verifier.metrics.registry,
+            model=settings.name if settings.metrics_compat == "vllm" else "",
         )
         if registry is not None:
             address = advertised(settings.advertise or server.address)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from rootward.core.tree import TokenTree
 from rootward.readings import Read, Readings
+from verifier_service.runner import Outcome
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+SIZE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 240)
+MOST_LABELS = 63  # deeper ones count with the last
 READINGS = {
     "num_requests_running": "Sessions that run.",
     "num_requests_waiting": "Requests that wait for a place.",
@@ -35,6 +39,21 @@ class Metrics:
         self._emitted = Counter("rootward_generation_tokens", "Tokens committed.", registry=registry)
         self._rounds = Counter("rootward_spec_decode_rounds", "Rounds.", ["kind"], registry=registry)
         self._misses = Counter("rootward_draft_misses", "Rounds that waited for a tree in vain.", registry=registry)
+        self._depths = Counter(
+            "rootward_spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at a depth; position 0 is the first.",
+            ["position"],
+            registry=registry,
+        )
+        self._ranks = Counter(
+            "rootward_spec_decode_accepted_rank",
+            "Draft tokens accepted, by their place among their siblings; 0 was tried first.",
+            ["rank"],
+            registry=registry,
+        )
+        self._nodes = _sizes(registry, "nodes", "Nodes of a verified tree, root excluded.")
+        self._deep = _sizes(registry, "depth", "Longest path of a verified tree.")
+        self._leaves = _sizes(registry, "leaves", "Leaves of a verified tree.")
         self._tokens = Histogram(
             "rootward_spec_decode_tokens_per_round",
             "Tokens committed by a round with a tree, bonus included: block efficiency.",
@@ -52,14 +71,25 @@ class Metrics:
     def stepped(self, kind: str, seconds: float) -> None:
         self._steps.labels(kind).observe(seconds)
 
-    def committed(self, num_tokens: int, num_nodes: int, *, missed: bool) -> None:
-        """A round ended with so many tokens, after verifying so many nodes."""
-        self._rounds.labels("tree" if num_nodes else "plain").inc()
-        self._emitted.inc(num_tokens)
+    def committed(self, tree: TokenTree, outcome: Outcome, *, missed: bool) -> None:
+        """A round ended: what it verified and what came of it."""
+        self._rounds.labels("tree" if outcome.num_nodes else "plain").inc()
+        self._emitted.inc(len(outcome.tokens))
         if missed:
             self._misses.inc()
-        if num_nodes:
+        if outcome.num_nodes:
             self._drafts.inc()
-            self._draft_tokens.inc(num_nodes)
-            self._accepted.inc(num_tokens - 1)
-            self._tokens.observe(num_tokens)
+            self._draft_tokens.inc(outcome.num_nodes)
+            self._accepted.inc(len(outcome.tokens) - 1)
+            self._tokens.observe(len(outcome.tokens))
+            self._nodes.observe(outcome.num_nodes)
+            self._deep.observe(int(tree.depth.max()))
+            self._leaves.observe(len(tree) - len(set(tree.parent[1:].tolist())))
+        for depth, node in enumerate(outcome.path):
+            elder = int((tree.parent[1:node] == tree.parent[node]).sum())
+            self._depths.labels(min(depth, MOST_LABELS)).inc()
+            self._ranks.labels(min(elder, MOST_LABELS)).inc()
+
+
+def _sizes(registry: CollectorRegistry, name: str, meaning: str) -> Histogram:
+    return Histogram(f"rootward_spec_decode_tree_{name}", meaning, registry=registry, buckets=SIZE_BUCKETS)

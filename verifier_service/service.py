@@ -365,7 +365,7 @@ class VerifierService:
         draft = session.draft
         wanted = draft is not None and not draft.at_rest and bool(session.cap)
         missed = wanted and outcome.num_nodes == 0
-        self.metrics.committed(len(outcome.tokens), outcome.num_nodes, missed=missed)
+        self.metrics.committed(done.tree, outcome, missed=missed)
         if missed or outcome.num_nodes:
             self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
         now_s = time.monotonic()

@@ -19,6 +19,9 @@ class VerifierSettings(TlsSettings):
     model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
     listen: str = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
     admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
+    metrics_compat: Literal["none", "vllm"] = Field(
+        "none", description="export metrics of the same meaning under vLLM's names as well"
+    )
     drafters: Annotated[list[str], NoDecode] = Field(
         default=[],
         description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "

@@ -22,6 +22,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from rootward.rpc.http_server import HttpServer
+from rootward.vllm_names import VllmNames
 
 Question = Callable[[], bool]
 
@@ -39,11 +40,22 @@ class Admin:
         self._started = False
 
     def serving(
-        self, *, ready: Question, live: Question = lambda: True, metrics: CollectorRegistry | None = None
+        self,
+        *,
+        ready: Question,
+        live: Question = lambda: True,
+        metrics: CollectorRegistry | None = None,
+        model: str = "",
     ) -> None:
-        """From now on these decide, and `metrics` is exported beside what the process tells about itself."""
+        """From now on these decide, and `metrics` is exported beside what the process tells about itself.
+
+        model: its name, to export what has vLLM's meaning under vLLM's names as well ("": not)."""
         self._ready, self._live, self._started = ready, live, True
         self._registries += [metrics] if metrics is not None else []
+        if metrics is not None and model:
+            theirs = CollectorRegistry()
+            theirs.register(VllmNames(metrics, model))
+            self._registries.append(theirs)
 
     def app(self) -> Starlette:
         return Starlette(

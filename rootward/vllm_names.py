@@ -1,0 +1,51 @@
+"""The metrics whose meaning is vLLM's under vLLM's names, for dashboards and routers that look for those.
+
+`VllmNames(registry)` exports them a second time, with the label `model_name` that vLLM puts on all of them. What differs in shape is
+turned into vLLM's: none of the values is computed anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+OURS, THEIRS = "rootward_", "vllm:"
+RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc", "iteration_tokens": "iteration_tokens_total"}
+SAME = {
+    *("num_requests_running", "num_requests_waiting", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
+    *("prompt_tokens", "generation_tokens", "request_success"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
+    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
+    *("request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "spec_decode_num_accepted_tokens_per_pos",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmNames(Collector):
+    """Reads `source` at every scrape; itself to be registered in another registry."""
+
+    source: CollectorRegistry
+    model_name: str
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self.source.collect():
+            name = family.name.removeprefix(OURS)
+            if family.name.startswith(OURS) and (name in SAME or name in RENAMED):
+                yield self._renamed(family, THEIRS + RENAMED.get(name, name))
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is read at registration
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        made = Metric(name, family.documentation, family.type, family.unit)
+        for sample in family.samples:
+            labels = {**sample.labels, "model_name": self.model_name}
+            made.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value, sample.timestamp)
+        return made
