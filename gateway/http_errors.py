@@ -28,6 +28,7 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "STALE_EPOCH": (503, "service_unavailable_error", "preempted"),
     "INCOMPATIBLE_PAIR": (503, "service_unavailable_error", "service_unavailable"),
     "OVERLOADED": (429, "rate_limit_error", "server_overloaded"),
+    "RATE_LIMITED": (429, "rate_limit_error", "rate_limit_exceeded"),
     "UNAVAILABLE": (503, "service_unavailable_error", "service_unavailable"),
     "STREAM_INTERRUPTED": (503, "service_unavailable_error", "stream_interrupted"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "timeout"),

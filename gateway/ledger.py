@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from gateway.prefixes import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
+from gateway.quotas import Buckets, Rate, refusal
 from gateway.sessions import KEPT_AFTER_END_S, Record, Run, Store, StoreUnavailable, Write, stale
 from rootward.core.requests import TokenLogprob, VerifierRequest
 from rootward.errors import Unavailable
@@ -26,6 +27,7 @@ SESSION_TTL_S = 3600.0
 DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
 WRITING_SHARE = 0.1  # of the time at most
 LONGEST_PAUSE_S = 1.0
+QUOTA_S = 0.25  # longest wait for a tenant's bucket
 HINT_S = 0.05  # longest wait for hints on who holds a prompt
 
 
@@ -68,6 +70,7 @@ class Ledger:
         """`model`: fingerprint of the served one, once it is known."""
         self._store, self._now, self._model = store, now, model
         self.prefixes = Prefixes(now)
+        self._own_buckets = Buckets(now)
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
         self._sessions: dict[str, dict[str, str]] = {}
@@ -110,6 +113,19 @@ class Ledger:
         entry = Entry(lease, asked + self._lease_s, recorded=len(known), fields=dict(record.fields))
         self.extend(entry, known)
         return self._entered(entry), record
+
+    async def charge(self, tenant: str, cost: int, rate: Rate) -> None:
+        """Take tokens from a tenant's bucket; RateLimited when they are not there. A negative cost gives tokens back.
+
+        A store that is slow is not waited for long: then this gateway counts by itself."""
+        try:
+            self._must_be_up()
+            async with asyncio.timeout(QUOTA_S):
+                wait_s = await self._store.take_tokens(tenant, cost, rate)
+        except (StoreUnavailable, TimeoutError):
+            wait_s = self._own_buckets.take(tenant, cost, rate)
+        if wait_s:
+            raise refusal(tenant, cost, wait_s)
 
     def extend(self, entry: Entry, run: Run) -> None:
         """These tokens became final. StaleEpoch when another gateway has taken over."""

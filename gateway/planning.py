@@ -172,6 +172,18 @@ def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> 
     return wanted
 
 
+def within(plan: Plan, max_prompt: int, max_output: int) -> Plan:
+    """The plan inside the operator's own limits, in tokens; 0 = none. ContextLengthExceeded if it cannot be."""
+    num_prompt, num_output = len(plan.first.prompt), plan.first.stopping.max_tokens
+    if max_prompt and num_prompt > max_prompt:
+        raise ContextLengthExceeded("prompt", num_prompt, f"tokens are more than this server takes, {max_prompt}")
+    if not max_output or num_output <= max_output:
+        return plan
+    if plan.request.max_tokens is not None:
+        raise ContextLengthExceeded("max_tokens", num_output, f"is more than this server gives, {max_output}")
+    return replace(plan, first=replace(plan.first, stopping=replace(plan.first.stopping, max_tokens=max_output)))
+
+
 def check_resume(request: GenerateRequest) -> None:
     """Before the request gets an id where it has none."""
     resume = request.resume

@@ -10,7 +10,19 @@ from typing import Any
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError, RedisError
 
-from gateway.redis_schema import BEGIN, NEXT_EPOCH, RESTART, TAKE_OVER, WRITE, block_key, request_keys, session_key
+from gateway.quotas import Rate
+from gateway.redis_schema import (
+    BEGIN,
+    NEXT_EPOCH,
+    RESTART,
+    TAKE_OVER,
+    TAKE_TOKENS,
+    WRITE,
+    block_key,
+    quota_key,
+    request_keys,
+    session_key,
+)
 from gateway.sessions import (
     KEPT_AFTER_END_S,
     RETENTION_S,
@@ -47,6 +59,7 @@ class RedisStore:
         self._retention_ms = _ms(retention_s)
         scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE, RESTART)
         self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
+        self._take_tokens = client.register_script(TAKE_TOKENS)
 
     @staticmethod
     async def connect(url: str, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S) -> RedisStore:
@@ -156,6 +169,11 @@ class RedisStore:
                 pipeline.zrange(block_key(model, block), 0, -1, withscores=True)
             session, *holders = await pipeline.execute()
         return [{str(name): float(at) for name, at in found} for found in holders], dict(session)
+
+    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        async with self._answering():
+            wait_ms = await self._take_tokens([quota_key(tenant)], [cost, rate.tokens_per_s, rate.size])
+        return int(wait_ms) / 1000
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -16,7 +16,8 @@ from gateway.cutoff import Aborted, Cutoff
 from gateway.generation import Generation
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, without_texts
+from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, within, without_texts
+from gateway.quotas import Rate
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
 from gateway.resuming import about, beyond_log, finish_of, with_seed
 from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
@@ -37,6 +38,10 @@ class Limits:
 
     max_num_seqs: int = 256  # requests at verifiers
     max_num_queued_reqs: int = 256  # requests waiting for one of these places
+    max_num_queued_tokens: int = 1 << 62  # of their prompts
+    max_prompt_tokens: int = 0  # of one request; 0 = what the context holds
+    max_output_tokens: int = 0  # that one request may ask for; 0 = what the context holds
+    tenant_rate: Rate | None = None  # None = no limit
     request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
     redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
     first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
@@ -71,7 +76,9 @@ class GatewayService:
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
         self.limits = limits or Limits()
         self.admission = Admission(
-            max_num_seqs=self.limits.max_num_seqs, max_num_queued_reqs=self.limits.max_num_queued_reqs
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_queued_reqs=self.limits.max_num_queued_reqs,
+            max_num_queued_tokens=self.limits.max_num_queued_tokens,
         )
         self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
         self.incarnation = secrets.randbits(64)
@@ -141,6 +148,7 @@ class GatewayService:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         request = without_texts(request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
+        plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
         received = request.resume.offset if request.resume else 0
         try:
@@ -230,11 +238,30 @@ class GatewayService:
         live = self._live[request_id] = _Live(cutoff, described["digest"])
         try:
             async with AsyncExitStack() as held:
-                await cutoff.wait(held.enter_async_context(self.admission.slot()), "queue")
+                first = plan.first
+                await held.enter_async_context(self._charged(plan))
+                slot = self.admission.slot(len(first.prompt), first.priority)
+                await cutoff.wait(held.enter_async_context(slot), "queue")
                 yield await held.enter_async_context(self._recorded(plan, described, cutoff, arrived))
         finally:
             del self._live[request_id]
             live.over.set()
+
+    @asynccontextmanager
+    async def _charged(self, plan: Plan) -> AsyncIterator[None]:
+        """The tenant pays for prompt and max_tokens and gets back what was not generated."""
+        rate, first = self.limits.tenant_rate, plan.first
+        if rate is None:
+            yield
+            return
+        cost = len(first.prompt) + first.stopping.max_tokens
+        await self._ledger.charge(first.tenant, cost, rate)
+        try:
+            yield
+        finally:
+            unused = first.stopping.max_tokens - self._live[first.request_id].num_generated
+            if unused > 0:
+                await self._ledger.charge(first.tenant, -unused, rate)
 
     async def _superseded(self, plan: Plan, digest: str) -> None:
         """The client has come back for a request that still runs here: what runs ends. DuplicateRequest if it does not resume."""
@@ -260,6 +287,7 @@ class GatewayService:
         try:
             yield await self._generation(plan, entry, record, cutoff, arrived)
         finally:
+            self._live[plan.request.request_id].num_generated = len(entry.tokens)
             self._ledger.end(entry, FINISHED if "finish" in entry.fields else INTERRUPTED)
 
     async def _leased(self, plan: Plan, described: dict[str, str]) -> tuple[Plan, Entry, Record]:
@@ -306,6 +334,7 @@ class _Live:
 
     cutoff: Cutoff
     digest: str
+    num_generated: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 

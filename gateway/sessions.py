@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gateway.quotas import Buckets, Rate
 from rootward.core.requests import TokenLogprob
 from rootward.errors import DuplicateRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
@@ -112,6 +113,9 @@ class Store(Protocol):
     ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
         """(who holds each of these blocks, what is known of the session), in one round trip."""
 
+    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        """From the tenant's bucket, see `Buckets.take`."""
+
     async def close(self) -> None: ...
 
 
@@ -132,6 +136,7 @@ class MemoryStore:
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Kept] = {}
         self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
+        self._buckets = Buckets(now)
         self._look_again = 0.0
 
     async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
@@ -202,6 +207,9 @@ class MemoryStore:
         self._forget_expired()
         until, fields = self._sessions.get(session_id, (0.0, {}))
         return [], dict(fields) if self._now() < until else {}
+
+    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        return self._buckets.take(tenant, cost, rate)
 
     async def close(self) -> None:
         """Nothing is held outside this process."""

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, field_validator
 from pydantic_settings import NoDecode
 
+from gateway.quotas import Rate
 from gateway.service import Limits
 from rootward.rpc.tls import ServerTls
 from rootward.settings import ServiceSettings
@@ -45,6 +46,11 @@ class GatewaySettings(TlsSettings):
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
+    max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")
+    max_prompt_tokens: int = Field(0, ge=0, description="longest prompt of a request (default: the context)")
+    max_output_tokens: int = Field(0, ge=0, description="most tokens that a request may ask for (default: the context)")
+    tenant_tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens of a tenant (default: no limit)")
+    tenant_burst_tokens: int = Field(0, ge=0, description="most of them at once (default: those of a minute)")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
@@ -70,10 +76,19 @@ class GatewaySettings(TlsSettings):
         return self.served_model_name or Path(self.model).name or self.model
 
     @property
+    def tenant_rate(self) -> Rate | None:
+        per_minute = self.tenant_tokens_per_minute
+        return Rate(per_minute / 60, self.tenant_burst_tokens or per_minute) if per_minute else None
+
+    @property
     def limits(self) -> Limits:
         return Limits(
             max_num_seqs=self.max_num_seqs,
             max_num_queued_reqs=self.max_num_queued_reqs,
+            max_num_queued_tokens=self.max_num_queued_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            max_output_tokens=self.max_output_tokens,
+            tenant_rate=self.tenant_rate,
             request_timeout_s=self.request_timeout_s,
             redispatch_wait_s=self.redispatch_wait_s,
         )

@@ -13,7 +13,8 @@ RootwardError
 │   ├── StaleEpoch                a newer owner drives this request                  not retryable
 │   ├── NoDrafter                 speculation was required and no drafter is there   not retryable
 │   ├── IncompatiblePair          tokenizer or vocabulary of a pair differ           not retryable
-│   ├── Overloaded                queue or rate limit reached                        retryable
+│   ├── Overloaded                a queue is full                                    retryable
+│   │   └── RateLimited           a tenant has used up what it may                   retryable
 │   ├── Unavailable               starting, draining, or a peer is gone              retryable
 │   └── DeadlineExceeded          the deadline passed                                not retryable
 ├── KvFull                        a forward needs more KV blocks than are free   the caller preempts a session and tries again
@@ -124,6 +125,12 @@ class Overloaded(ServiceError):
     status = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
     retryable = True
+
+
+class RateLimited(Overloaded):
+    """A tenant has used up what it may for now."""
+
+    reason = "RATE_LIMITED"
 
 
 class Unavailable(ServiceError):

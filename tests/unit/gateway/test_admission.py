@@ -1,6 +1,7 @@
 """Places and queue: the counts always add up, and at rest means at rest."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -59,3 +60,61 @@ async def test_draining_refuses():
     admission.draining = True
     with pytest.raises(Unavailable, match="draining"):
         await hold(admission, asyncio.Event())
+
+
+async def served(admission, order, name, tokens=0, priority=0):
+    async with admission.slot(tokens, priority):
+        order.append(name)
+        await asyncio.sleep(0)
+
+
+async def test_lower_priorities_first_then_who_came_first():
+    admission, order = Admission(max_num_seqs=1, max_num_queued_reqs=9), []
+    async with asyncio.TaskGroup() as group, admission.slot():
+        for name, priority in [("a", 1), ("b", 0), ("c", -1), ("d", 0)]:
+            group.create_task(served(admission, order, name, priority=priority))
+        await asyncio.sleep(0)
+    assert order == ["c", "b", "d", "a"]
+    assert await is_at_rest(admission)
+
+
+async def test_the_queue_is_bounded_in_tokens_but_takes_one_of_any_length():
+    admission, order = Admission(max_num_seqs=1, max_num_queued_reqs=9, max_num_queued_tokens=100), []
+    async with asyncio.TaskGroup() as group, admission.slot(1000):
+        group.create_task(served(admission, order, "long", 500))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="prompts of 500 tokens; its limit is 100"):
+            await served(admission, order, "refused", 1)
+        assert admission.num_waiting_tokens == 500
+    assert order == ["long"]
+    assert admission.num_waiting_tokens == 0
+
+
+async def test_when_to_come_again_follows_the_pace():
+    admission = Admission(max_num_seqs=1, max_num_queued_reqs=10)
+    admission._between_ends_s = 0.7
+    async with asyncio.TaskGroup() as group, admission.slot():
+        for number in range(10):
+            group.create_task(served(admission, [], number))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as caught:
+            await served(admission, [], "refused")
+    assert caught.value.retry_after_s == 7.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_places_are_conserved_under_cancellation(seed):
+    rng, admission = random.Random(seed), Admission(max_num_seqs=3, max_num_queued_reqs=50)
+    tasks = []
+    for _ in range(400):
+        if rng.random() < 0.6:
+            tasks.append(asyncio.create_task(served(admission, [], 0, rng.randrange(9), rng.randrange(3))))
+        elif tasks:
+            rng.choice(tasks).cancel()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+        assert 0 <= admission.num_running <= 3
+        assert admission.num_running == 3 or not admission.num_waiting or any(not t.done() for t in tasks)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await is_at_rest(admission)
+    assert (admission.num_running, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
