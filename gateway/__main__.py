@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 
 from gateway.access import Access
 from gateway.http_api import build_app
@@ -16,6 +17,7 @@ from gateway.servicer import register
 from gateway.settings import GatewaySettings
 from gateway.text import load_tokenizer
 from gateway.upstreams import Upstreams
+from rootward.discovery.sources import open_sources
 from rootward.rpc.admin import admin_port
 from rootward.rpc.clients import RemoteVerifier
 from rootward.rpc.http_server import HttpServer
@@ -57,10 +59,10 @@ async def serve(settings: GatewaySettings) -> None:
 async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayService:
     tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, add_special_tokens=settings.add_special_tokens)
     store = await open_store(settings.redis_url)
-    remotes = {address: RemoteVerifier(address, tls=settings.client_tls) for address in settings.verifiers}
-    for remote in remotes.values():
-        await stack.enter_async_context(remote)
-    upstreams = Upstreams(remotes, tokenizer_hash=tokenizer.content_hash)
+    found = await stack.enter_async_context(open_sources(settings.sources, "verifier", redis_url=settings.redis_url))
+    dial = partial(RemoteVerifier, tls=settings.client_tls)
+    sources = [source for _, source in found]
+    upstreams = Upstreams({}, sources=sources, dial=dial, tokenizer_hash=tokenizer.content_hash)
     service = GatewayService(tokenizer, upstreams, store, served_model=settings.name, limits=settings.limits)
     return await stack.enter_async_context(service)
 

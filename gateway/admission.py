@@ -57,7 +57,9 @@ class Admission:
         if self.num_waiting >= self._max_queued:
             message = f"the queue holds {self.num_waiting} requests, its limit"
         elif self.num_waiting and self.num_waiting_tokens + tokens > self._max_queued_tokens:
-            message = f"the queue holds prompts of {self.num_waiting_tokens} tokens; its limit is {self._max_queued_tokens}"
+            message = (
+                f"the queue holds prompts of {self.num_waiting_tokens} tokens; its limit is {self._max_queued_tokens}"
+            )
         else:
             return
         raise Overloaded(message, retry_after_s=self._retry_after_s())

@@ -90,6 +90,7 @@ class GatewayService:
         )
         self._store = store
         self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
+        upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []

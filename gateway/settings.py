@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from gateway.quotas import Rate
 from gateway.service import Limits
+from rootward.discovery.sources import Source, parse_sources
 from rootward.rpc.tls import ServerTls
 from rootward.settings import ServiceSettings
 from rootward.tls_settings import TlsSettings
@@ -29,8 +30,10 @@ class GatewaySettings(TlsSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
     model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
-    verifiers: Annotated[list[Address], NoDecode] = Field(
-        default=["127.0.0.1:50052"], min_length=1, description="addresses of verifiers, with commas between"
+    verifiers: Annotated[list[str], NoDecode] = Field(
+        default=["127.0.0.1:50052"],
+        min_length=1,
+        description="host:port, dns:name:port, redis: (the registry) or kubernetes:service, with commas between",
     )
     served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
     listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
@@ -49,7 +52,9 @@ class GatewaySettings(TlsSettings):
     max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")
     max_prompt_tokens: int = Field(0, ge=0, description="longest prompt of a request (default: the context)")
     max_output_tokens: int = Field(0, ge=0, description="most tokens that a request may ask for (default: the context)")
-    tenant_tokens_per_minute: int = Field(0, ge=0, description="prompt and output tokens of a tenant (default: no limit)")
+    tenant_tokens_per_minute: int = Field(
+        0, ge=0, description="prompt and output tokens of a tenant (default: no limit)"
+    )
     tenant_burst_tokens: int = Field(0, ge=0, description="most of them at once (default: those of a minute)")
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
@@ -63,6 +68,17 @@ class GatewaySettings(TlsSettings):
         if not isinstance(value, list):
             value = [value]
         return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
+
+    @field_validator("verifiers")
+    @classmethod
+    def _check(cls, value: list[str]) -> list[str]:
+        parse_sources(value)
+        return value
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where verifiers are. In the registry they are under the name of the model that they serve."""
+        return parse_sources([f"redis:{self.name}" if entry == "redis:" else entry for entry in self.verifiers])
 
     @property
     def server_tls(self) -> ServerTls | None:

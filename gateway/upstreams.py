@@ -1,10 +1,10 @@
-"""The verifiers this gateway knows: asked for their state once a second, chosen from by the router."""
+"""The verifiers this gateway knows: written down or discovered, asked for their state once a second, chosen from by the router."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,9 @@ import structlog
 
 from gateway.router import Choice, VerifierView, choose
 from rootward.errors import RootwardError
-from rootward.ports import ModelInfo, Verifier, VerifierInfo
+from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
+from rootward.rpc.clients import RemoteVerifier
+from rootward.rpc.streams import closing
 
 log = structlog.get_logger()
 
@@ -29,12 +31,13 @@ class Upstream:
     info: VerifierInfo | None = None
     answers: bool = False
     fits: bool = True  # its model is the one this gateway serves
+    listed: bool = True  # discovery knows it, and not as one that leaves
     num_in_flight: int = 0
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
 
     @property
     def ready(self) -> bool:
-        return self.answers and self.fits and self.info is not None and not self.info.draining
+        return self.answers and self.fits and self.listed and self.info is not None and not self.info.draining
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -53,27 +56,36 @@ class Upstream:
 
 
 class Upstreams:
-    """All verifiers. The first one that answers says which model is served; others must have the same."""
+    """All verifiers. The first one that answers says which model is served; others must have the same.
+
+    Those of `sources` come and go; `dial` makes one of an address. One that has gone ends what it runs.
+    """
 
     def __init__(
         self,
         verifiers: Mapping[str, Verifier],
         *,
+        sources: Sequence[Discovery] = (),
+        dial: Callable[[str], RemoteVerifier] = RemoteVerifier,
         tokenizer_hash: str = "",
         poll_s: float = 1.0,
         timeout_s: float = 2.0,
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
+        self._sources, self._dial = sources, dial
+        self._found: dict[int, tuple[Peer, ...]] = {}  # by source, as it last said
+        self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
         self._poll_s, self._timeout_s = poll_s, timeout_s
         self._num_waiting = 0
         self._hurry = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every round of questions
         self.model: ModelInfo | None = None
+        self.on_restart: Callable[[str], None] = lambda name: None  # told of verifiers that have started anew
         self.mismatch = ""  # why a verifier does not fit, for people
 
     def __iter__(self) -> Iterator[Upstream]:
-        return iter(self._upstreams.values())
+        return iter(list(self._upstreams.values()))
 
     @property
     def ready(self) -> bool:
@@ -104,12 +116,46 @@ class Upstreams:
 
     def lost(self, name: str) -> None:
         """A stream of this verifier broke: not ready until it answers again."""
-        lost = self._upstreams[name]
-        lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
+        if (lost := self._upstreams.get(name)) is not None:
+            lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
 
     async def run(self) -> None:
-        """Ask until cancelled: once a second, more often while a request waits for an answer."""
+        """Follow the sources and ask every verifier, until cancelled; then those that were dialled are closed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, source in enumerate(self._sources):
+                    group.create_task(self._follow(number, source))
+                await self._ask_forever()
+        finally:
+            for verifier in self._dialled.values():
+                await verifier.close()
+
+    async def _follow(self, number: int, source: Discovery) -> None:
+        async with closing(source.watch()) as changes:
+            async for peers in changes:
+                self._found[number] = peers
+                self._note_found()
+
+    def _note_found(self) -> None:
+        """Dial the new, and give nothing more to those that leave or have gone."""
+        peers = {peer.address: peer for found in self._found.values() for peer in found}
+        for address in peers.keys() - self._upstreams.keys():
+            self._dialled[address] = self._dial(address)
+            self._upstreams[address] = Upstream(address, self._dialled[address])
+            self._hurry.set()
+        for address in self._dialled:
+            self._upstreams[address].listed = address in peers and not peers[address].leaving
+
+    async def _drop_gone(self) -> None:
+        known = {peer.address for found in self._found.values() for peer in found}
+        for address in [a for a in self._dialled if a not in known and not self._upstreams[a].num_in_flight]:
+            del self._upstreams[address]
+            await self._dialled.pop(address).close()
+
+    async def _ask_forever(self) -> None:
+        """Once a second, more often while a request waits for an answer."""
         while True:
+            await self._drop_gone()
             await self.poll()
             self._polled.set()
             self._polled = asyncio.Event()
@@ -137,6 +183,8 @@ class Upstreams:
             return
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
+        if upstream.info and upstream.info.incarnation != info.incarnation:
+            self.on_restart(upstream.name)
         upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
 
     def _fits(self, name: str, model: ModelInfo) -> bool:

@@ -1,0 +1,113 @@
+"""Verifiers that come and go: found by discovery, dialled, drained, dropped."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import pytest
+from pydantic import ValidationError
+from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.verifier_for_tests import SpellingVerifier
+
+from gateway.requests import GenerateRequest
+from gateway.service import GatewayService, Limits
+from gateway.sessions import MemoryStore
+from gateway.settings import GatewaySettings
+from gateway.upstreams import Upstreams
+from rootward.ports import Peer
+
+
+class Dialled(SpellingVerifier):
+    closed = False
+
+    async def close(self):
+        self.closed = True
+
+
+class Told:
+    """A discovery that says what the test says."""
+
+    def __init__(self):
+        self.news = asyncio.Queue()
+
+    def say(self, *peers):
+        self.news.put_nowait(tuple(p if isinstance(p, Peer) else Peer(p) for p in peers))
+
+    async def watch(self):
+        while True:
+            yield await self.news.get()
+
+
+@asynccontextmanager
+async def discovering(*sources, delay_s=0.0):
+    made = {}
+
+    def dial(address):
+        made[address] = Dialled(delay_s=delay_s)
+        return made[address]
+
+    upstreams = Upstreams({}, sources=sources, dial=dial, poll_s=0.02)
+    service = GatewayService(byte_level(), upstreams, MemoryStore(), served_model="demo", limits=Limits())
+    async with service:
+        yield service, upstreams, made
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_verifiers_come_and_go():
+    one, two = Told(), Told()
+    async with discovering(one, two) as (service, upstreams, made):
+        assert not upstreams.ready
+        one.say("a:1")
+        two.say("b:2", "a:1")
+        await until(lambda: sum(u.ready for u in upstreams) == 2)
+        assert (await service.collect(GenerateRequest("a"))).text
+        one.say()
+        two.say(Peer("a:1", leaving=True), "b:2")
+        await until(lambda: [u.name for u in upstreams if u.ready] == ["b:2"])
+        assert {u.name for u in upstreams} == {"a:1", "b:2"}
+        two.say("b:2")
+        await until(lambda: made["a:1"].closed)
+        assert [u.name for u in upstreams] == ["b:2"]
+    assert made["b:2"].closed
+
+
+async def test_one_that_has_gone_ends_what_it_runs():
+    source = Told()
+    async with discovering(source, delay_s=0.03) as (service, upstreams, made):
+        source.say("a:1")
+        running = asyncio.create_task(service.collect(GenerateRequest("a")))
+        await until(lambda: made and made["a:1"].running)
+        source.say()
+        await until(lambda: not upstreams.ready)
+        assert not made["a:1"].closed
+        assert (await running).text == made["a:1"].text
+        assert len(made["a:1"].requests) == 1
+        await until(lambda: made["a:1"].closed)
+
+
+async def test_a_verifier_that_started_anew_holds_nothing():
+    class Restarting(Dialled):
+        incarnation = 1
+
+        async def get_info(self):
+            info = await super().get_info()
+            return type(info)(info.model, incarnation=self.incarnation, max_sessions=4)
+
+    told, verifier = [], Restarting()
+    upstreams = Upstreams({"a": verifier})
+    upstreams.on_restart = told.append
+    for incarnation in (1, 1, 2, 2):
+        verifier.incarnation = incarnation
+        await upstreams.poll()
+    assert told == ["a"]
+
+
+def test_where_verifiers_are_is_a_setting():
+    settings = GatewaySettings(model="x/large", verifiers="a:1, dns:b:2,redis:")
+    assert [(s.kind, s.target) for s in settings.sources] == [("static", "a:1"), ("dns", "b:2"), ("redis", "large")]
+    with pytest.raises(ValidationError, match="write host:port"):
+        GatewaySettings(model="x", verifiers="nowhere")
