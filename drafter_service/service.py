@@ -112,7 +112,7 @@ class DrafterService:
                     yield frame
                     if frame.ack is not None and frame.ack.refusal:
                         return
-                elif stream.ended:
+                if stream.ended:  # nothing more is heard from this verifier: it must not wait for answers
                     return
         finally:
             reader.cancel()

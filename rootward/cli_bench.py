@@ -32,6 +32,12 @@ def lookup(ctx: typer.Context) -> None:
     _become("lookup", ctx)
 
 
+@bench.command("distance", context_settings=_OWN_FLAGS)
+def distance(ctx: typer.Context) -> None:
+    """Tokens per second against the round-trip time between verifier and drafter: plain, waiting, living tree, coupled."""
+    _become("distance", ctx)
+
+
 def _become(name: str, ctx: typer.Context) -> None:
     if find_spec("torch") is None:
         raise ConfigurationError(f"bench {name}: needs more packages; run pip install 'rootward[worker]'")

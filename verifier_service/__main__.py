@@ -21,6 +21,7 @@ from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from verifier_service.cost import StepCost, measure
+from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
@@ -51,7 +52,7 @@ def build(
         prefill_chunk=settings.max_num_batched_tokens,
         max_queued=settings.max_num_queued_reqs,
     )
-    info = model.info
+    info, metrics = model.info, Metrics()
     return VerifierService(
         model,
         {},
@@ -61,7 +62,8 @@ def build(
         grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
         cost=cost,
         sources=sources,
-        dial=partial(RemoteDrafter, tls=settings.client_tls),
+        dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
+        metrics=metrics,
     )
 
 

@@ -23,6 +23,7 @@ from rootward.demand import VerifierDemand
 from rootward.discovery.sources import DEFAULT_POOL
 from rootward.ports import Discovery, Drafter, Peer
 from verifier_service.link import Link, Shape
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import moves, place
 from verifier_service.sessions import Draft, Session
 
@@ -52,11 +53,14 @@ class DrafterPool:
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
         shape: Shape,
+        metrics: LinkMetrics | None = None,
     ) -> None:
+        self._metrics = metrics or LinkMetrics()
+        self._metrics.watch(lambda: self.links)
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
         self._sources, self._shape = sources, shape
         self._fixed = dict(drafters)
-        self.links = [Link(name, drafter, hello, on_growth) for name, drafter in drafters.items()]
+        self.links = [Link(name, drafter, hello, on_growth, self._metrics) for name, drafter in drafters.items()]
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
         self.demand = {pool: VerifierDemand() for pool in pools}
         for link in self.links:
@@ -122,7 +126,7 @@ class DrafterPool:
     def _add(self, address: str) -> Link:
         assert self._dial is not None, "sources of addresses need a way to dial them"
         dialled = self._dial(address)
-        link = Link(address, dialled, self._hello, self._on_growth)  # type: ignore[arg-type]  # a remote drafter is its own context
+        link = Link(address, dialled, self._hello, self._on_growth, self._metrics)  # type: ignore[arg-type]  # a remote drafter is its own context
         self.links.append(link)
         self._tasks[address] = asyncio.create_task(_run(link, dialled), name=f"drafter {address}")
         return link

@@ -22,6 +22,7 @@ from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from verifier_service.breaker import Breaker
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.outbox import Outbox
 from verifier_service.placement import DrafterView
 from verifier_service.sessions import Draft, Session
@@ -52,8 +53,16 @@ class Shape:
 class Link:
     """Outbound messages collect in `outbox` and leave as one frame per engine step (`flush`). `name` is the drafter's address."""
 
-    def __init__(self, name: str, drafter: Drafter, hello: Callable[[], Hello], on_growth: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        drafter: Drafter,
+        hello: Callable[[], Hello],
+        on_growth: Callable[[], None],
+        metrics: LinkMetrics | None = None,
+    ) -> None:
         self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
+        self._metrics = metrics or LinkMetrics()
         self.pool = ""
         self.ack: HelloAck | None = None  # not None: up
         self.refusal = ""
@@ -141,6 +150,7 @@ class Link:
         """The truth advanced; both replicas re-root."""
         base = draft.tree.length
         draft.tree.commit(tokens)
+        self._metrics.carried(len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
         self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash))
 
@@ -155,6 +165,7 @@ class Link:
         draft = self.drafts.get(slot)
         if draft is not None:
             self.close(draft, reason)
+            self._metrics.orphaned(reason)
             draft.at_rest = True
         return draft
 
@@ -248,12 +259,14 @@ class Link:
     def _grow(self, grow: Grow) -> None:
         draft = self.drafts.get(grow.slot)
         if draft is None:
-            return  # closed meanwhile
+            self._metrics.discarded("closed")
+            return
         try:
             received = draft.tree.receive(grow)
         except MalformedFrame as error:
             self._offend(grow.slot, str(error))
             return
+        self._metrics.grew(received, grow.draft_us)
         if draft.tree.broken:
             self.orphan(grow.slot, received.reason)
             return
@@ -268,6 +281,7 @@ class Link:
         """The first growth since a commit."""
         assert draft.committed_s is not None
         latency_s = time.monotonic() - draft.committed_s
+        self._metrics.answered(latency_s, queued_s)
         self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
         self._num_refusals = 0
         draft.committed_s, draft.queued_s = None, queued_s
@@ -275,6 +289,7 @@ class Link:
     def _offend(self, slot: int, why: str) -> None:
         """Quarantine the slot; repeated offences quarantine the drafter."""
         log.warning("malformed_frame", drafter=self.name, error=why)
+        self._metrics.discarded("malformed")
         self.orphan(slot, "malformed")
         if self.breaker.offended(time.monotonic()):
             self._leave_alone("quarantine")

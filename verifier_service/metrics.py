@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from rootward.core.tree import TokenTree
+from rootward.demand import DemandCollector, VerifierDemand
 from rootward.readings import Read, Readings
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.runner import Outcome
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -29,6 +33,7 @@ class Metrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self.links = LinkMetrics(registry)
         self._drafts = Counter("rootward_spec_decode_num_drafts", "Rounds that verified a tree.", registry=registry)
         self._draft_tokens = Counter(
             "rootward_spec_decode_num_draft_tokens", "Nodes verified, roots excluded.", registry=registry
@@ -64,9 +69,10 @@ class Metrics:
             "rootward_step_duration_seconds", "One engine step.", ["kind"], registry=registry, buckets=STEP_BUCKETS
         )
 
-    def watch(self, read: Read) -> None:
-        """Where the values of READINGS come from."""
+    def watch(self, read: Read, demand: Callable[[], Mapping[str, VerifierDemand]]) -> None:
+        """Where the values of READINGS come from, and what is counted for the autoscaler."""
         Readings(self.registry, READINGS, read)
+        self.registry.register(DemandCollector(demand))
 
     def stepped(self, kind: str, seconds: float) -> None:
         self._steps.labels(kind).observe(seconds)

@@ -25,3 +25,8 @@ class Policy:
     def prefill_floor(self) -> int:
         """Rows of a step that rounds leave to prefill while there is any: new requests start, whatever the load."""
         return max(1, self.max_rows // 8)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of the trees that drafters are asked for: atoms of a row, nodes, depth, children of a node."""
+        return self.law_atoms, self.num_draft_tokens, self.max_depth, self.topk

@@ -16,7 +16,6 @@ import structlog
 
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
-from rootward.demand import DemandCollector
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
 from rootward.heart import Heart
@@ -53,6 +52,7 @@ class VerifierService:
         cost: StepCost | None = None,
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
@@ -62,24 +62,23 @@ class VerifierService:
         self.draining = False
         self.heart = Heart()
         self._wake = asyncio.Event()
-        p = self.policy
+        self.metrics = metrics or Metrics()
         self.pool = DrafterPool(
             drafters if model.info.supports_trees else {},
             self._hello,
             self._wake.set,
             sources=sources if model.info.supports_trees else (),
             dial=dial,
-            shape=Shape(p.law_atoms, p.num_draft_tokens, p.max_depth, p.topk),
+            shape=Shape(*self.policy.shape),
+            metrics=self.metrics.links,
         )
-        self.places = Places(model, Memory(model, p.num_draft_tokens))
-        self.admission = Admission(model.info, p)
+        self.places = Places(model, Memory(model, self.policy.num_draft_tokens))
+        self.admission = Admission(model.info, self.policy)
         self._live = self.admission.live
         self._running = self.places.running
         self._num_sessions = self._num_compiling = 0
         self._gains = Gains(cost)
-        self.metrics = Metrics()
-        self.metrics.watch(self._stats)
-        self.metrics.registry.register(DemandCollector(lambda: self.pool.demand))
+        self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None

@@ -127,6 +127,7 @@ class Grow:
     draft_us: int = 0
     queue_us: int = 0
     guess: NDArray[np.bool_] | None = None
+    fault: str = ""  # why the columns of a frame that came over a wire could not be read; they are then empty
 
     @property
     def guesses(self) -> NDArray[np.bool_]:

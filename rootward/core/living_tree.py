@@ -128,6 +128,9 @@ class LivingTree:
         size = len(frame.token)
         if self.broken:
             return Received(stale=size, reason="broken")
+        if frame.fault:
+            self.broken = "malformed"
+            raise MalformedFrame(frame.fault)
         if frame.first_node + size <= self.next_id and not (size == 0 and frame.rows):
             return Received(reason="duplicate" if size else "")
         if reason := self._unusable(frame):

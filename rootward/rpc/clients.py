@@ -7,7 +7,7 @@ is wrong. Both are context managers; the channel is opened on first use, inside 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -64,10 +64,18 @@ class _Remote:
 
 
 class RemoteDrafter(_Remote):
-    """`ports.Drafter` over one bidirectional stream per session."""
+    """`ports.Drafter` over one bidirectional stream per session. on_frame: told "sent" or "received", and the bytes, of every message."""
 
-    def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: ClientTls | None = None,
+        rpc_timeout_s: float = 5.0,
+        on_frame: Callable[[str, int], None] = lambda direction, num_bytes: None,
+    ) -> None:
         super().__init__(address, DRAFTING, tls, rpc_timeout_s)
+        self._on_frame = on_frame
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
         """Frames of the drafter until it ends the stream or `inbound` ends. No deadline; keepalive notices a dead peer.
@@ -75,9 +83,10 @@ class RemoteDrafter(_Remote):
         Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
         """
         call = drafter_pb2_grpc.DrafterStub(self._channel()).Session()  # type: ignore[call-arg]  # written to by hand
-        writer = asyncio.create_task(_write(call, inbound))
+        writer = asyncio.create_task(_write(call, inbound, self._on_frame))
         try:
             while (message := await _next(call)) is not None:
+                self._on_frame("received", message.ByteSize())
                 yield _decode(self.address, message)
         except Unavailable:
             if (failure := _failure_of(writer)) is not None:
@@ -145,11 +154,12 @@ async def _answer(pending: Awaitable[T]) -> T:
         raise Unavailable("the call was cancelled") from None
 
 
-async def _write(call: Any, inbound: AsyncIterator[ToDrafter]) -> None:
+async def _write(call: Any, inbound: AsyncIterator[ToDrafter], on_frame: Callable[[str, int], None]) -> None:
     """Send what comes until it ends. A broken call ends the writer quietly: the reader learns why."""
     try:
         async for frame in inbound:
             for part in parts(to_pb(frame)):
+                on_frame("sent", part.ByteSize())
                 await call.write(part)
         await call.done_writing()
     except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):

@@ -19,7 +19,8 @@ Rows = dict[int, tuple[Ints, Ints]]
 
 def grow_to_pb(value: Grow) -> drafter_pb2.Grow:
     num_nodes = len(value.token)
-    sizes = {len(value.parent), len(value.sampled), len(value.guesses)}
+    guess = value.sampled if value.guess is None else value.guess
+    sizes = {len(value.parent), len(value.sampled), len(guess)}
     if sizes != {num_nodes}:
         raise ValueError(f"grow: {num_nodes} tokens, but columns of {sorted(sizes)}; give one entry per node")
     parent_base, parent = pack_refs(value.parent, "grow.parent")
@@ -37,11 +38,20 @@ def grow_to_pb(value: Grow) -> drafter_pb2.Grow:
         at_rest=value.at_rest,
         draft_us=value.draft_us,
         queue_us=value.queue_us,
-        guess=pack_bits(value.guesses),
+        guess=b"" if value.guess is None else pack_bits(value.guess),
     )
 
 
 def grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
+    """What cannot be read is a malformed frame of its slot, and costs no other slot of the stream anything."""
+    try:
+        return _readable(pb)
+    except ValueError as fault:
+        none = np.empty(0, dtype=np.int64)
+        return Grow(pb.slot, pb.base_len, pb.base_hash, pb.first_node, none, none, none.astype(bool), fault=str(fault))
+
+
+def _readable(pb: drafter_pb2.Grow) -> Grow:
     return Grow(
         slot=pb.slot,
         base_len=pb.base_len,

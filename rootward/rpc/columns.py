@@ -7,6 +7,7 @@ describes it. Node references are stored relative to a base, so that the ids of 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 _U32_MAX = 2**32 - 1
+FEW = 160  # entries: a level's nodes, and its rows of 32 atoms
 
 
 def _ints(values: Sequence[int] | Ints, name: str) -> Ints:
@@ -29,8 +31,21 @@ def _ints(values: Sequence[int] | Ints, name: str) -> Ints:
     return array
 
 
+def _few(values: Sequence[int] | Ints, name: str) -> list[int] | None:
+    """The values as plain integers, all within u32, if they are few: numpy's fixed costs are then most of the time."""
+    if len(values) > FEW:
+        return None
+    plain: list[int] = values.tolist() if isinstance(values, np.ndarray) else [int(v) for v in values]
+    if plain and not 0 <= min(plain) <= max(plain) <= _U32_MAX:
+        bad = min(plain) if min(plain) < 0 else max(plain)
+        raise ValueError(f"{name}: {bad} is outside [0, 2^32)")
+    return plain
+
+
 def pack_u32(values: Sequence[int] | Ints, name: str = "tokens") -> bytes:
     """Four bytes per entry."""
+    if (few := _few(values, name)) is not None:
+        return struct.pack(f"<{len(few)}I", *few)
     return _ints(values, name).astype("<u4").tobytes()
 
 
@@ -38,7 +53,7 @@ def unpack_u32(data: bytes, name: str = "tokens") -> tuple[int, ...]:
     """Inverse of `pack_u32`."""
     if len(data) % 4:
         raise ValueError(f"{name}: {len(data)} bytes are not a multiple of 4; pack token ids as little-endian u32")
-    return tuple(np.frombuffer(data, dtype="<u4").tolist())
+    return struct.unpack(f"<{len(data) // 4}I", data)
 
 
 def pack_f32(values: Sequence[float]) -> bytes:
@@ -55,6 +70,8 @@ def unpack_f32(data: bytes, name: str) -> tuple[float, ...]:
 
 def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width: int = 1) -> bytes:
     """The smallest width that holds the largest value, but not less than `least_width` bytes."""
+    if (few := _few(values, name)) is not None:
+        return b"" if not few else _packed(few, max(least_width, (max(few).bit_length() + 7) // 8))
     array = _ints(values, name)
     if not array.size:
         return b""
@@ -62,6 +79,14 @@ def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width:
     if width == 3:
         return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
     return array.astype(f"<u{width}").tobytes()
+
+
+def _packed(values: list[int], width: int) -> bytes:
+    if width == 1:
+        return bytes(values)
+    if width == 3:
+        return b"".join([value.to_bytes(3, "little") for value in values])
+    return struct.pack(f"<{len(values)}{'H' if width == 2 else 'I'}", *values)
 
 
 def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
@@ -78,6 +103,9 @@ def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
 
 def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, bytes]:
     """(base, column) of node references."""
+    if (few := _few(nodes, name)) is not None:
+        base = min((node for node in few if node > 0), default=0)
+        return base, pack_column([node - base + 1 if node > 0 else 0 for node in few], name)
     array = _ints(nodes, name)
     below = array[array > 0]
     base = int(below.min()) if below.size else 0

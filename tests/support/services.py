@@ -27,6 +27,7 @@ from rootward.rpc.channel import DRAFTING
 from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
 from rootward.rpc.server import RpcServer
 from rootward.testing.slow_link import Conditions, SlowLink
+from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
 from verifier_service.runner import Decide, Runner
 from verifier_service.service import VerifierService
@@ -46,11 +47,18 @@ def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64
 
 
 def verifier_of(
-    model: LanguageModel, drafters: dict[str, Drafter], *, decide: Decide | None = None, **policy
+    model: LanguageModel,
+    drafters: dict[str, Drafter],
+    *,
+    decide: Decide | None = None,
+    metrics: Metrics | None = None,
+    **policy,
 ) -> VerifierService:
     runner = Runner(model) if decide is None else Runner(model, decide=decide)
     rules = Policy(**({"num_draft_tokens": 8, "draft_wait_s": 1.0} | policy))
-    return VerifierService(model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner)
+    return VerifierService(
+        model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner, metrics=metrics
+    )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support import wire
 
 from rootward.core.frames import FromDrafter
+from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.rpc.codec import from_pb, parse, to_pb
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
@@ -93,17 +94,6 @@ def request(**fields) -> verifier_pb2.VerifierRequest:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (grow(parent=b"\0"), "grow.parent"),
-        (grow(token=b"123"), "grow.token"),
-        (grow(token=bytes(10)), "grow.token"),
-        (grow(num_nodes=0), "grow.parent"),
-        (grow(num_nodes=2**32 - 1), "grow.parent"),
-        (grow(sampled=b"\1\1"), "grow.sampled"),
-        (rows(node=b""), "grow.rows.node"),
-        (rows(length=b"\3"), "grow.rows.ids"),
-        (rows(weights=b"\3"), "grow.rows.weights"),
-        (rows(num_rows=2, node=b"\1\1", length=b"\1\1"), "grow.rows.node"),
-        (rows(length=b"\xff\xff\xff\xff"), "grow.rows.ids"),
         (drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(prefix=b"123", law=1)]), "open.prefix"),
         (drafter_pb2.ToDrafter(opens=[drafter_pb2.Open()]), "open.law"),
         (drafter_pb2.ToDrafter(commits=[drafter_pb2.Commit(tokens=b"1")]), "commit.tokens"),
@@ -135,6 +125,36 @@ def request(**fields) -> verifier_pb2.VerifierRequest:
 def test_an_error_names_the_field(message, field):
     with pytest.raises(ValueError, match=rf"^{field}: "):
         from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (grow(parent=b"\0"), "grow.parent"),
+        (grow(token=b"123"), "grow.token"),
+        (grow(token=bytes(10)), "grow.token"),
+        (grow(num_nodes=0), "grow.parent"),
+        (grow(num_nodes=2**32 - 1), "grow.parent"),
+        (grow(sampled=b"\1\1"), "grow.sampled"),
+        (rows(node=b""), "grow.rows.node"),
+        (rows(length=b"\3"), "grow.rows.ids"),
+        (rows(weights=b"\3"), "grow.rows.weights"),
+        (rows(num_rows=2, node=b"\1\1", length=b"\1\1"), "grow.rows.node"),
+        (rows(length=b"\xff\xff\xff\xff"), "grow.rows.ids"),
+    ],
+)
+def test_growth_that_cannot_be_read_costs_its_slot_and_not_the_stream(message, field):
+    good = grow(slot=8).grows[0]
+    message.grows[0].slot = 7
+    message.grows.append(good)
+    bad, fine = from_pb(message).grows
+    assert bad.slot == 7
+    assert bad.fault.startswith(f"{field}: ")
+    assert (fine.slot, fine.fault, len(fine.token)) == (8, "", 2)
+    tree = LivingTree(0, 0, vocab_size=9)
+    with pytest.raises(MalformedFrame):
+        tree.receive(bad)
+    assert tree.broken == "malformed"
 
 
 def test_absent_sampling_is_the_default_and_zero_is_greedy():
