@@ -113,6 +113,9 @@ class Registry:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the client has swallowed it
+                    raise asyncio.CancelledError
         except (RedisError, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"the registry does not answer ({type(error).__name__})") from error
 
