@@ -24,6 +24,7 @@ from rootward.rpc.channel import DRAFTING
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
+from rootward.tracing import configure_tracing
 
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
@@ -154,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         settings = DrafterSettings.load(argv, prog="rootward serve drafter")
         configure_logging("drafter", settings.log_level, settings.log_json)
+        configure_tracing("drafter", settings.tracing_endpoint, settings.tracing_share)
         await serve(settings)
 
     return run_service("drafter", run)

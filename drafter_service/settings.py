@@ -7,10 +7,10 @@ from typing import Literal
 from pydantic import Field
 
 from rootward.discovery.sources import DEFAULT_POOL
-from rootward.tls_settings import TlsSettings
+from rootward.process_settings import ProcessSettings
 
 
-class DrafterSettings(TlsSettings):
+class DrafterSettings(ProcessSettings):
     """Rootward drafter: grows token trees for verifiers with a small model, or without one."""
 
     model: str = Field(
@@ -26,7 +26,6 @@ class DrafterSettings(TlsSettings):
     )
     advertise: str = Field("", description="host:port that verifiers dial (default: the one it listens on)")
     zone: str = Field("", description="where it runs, for whoever prefers near peers")
-    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
@@ -42,5 +41,3 @@ class DrafterSettings(TlsSettings):
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
-    log_json: bool = Field(False, description="log as JSON lines")

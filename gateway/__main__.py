@@ -24,6 +24,7 @@ from rootward.rpc.http_server import HttpServer
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
+from rootward.tracing import configure_tracing
 
 READY_POLL_S = 0.2
 FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up
@@ -88,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         settings = GatewaySettings.load(argv, prog="rootward serve gateway")
         configure_logging("gateway", settings.log_level, settings.log_json)
+        configure_tracing("gateway", settings.tracing_endpoint, settings.tracing_share)
         await serve(settings)
 
     return run_service("gateway", run)

@@ -76,6 +76,7 @@ def shared(body: Body, headers: Mapping[str, str]) -> dict[str, Any]:
         "trees": one(body, "return_trees", boolean, False),
         "prompt_logprobs": num_logprobs("prompt_logprobs", body),
         "prediction": _prediction(body.get("prediction")),
+        "traceparent": headers.get("traceparent", ""),
         "cache_salt": one(body, "cache_salt", string, ""),
         "priority": one(body, "priority", integer, 0),
         "tenant": tenant(headers),

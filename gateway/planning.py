@@ -116,6 +116,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             prediction=_predicted(request, model),
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
+            traceparent=request.traceparent,
             priority=request.priority,
             trees=request.trees,
             tenant=request.tenant,

@@ -60,6 +60,7 @@ class GenerateRequest:
     prompt_logprobs: int | None = None  # the same of the prompt
     prediction: str | tuple[int, ...] = ""  # the output that the client expects
     cache_salt: str = ""  # prompts with different salts never share cached prefixes
+    traceparent: str = ""  # W3C trace context of the client; "" = none
     n: int = 1  # choices; the service itself runs one at a time, see choices.py
     choice: int = 0  # which of them: its noise is that of (seed, choice)
     index: int = 0  # of this output among all of the client's request
@@ -103,6 +104,18 @@ class Ending:
     stop_token_id: int | None = None
     stop_string: str | None = None
     warnings: tuple[str, ...] = ()
+
+
+def seen_at_the_end(ending: Ending) -> dict[str, str | int | float]:
+    """What a trace tells of a generation."""
+    return {
+        "finish_reason": ending.reason.value,
+        "prompt_tokens": ending.usage.prompt_tokens,
+        "completion_tokens": ending.usage.completion_tokens,
+        "queue_ms": ending.timing.queue_ms,
+        "ttft_ms": ending.timing.ttft_ms,
+        "block_efficiency": ending.stats.block_efficiency,
+    }
 
 
 @dataclass(frozen=True, slots=True)

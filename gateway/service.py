@@ -18,7 +18,7 @@ from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
 from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, within, without_texts
 from gateway.quotas import Rate
-from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage, seen_at_the_end
 from gateway.resuming import about, beyond_log, finish_of, with_seed
 from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
 from gateway.stops import Output, Span
@@ -27,6 +27,7 @@ from gateway.upstreams import Upstreams
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ServiceError, Unavailable
 from rootward.ports import Lease, ModelInfo
+from rootward.tracing import note, request_span, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to let go of everything
 INLINE_CHARACTERS = 2000  # shorter texts are tokenised in the loop; longer ones on a thread
@@ -134,16 +135,24 @@ class GatewayService:
         Raises ServiceErrors: InvalidRequest and its kind before anything ran; Overloaded and Unavailable when it may be
         tried again; DeadlineExceeded; DuplicateRequest.
         """
-        with self.metrics.of(request) as watched:
+        request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
+        about: dict[str, str | int] = {
+            "request_id": request.request_id,
+            "model": self.served_model,
+            "choice": request.choice,
+        }
+        with self.metrics.of(request) as watched, request_span("gateway.request", request.traceparent, **about) as span:
+            request = replace(request, traceparent=traceparent_of(span) or request.traceparent)
             async with aclosing(self._deltas(request, _loop_time())) as deltas:
                 async for delta in deltas:
                     watched.delta(delta)
+                    if delta.ending is not None:
+                        note(span, **seen_at_the_end(delta.ending))
                     yield delta
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
         check_resume(request)
-        request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))

@@ -66,6 +66,7 @@ def request_from_pb(
             resume=_resume(message),
             prompt_logprobs=response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
             prediction=message.speculation.prediction,
+            traceparent=headers.get("traceparent", ""),
             cache_salt=uuid.uuid4().hex if message.cache.bypass_prefix_cache else message.cache.cache_salt,
         )
 

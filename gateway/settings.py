@@ -11,9 +11,9 @@ from pydantic_settings import NoDecode
 from gateway.quotas import Rate
 from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
+from rootward.process_settings import ProcessSettings
 from rootward.rpc.tls import ServerTls
 from rootward.settings import ServiceSettings
-from rootward.tls_settings import TlsSettings
 
 
 def _address(value: str) -> str:
@@ -26,7 +26,7 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
-class GatewaySettings(TlsSettings):
+class GatewaySettings(ProcessSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
     model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
@@ -38,7 +38,6 @@ class GatewaySettings(TlsSettings):
     served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
     listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
-    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
@@ -59,8 +58,6 @@ class GatewaySettings(TlsSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
-    log_json: bool = Field(False, description="log as JSON lines")
 
     @field_validator("verifiers", mode="before")
     @classmethod

@@ -20,6 +20,7 @@ from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
+from rootward.tracing import configure_tracing
 from verifier_service.cost import StepCost, measure
 from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
@@ -131,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     async def run() -> None:
         settings = VerifierSettings.load(argv, prog="rootward serve verifier")
         configure_logging("verifier", settings.log_level, settings.log_json)
+        configure_tracing("verifier", settings.tracing_endpoint, settings.tracing_share)
         await serve(settings)
 
     return run_service("verifier", run)

@@ -10,15 +10,14 @@ from pydantic_settings import NoDecode
 
 from rootward.core.requests import Law
 from rootward.discovery.sources import parse_sources
-from rootward.tls_settings import TlsSettings
+from rootward.process_settings import ProcessSettings
 
 
-class VerifierSettings(TlsSettings):
+class VerifierSettings(ProcessSettings):
     """Rootward verifier: runs the target model and owns every committed token."""
 
     model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
     listen: str = Field("127.0.0.1:50052", description="gRPC address; port 0 takes a free one")
-    admin_listen: str = Field("", description="HTTP address of probes and metrics (default: none)")
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
@@ -53,8 +52,6 @@ class VerifierSettings(TlsSettings):
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     num_threads: int = Field(1, ge=1, description="CPU threads of the model")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
-    log_json: bool = Field(False, description="log as JSON lines")
 
     @field_validator("drafters", mode="before")
     @classmethod

@@ -77,6 +77,7 @@ class Open:
     bonus_key: int | None = None  # of the bonus noise alone (`rng.BonusKey`); None: guesses are the likeliest tokens
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
+    traceparent: str = ""  # W3C trace context of the session; "": none
 
 
 @dataclass(frozen=True, slots=True)

@@ -213,6 +213,7 @@ class VerifierRequest:
     trees: bool = False  # tell the tree of every round with what it committed
     prompt_logprobs: int | None = None  # as `logprobs`, of every prompt token but the first
     cache_salt: str = ""  # texts with different salts never share cached prefixes
+    traceparent: str = ""  # W3C trace context of the caller; "": none
 
     def __post_init__(self) -> None:
         k = self.logprobs

@@ -147,6 +147,7 @@ def _open_to_pb(value: Open) -> drafter_pb2.Open:
         bonus_key=value.bonus_key,
         prediction=pack_u32(value.prediction, "open.prediction"),
         num_prompt=value.num_prompt,
+        traceparent=value.traceparent,
     )
 
 
@@ -169,6 +170,7 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         bonus_key=pb.bonus_key if pb.HasField("bonus_key") else None,
         prediction=unpack_u32(pb.prediction, "open.prediction"),
         num_prompt=pb.num_prompt,
+        traceparent=pb.traceparent,
     )
 
 

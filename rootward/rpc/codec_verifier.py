@@ -63,6 +63,7 @@ def request_to_pb(value: VerifierRequest) -> verifier_pb2.VerifierRequest:
         trees=value.trees,
         prompt_logprobs=value.prompt_logprobs,
         cache_salt=value.cache_salt,
+        traceparent=value.traceparent,
     )
 
 
@@ -90,6 +91,7 @@ def request_from_pb(pb: verifier_pb2.VerifierRequest) -> VerifierRequest:
         trees=pb.trees,
         prompt_logprobs=pb.prompt_logprobs if pb.HasField("prompt_logprobs") else None,
         cache_salt=pb.cache_salt,
+        traceparent=pb.traceparent,
     )
 
 
