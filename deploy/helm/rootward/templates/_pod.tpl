@@ -1,0 +1,166 @@
+{{/* What every pod of ours has in common. */}}
+
+{{- define "rootward.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end }}
+
+{{- define "rootward.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "rootward.probes" -}}
+startupProbe:
+  httpGet: {path: /health/startup, port: admin}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ .startupFailureThreshold }}
+readinessProbe:
+  httpGet: {path: /health/ready, port: admin}
+  periodSeconds: 5
+  timeoutSeconds: 3
+  failureThreshold: 2
+livenessProbe:
+  httpGet: {path: /health/live, port: admin}
+  periodSeconds: 10
+  timeoutSeconds: 5
+  failureThreshold: {{ .livenessFailureThreshold }}
+{{- end }}
+
+{{/* What the model setting is called, for a source */}}
+{{- define "rootward.modelPath" -}}
+{{- if eq .source "spec" }}{{ required "model.spec: is empty" .spec }}{{ else }}/models{{ with .subPath }}/{{ . }}{{ end }}{{ end }}
+{{- end }}
+
+{{- define "rootward.modelVolume" -}}
+{{- if eq .source "hf" }}
+- name: model
+  emptyDir:
+    sizeLimit: {{ .sizeLimit }}
+{{- else if eq .source "pvc" }}
+- name: model
+  persistentVolumeClaim:
+    claimName: {{ required "model.claim: is empty, and source is pvc" .claim }}
+    readOnly: true
+{{- else if eq .source "image" }}
+- name: model
+  image:
+    reference: {{ required "model.image: is empty, and source is image" .image | quote }}
+    pullPolicy: IfNotPresent
+{{- else if eq .source "host" }}
+- name: model
+  hostPath:
+    path: {{ required "model.hostPath: is empty, and source is host" .hostPath }}
+    type: Directory
+{{- end }}
+{{- end }}
+
+{{/* (root, model, image, tokenizerOnly) */}}
+{{- define "rootward.download" -}}
+{{- if eq .model.source "hf" }}
+initContainers:
+  - name: download
+    image: {{ .image }}
+    imagePullPolicy: {{ .pullPolicy }}
+    command: [hf, download, {{ required "model.repo: is empty, and source is hf" .model.repo | quote }}, --revision, {{ .model.revision | quote }}, --local-dir, /models
+      {{- if .tokenizerOnly }}, --include, "*.json", --include, "*.jinja", --include, "*.model", --include, "*.txt"{{ end }}]
+    env:
+      - {name: HOME, value: /tmp}
+      - {name: HF_HOME, value: /tmp/hf}
+      {{- with .model.secret }}
+      - name: HF_TOKEN
+        valueFrom:
+          secretKeyRef:
+            name: {{ . }}
+            key: token
+      {{- end }}
+    resources:
+      requests: {cpu: 500m, memory: 1Gi}
+      limits: {memory: 4Gi}
+    securityContext:
+      {{- include "rootward.containerSecurity" . | nindent 6 }}
+    volumeMounts:
+      - {name: model, mountPath: /models}
+      - {name: tmp, mountPath: /tmp}
+{{- end }}
+{{- end }}
+
+{{- define "rootward.tolerations" -}}
+{{- $own := list -}}
+{{- if .gpuToleration }}{{ $own = append $own (dict "key" "nvidia.com/gpu" "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
+{{- if .spot -}}
+{{- range $key := list "cloud.google.com/gke-spot" "kubernetes.azure.com/scalesetpriority" "rootward.dev/spot" }}{{ $own = append $own (dict "key" $key "operator" "Exists" "effect" "NoSchedule") }}{{ end -}}
+{{- end -}}
+{{- toYaml (concat $own .tolerations) -}}
+{{- end }}
+
+{{- define "rootward.spread" -}}
+{{- range $key := list "kubernetes.io/hostname" "topology.kubernetes.io/zone" }}
+- maxSkew: 1
+  topologyKey: {{ $key }}
+  whenUnsatisfiable: ScheduleAnyway
+  matchLabelKeys: [pod-template-hash]
+  labelSelector:
+    matchLabels:
+      {{- include "rootward.selector" $ | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{/* Secret with the certificate of a role */}}
+{{- define "rootward.tlsSecret" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if eq $tls.mode "existingSecret" -}}
+{{ required (printf "tls.existingSecrets.%s: is empty, and tls.mode is existingSecret" .role) (get $tls.existingSecrets .role) }}
+{{- else -}}
+{{ include "rootward.name" .root }}-{{ .role }}-tls
+{{- end -}}
+{{- end }}
+
+{{/* The name in certificates of a role: (root, role) */}}
+{{- define "rootward.identity" -}}
+spiffe://{{ .root.Values.tls.trustDomain }}/ns/{{ .root.Release.Namespace }}/sa/{{ include "rootward.name" .root }}-{{ .role }}
+{{- end }}
+
+{{/* Settings of mutual TLS, for the file of a role: a drafter admits verifiers alone, a verifier gateways alone. */}}
+{{- define "rootward.tlsSettings" -}}
+{{- if ne .root.Values.tls.mode "none" }}
+{{- $full := include "rootward.name" .root }}
+tls_certificate: /etc/rootward/tls/tls.crt
+tls_key: /etc/rootward/tls/tls.key
+tls_authority: /etc/rootward/tls/ca.crt
+{{- if eq .role "gateway" }}
+tls_server_name: {{ $full }}-verifier
+{{- else if eq .role "verifier" }}
+tls_server_name: {{ $full }}-drafter
+tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "gateway") }}]
+{{- else }}
+tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "verifier") }}]
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What clients call the model */}}
+{{- define "rootward.served" -}}
+{{- $m := .Values.verifier.model -}}
+{{- .Values.servedModelName | default (base (ternary $m.repo (include "rootward.modelPath" $m) (eq $m.source "hf"))) -}}
+{{- end }}
+
+{{/* Asked once, for scaling moves it: the number that runs now. Nothing when there is no cluster to ask. */}}
+{{- define "rootward.replicas" -}}
+{{- if eq .v.autoscaling.mode "none" }}
+replicas: {{ .v.replicas }}
+{{- else if .root.Release.IsUpgrade }}
+{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}
+{{- if and $live (hasKey (dig "metadata" "annotations" dict $live) "rootward.dev/fixed-replicas") }}
+replicas: {{ $live.spec.replicas }}
+{{- end }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,209 @@
+{{/*
+A Deployment of ours with everything that hangs on it: settings, account, headless service or not, budget.
+(root, role, pool, v: values of the part, image: key of images, settings: what the chart sets, ports: list of {name, containerPort},
+ strategy, token: whether it may ask the API server, tokenizerOnly, model)
+*/}}
+{{- define "rootward.workload" -}}
+{{- $root := .root }}
+{{- $v := .v }}
+{{- $name := include "rootward.part" . }}
+{{- $image := index $root.Values.image .image }}
+{{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry) }}
+{{- $where := ternary (printf "drafter.pools.%s" .pool) .role (eq .role "drafter") }}
+{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" "0.0.0.0:9090" "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true }}
+{{- $tls := include "rootward.tlsSettings" . | fromYaml }}
+{{- $settings := mustMergeOverwrite (dict) $common $v.settings .settings $tls }}
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  {{- include "rootward.metadata" . | nindent 2 }}
+data:
+  settings.yaml: |
+    {{- toYaml $settings | nindent 4 }}
+---
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  {{- include "rootward.metadata" . | nindent 2 }}
+  {{- with $v.serviceAccountAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+automountServiceAccountToken: false
+---
+apiVersion: apps/v1
+kind: Deployment
+metadata:
+  {{- include "rootward.metadata" . | nindent 2 }}
+  {{- if and (hasKey $v "autoscaling") (eq (dig "autoscaling" "mode" "none" $v) "none") }}
+  annotations:
+    rootward.dev/fixed-replicas: {{ $v.replicas | quote }}
+  {{- end }}
+spec:
+  {{- if hasKey $v "autoscaling" }}
+  {{- include "rootward.replicas" (dict "root" $root "v" $v "name" $name) | trim | nindent 2 }}
+  {{- else }}
+  replicas: {{ $v.replicas }}
+  {{- end }}
+  revisionHistoryLimit: 5
+  progressDeadlineSeconds: {{ add (mul 10 $v.probes.startupFailureThreshold) 300 }}
+  strategy:
+    type: RollingUpdate
+    rollingUpdate:
+      {{- toYaml .strategy | nindent 6 }}
+  selector:
+    matchLabels:
+      {{- include "rootward.selector" . | nindent 6 }}
+  template:
+    metadata:
+      labels:
+        {{- include "rootward.labels" . | nindent 8 }}
+      annotations:
+        kubectl.kubernetes.io/default-container: {{ .role }}
+        checksum/settings: {{ toYaml $settings | sha256sum }}
+        {{- with $v.podAnnotations }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
+    spec:
+      serviceAccountName: {{ $name }}
+      automountServiceAccountToken: {{ .token }}
+      enableServiceLinks: false
+      terminationGracePeriodSeconds: {{ include "rootward.grace" (dict "v" $v "where" $where) }}
+      securityContext:
+        {{- include "rootward.podSecurity" . | nindent 8 }}
+      {{- with $root.Values.global.imagePullSecrets }}
+      imagePullSecrets:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- range $key := list "nodeSelector" "affinity" "priorityClassName" "runtimeClassName" "resourceClaims" }}
+      {{- with get $v $key }}
+      {{ $key }}:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      {{- end }}
+      {{- with include "rootward.tolerations" $v | fromYamlArray }}
+      tolerations:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
+      topologySpreadConstraints:
+        {{- include "rootward.spread" . | nindent 8 }}
+      {{- with include "rootward.download" (dict "model" .model "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" .tokenizerOnly) | trim }}
+      {{- . | nindent 6 }}
+      {{- end }}
+      containers:
+        - name: {{ .role }}
+          image: {{ $ref }}
+          imagePullPolicy: {{ $image.pullPolicy }}
+          args: [serve, {{ .role }}, --config, /etc/rootward/settings.yaml]
+          env:
+            - {name: HF_HUB_OFFLINE, value: "1"}
+            - {name: HOME, value: /tmp}
+            {{- with .env }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+            {{- include "rootward.redisEnv" . | trim | nindent 12 }}
+            {{- with $v.extraEnv }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+          ports:
+            {{- range .ports }}
+            - {name: {{ .name }}, containerPort: {{ .port }}}
+            {{- end }}
+            - {name: admin, containerPort: 9090}
+          {{- include "rootward.probes" $v.probes | nindent 10 }}
+          {{- if $v.drain.preStopSleepSeconds }}
+          lifecycle:
+            preStop:
+              sleep:
+                seconds: {{ $v.drain.preStopSleepSeconds }}
+          {{- end }}
+          {{- with $v.resources }}
+          resources:
+            {{- toYaml . | nindent 12 }}
+          {{- end }}
+          securityContext:
+            {{- include "rootward.containerSecurity" . | nindent 12 }}
+          volumeMounts:
+            - {name: settings, mountPath: /etc/rootward/settings.yaml, subPath: settings.yaml, readOnly: true}
+            - {name: tmp, mountPath: /tmp}
+            {{- if ne .model.source "spec" }}
+            - {name: model, mountPath: /models, readOnly: true}
+            {{- end }}
+            {{- if get $v "shm" }}
+            - {name: shm, mountPath: /dev/shm}
+            {{- end }}
+            {{- if ne $root.Values.tls.mode "none" }}
+            - {name: tls, mountPath: /etc/rootward/tls, readOnly: true}
+            {{- end }}
+            {{- if dig "auth" "existingSecret" "" $v }}
+            - {name: keys, mountPath: /etc/rootward/keys, readOnly: true}
+            {{- end }}
+            {{- if $root.Values.redis.external.caSecret }}
+            - {name: redis-ca, mountPath: /etc/rootward/redis, readOnly: true}
+            {{- end }}
+      volumes:
+        - name: settings
+          configMap:
+            name: {{ $name }}
+        - name: tmp
+          emptyDir: {}
+        {{- with include "rootward.modelVolume" .model | trim }}
+        {{- . | nindent 8 }}
+        {{- end }}
+        {{- with get $v "shm" }}
+        - name: shm
+          emptyDir:
+            medium: Memory
+            sizeLimit: {{ . }}
+        {{- end }}
+        {{- if ne $root.Values.tls.mode "none" }}
+        - name: tls
+          secret:
+            secretName: {{ include "rootward.tlsSecret" . }}
+            defaultMode: 0440
+        {{- end }}
+        {{- with dig "auth" "existingSecret" "" $v }}
+        - name: keys
+          secret:
+            secretName: {{ . }}
+            items: [{key: keys.yaml, path: keys.yaml}]
+            defaultMode: 0440
+        {{- end }}
+        {{- with $root.Values.redis.external.caSecret }}
+        - name: redis-ca
+          secret:
+            secretName: {{ . }}
+        {{- end }}
+{{- if and $v.pdb.enabled (gt (int (include "rootward.leastReplicas" $v)) 1) }}
+---
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "rootward.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: {{ $v.pdb.maxUnavailable }}
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "rootward.selector" . | nindent 6 }}
+{{- end }}
+{{- end }}
+
+{{- define "rootward.leastReplicas" -}}
+{{- if and (hasKey . "autoscaling") (ne (dig "autoscaling" "mode" "none" .) "none") }}{{ .autoscaling.minReplicas }}{{ else }}{{ .replicas }}{{ end }}
+{{- end }}
+
+{{/* A headless service for peers that dial pods: (root, role, pool, port) */}}
+{{- define "rootward.headless" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  {{- include "rootward.metadata" . | nindent 2 }}
+spec:
+  clusterIP: None
+  publishNotReadyAddresses: false
+  selector:
+    {{- include "rootward.selector" . | nindent 4 }}
+  ports:
+    - {name: grpc, port: {{ .port }}, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+{{- end }}

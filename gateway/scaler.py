@@ -1,0 +1,127 @@
+"""Demand for drafters from what workers put into their heartbeats: the same formula as the recording rules, without a Prometheus.
+
+Every second the registry is read; rates are taken over `WINDOW_S`. Any gateway computes the same. While Redis does not answer the last
+values hold for `HOLD_S`, then they are unknown, which is not 0: an autoscaler that hears 0 would scale everything away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from rootward.clock import Clock, SystemClock
+from rootward.demand import Reading, Signals, signals
+from rootward.discovery.registry import Registry, RegistryUnavailable, Worker
+from rootward.errors import NotFound, Unavailable
+
+log = structlog.get_logger("scaler")
+
+LOOK_S = 1.0
+WINDOW_S = 15.0
+HOLD_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All workers at one time. drafters by pool."""
+
+    at_s: float
+    verifiers: Mapping[str, Worker]
+    drafters: Mapping[str, Mapping[str, Worker]]
+
+    @property
+    def pools(self) -> frozenset[str]:
+        """Pools that verifiers draw from."""
+        return frozenset(pool for worker in self.verifiers.values() for pool in worker.counters)
+
+
+class DemandWatch:
+    """`run` looks until cancelled; everything else is a question about what was seen. model: the served name of the verifiers."""
+
+    def __init__(self, registry: Registry, model: str, clock: Clock | None = None) -> None:
+        self._registry, self._model, self._clock = registry, model, clock or SystemClock()
+        self._looks: deque[Look] = deque()
+        self._row_seconds: dict[str, float] = {}  # A by pool, as it was when drafters last reported
+        self._ended = False
+        self._changed = asyncio.Event()  # set, and replaced, after every look
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await self._clock.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Read the registry once. What cannot be read leaves things as they were."""
+        try:
+            verifiers = by_id(await self._registry.workers("verifier", self._model))
+            pools = {pool for worker in verifiers.values() for pool in worker.counters}
+            drafters = {pool: by_id(await self._registry.workers("drafter", pool)) for pool in sorted(pools)}
+        except RegistryUnavailable as error:
+            log.debug("not_seen", error=str(error))
+        else:
+            self._keep(Look(self._clock.now(), verifiers, drafters))
+        self._wake_up()
+
+    def end(self) -> None:
+        """The gateway drains: streams end, KEDA asks another."""
+        self._ended = True
+        self._wake_up()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    async def changed(self) -> None:
+        """Until something may have changed."""
+        await self._changed.wait()
+
+    def active(self, pool: str) -> bool:
+        """Whether sessions would take drafts of this pool."""
+        latest = self._latest(pool)
+        return any(w.counters.get(pool, {}).get("speculating_sessions", 0) > 0 for w in latest.verifiers.values())
+
+    def signals(self, pool: str) -> Signals:
+        """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if nobody could be asked for too long."""
+        new = self._latest(pool)
+        old = self._looks[0]
+        verifiers = [_reading(w, old.verifiers, pool) for w in new.verifiers.values() if pool in w.counters]
+        was = old.drafters.get(pool, {})
+        drafters = [_reading(w, was, pool) for w in new.drafters.get(pool, {}).values()]
+        return signals(verifiers, drafters, new.at_s - old.at_s, self._row_seconds.get(pool))
+
+    def _latest(self, pool: str) -> Look:
+        latest = self._looks[-1] if self._looks else None
+        if latest is None or self._clock.now() - latest.at_s > HOLD_S:
+            raise Unavailable("the registry has not answered; demand is unknown", retry_after_s=LOOK_S)
+        if pool not in latest.pools:
+            raise NotFound(
+                f"pool: {pool!r} is known to no verifier; known: {', '.join(sorted(latest.pools)) or 'none'}"
+            )
+        return latest
+
+    def _keep(self, look: Look) -> None:
+        self._looks.append(look)
+        while len(self._looks) > 2 and look.at_s - self._looks[1].at_s >= WINDOW_S:
+            self._looks.popleft()
+        for pool in look.pools:
+            if (row_seconds := self.signals(pool).row_seconds) is not None:
+                self._row_seconds[pool] = row_seconds
+
+    def _wake_up(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def by_id(workers: tuple[Worker, ...]) -> dict[str, Worker]:
+    return {worker.id: worker for worker in workers}
+
+
+def _reading(worker: Worker, before: Mapping[str, Worker], pool: str) -> Reading:
+    """One that was not there before has counted everything since."""
+    known = before.get(worker.id)
+    same = known is not None and known.incarnation == worker.incarnation
+    return Reading(known.counters.get(pool, {}) if known is not None and same else {}, worker.counters.get(pool, {}))

@@ -1,0 +1,62 @@
+"""Wrong values are refused, and the message names the key. The engines word it differently; the key path is what counts."""
+
+import pytest
+
+BY_SCHEMA = {
+    "an unknown key": ("gateway: {replica: 2}", "gateway", "replica"),
+    "an unknown setting": ("verifier: {settings: {num_draft_token: 8}}", "settings", "num_draft_token"),
+    "a setting that the chart computes": ("gateway: {settings: {listen: x}}", "settings", "listen"),
+    "a wrong type": ("verifier: {replicas: two}", "verifier", "replicas"),
+    "a value that the service would refuse": (
+        "drafter: {pools: {default: {settings: {acceptance: 1.5}}}}",
+        "acceptance",
+    ),
+    "an unknown mode": ("discovery: {mode: consul}", "discovery", "mode"),
+    "maxReplicas 0": ("drafter: {pools: {default: {autoscaling: {maxReplicas: 0}}}}", "maxReplicas"),
+    "an HPA that scales to zero": (
+        "drafter: {pools: {default: {autoscaling: {mode: hpa, minReplicas: 0}}}}",
+        "minReplicas",
+    ),
+    "a digest that is none": ("image: {slim: {digest: latest}}", "image", "digest"),
+    "a pool name that no object could have": ("drafter: {pools: {L4_pool: {}}}", "drafter", "L4_pool"),
+    "a password in values": (
+        "redis: {mode: external, external: {url: 'redis://user:pw@host:6379/0'}}",
+        "external",
+        "url",
+    ),
+}
+BY_TEMPLATE = {
+    "bounds the wrong way round": (
+        "drafter: {pools: {default: {autoscaling: {mode: keda, minReplicas: 9, maxReplicas: 3}}}}",
+        "drafter.pools.default.autoscaling.minReplicas",
+    ),
+    "a guard below the target": (
+        "drafter: {pools: {default: {autoscaling: {guardUtilization: 0.6}}}}",
+        "drafter.pools.default.autoscaling.guardUtilization",
+    ),
+    "zero by inheritance, under an HPA": (
+        "drafter: {defaults: {autoscaling: {minReplicas: 0}}, pools: {default: {autoscaling: {mode: hpa}}}}",
+        "drafter.pools.default.autoscaling.minReplicas",
+    ),
+    "push without a port": ("drafter: {pools: {default: {autoscaling: {mode: keda-push}}}}", "gateway.scaler.port"),
+    "a drain that nobody waits for": ("verifier: {drain: {timeoutSeconds: 900}}", "verifier.drain"),
+    "gateways' bounds": (
+        "gateway: {autoscaling: {mode: hpa, minReplicas: 9, maxReplicas: 3}}",
+        "gateway.autoscaling.minReplicas",
+    ),
+    "an external Redis nowhere": ("redis: {mode: external}", "redis.external.url"),
+    "nobody to find": ("discovery: {mode: static}", "discovery.verifiers"),
+    "a claim without a name": ("verifier: {model: {source: pvc}}", "model.claim"),
+    "a certificate that is missing": ("tls: {mode: existingSecret}", "tls.existingSecrets."),
+    "a route to no Gateway": ("gateway: {route: {enabled: true}}", "gateway.route.parentRefs"),
+}
+
+
+@pytest.mark.parametrize("case", [*BY_SCHEMA, *BY_TEMPLATE])
+def test_is_refused_by_name(helm, case):
+    values, *words = BY_SCHEMA.get(case) or BY_TEMPLATE[case]
+    done = helm.template(values)
+    assert done.returncode != 0, f"{case} was accepted"
+    assert ("schema" in done.stderr) == (case in BY_SCHEMA), done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr

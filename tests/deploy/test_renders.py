@@ -1,0 +1,84 @@
+"""The chart is accepted by the real engine, by the schemas of Kubernetes, and renders to what was reviewed.
+
+UPDATE_GOLDEN=1 rewrites tests/deploy/golden; review the difference.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from support.helm import CHART, VALUE_SETS
+
+GOLDEN = Path(__file__).parent / "golden"
+VERSIONS = ("1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
+CUSTOM = ("monitoring.coreos.com", "cert-manager.io", "keda.sh", "gateway.networking.k8s.io")
+LONGEST_TEXT = 3000  # dashboards are reviewed where they lie
+
+
+def normalised(objects) -> str:
+    def short(value):
+        if isinstance(value, dict):
+            return {key: short(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [short(part) for part in value]
+        if isinstance(value, str) and len(value) > LONGEST_TEXT:
+            return f"sha256 {hashlib.sha256(value.encode()).hexdigest()}"
+        return value
+
+    ordered = sorted(objects, key=lambda o: (o["kind"], o["metadata"]["name"]))
+    return yaml.dump_all([short(o) for o in ordered], Dumper=yaml.CSafeDumper, sort_keys=True, width=140)
+
+
+def test_lint_is_clean(helm):
+    done = helm.run("lint", "--strict", str(CHART))
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_renders_to_what_was_reviewed(helm, name):
+    path, text = GOLDEN / f"{name}.yaml", normalised(helm.objects(name))
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{name}: review it, then UPDATE_GOLDEN=1"
+
+
+def test_every_golden_has_its_values():
+    assert sorted(path.stem for path in GOLDEN.glob("*.yaml")) == VALUE_SETS
+
+
+def test_older_clusters_are_refused(helm):
+    done = helm.template("", "--kube-version", "1.29.9")
+    assert done.returncode != 0
+    assert "kubeVersion" in done.stderr
+
+
+def check_against(helm, versions):
+    validate = pytest.importorskip("kubernetes_validate")
+    unique = {json.dumps(o, sort_keys=True): o for name in VALUE_SETS for o in helm.objects(name)}
+    for o in unique.values():
+        if not o["apiVersion"].startswith(CUSTOM) and o["apiVersion"].partition("/")[0] not in CUSTOM:
+            for version in versions:
+                validate.validate(o, version, strict=True)
+
+
+def test_the_oldest_kubernetes_knows_every_field(helm):
+    check_against(helm, VERSIONS[:1])
+
+
+@pytest.mark.long
+def test_every_supported_kubernetes_knows_every_field(helm):
+    check_against(helm, VERSIONS)
+
+
+def test_an_image_volume_needs_a_newer_kubernetes(helm):
+    """That the validation can fail at all."""
+    validate = pytest.importorskip("kubernetes_validate")
+    objects = helm.rendered("verifier: {model: {source: image, image: registry.example.com/weights:1}}")
+    verifier = next(o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"].endswith("verifier"))
+    validate.validate(verifier, "1.31", strict=True)
+    with pytest.raises(validate.ValidationError):
+        validate.validate(verifier, "1.30", strict=True)
