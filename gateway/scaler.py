@@ -75,9 +75,10 @@ class DemandWatch:
     def ended(self) -> bool:
         return self._ended
 
-    async def changed(self) -> None:
-        """Until something may have changed."""
-        await self._changed.wait()
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next look. Take it before looking at anything, so that no change is missed."""
+        return self._changed
 
     def active(self, pool: str) -> bool:
         """Whether sessions would take drafts of this pool."""

@@ -48,13 +48,13 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         said: bool | None = None
         async with errors_as_status(context):
             pool = _pool(request)
-            while not self._watch.ended:
+            while changed := None if self._watch.ended else self._watch.changed:
                 if (active := self._watch.active(pool)) is not said:
                     said = active
                     yield pb.IsActiveResponse(result=active)
                 try:
                     async with asyncio.timeout(LONGEST_SILENCE_S):
-                        await self._watch.changed()
+                        await changed.wait()
                 except TimeoutError:
                     pass
 

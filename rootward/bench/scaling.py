@@ -185,9 +185,10 @@ class Pool:
         while self._events and self._events[0][0] <= self.plan.end_s:
             self.now_s, _, event = heapq.heappop(self._events)
             event()
-        c, columns = self.counters, list(zip(*self._trace, strict=True))
+        c = self.counters
+        times, sessions, wanted, ready = zip(*self._trace, strict=True)
         stall_ms = 1e3 * c.stall_s / max(1, c.rounds)
-        return Outcome(*columns, c.rounds, stall_ms, self.pod_s, self.moves)  # type: ignore[arg-type]
+        return Outcome(times, sessions, wanted, ready, c.rounds, stall_ms, self.pod_s, self.moves)
 
     def at(self, time_s: float, event: Callable[[], None]) -> None:
         self._order += 1
