@@ -21,7 +21,7 @@ from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
-from verifier_service.cost import StepCost, measure
+from verifier_service.cost import SIZES, StepCost, measure
 from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
@@ -30,8 +30,6 @@ from verifier_service.settings import VerifierSettings
 from verifier_service.target import follow_rank, target_model
 
 log = structlog.get_logger("verifier")
-
-LARGE = 64  # rows of the largest step that is measured at start
 
 
 def build(
@@ -99,9 +97,8 @@ async def serve(settings: VerifierSettings) -> None:
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     async with AsyncExitStack() as stack:
         model, lost = await stack.enter_async_context(target_model(settings))
-        sizes = sorted({1, 1 + settings.num_draft_tokens, LARGE})
-        cost = await asyncio.to_thread(measure, model, sizes)
-        log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in sizes})
+        cost = await asyncio.to_thread(measure, model)
+        log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in SIZES})
         registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
         places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
         sources = await stack.enter_async_context(places)

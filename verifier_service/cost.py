@@ -2,49 +2,120 @@
 
 from __future__ import annotations
 
+import math
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 
 from rootward.ports import LanguageModel, Rows
 
-MEMORY = 0.98  # what the past weighs after one more step
-OUTLIER = 4.0  # a step that took longer than so many times the expected counts as one that took so long
-REPEATS = 3  # of each size at start; the first is warm-up
+DRIFT = (
+    0.05  # weight of one step in how fast the machine is now: sizes that are not met keep their ratio to those that are
+)
+OWN = 0.05  # its weight in what its own size costs
+MEMORY = 0.1  # the same for steps with trees, and for growth
+LARGEST = 8.0  # factor by which steps with trees may be slower
+OUTLIER = 2.0  # a step that took longer than so many times the expected counts as one that took so long
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the steps that are measured at start
+REPEATS = 5  # of each; the fastest counts: the first one warms up, and the machine may be busy with other things
 
 
 class StepCost:
-    """Seconds of a step as a straight line over its rows: least squares with a fading memory, never falling.
+    """Seconds of a step by its rows: straight lines between sizes half an octave apart, never falling.
 
-    A line is all that is asked of it: how much more dear n rows are than one. While all steps had the same size it is flat.
+    A step says much about its own size and something about all of them. While only small ones are made, what large ones cost in
+    comparison is remembered. Sizes never met follow their neighbours; with a single size known, all cost the same.
     """
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # fading sums
+        self._rows: list[int] = []  # sizes that were met, rounded; ascending
+        self._seconds: list[float] = []
+        self._steps: list[int] = []
+        self._highest: list[float] = []  # of this size and all smaller ones: a larger step is not cheaper
 
     def add(self, rows: int, seconds: float) -> None:
+        """A step of so many rows (at least 1) took so long."""
         if self.known:
             seconds = min(seconds, OUTLIER * self.seconds(rows))
-        now = (1.0, rows, seconds, rows * rows, rows * seconds)
-        old = (self._weight, self._x, self._y, self._xx, self._xy)
-        self._weight, self._x, self._y, self._xx, self._xy = (MEMORY * o + n for o, n in zip(old, now, strict=True))
+        size = round(2.0 ** (round(2.0 * math.log2(rows)) / 2.0))
+        at = bisect_left(self._rows, size)
+        if at == len(self._rows) or self._rows[at] != size:
+            self._rows.insert(at, size)
+            self._seconds.insert(at, seconds)
+            self._steps.insert(at, 1)
+            self._highest = list(accumulate(self._seconds, max))
+            return
+        error = seconds / max(self.seconds(rows), 1e-12) - 1.0
+        self._steps[at] += 1
+        self._seconds = [s * (1.0 + DRIFT * error) for s in self._seconds]
+        self._seconds[at] *= 1.0 + max(OWN, 1.0 / self._steps[at]) * error
+        self._highest = list(accumulate(self._seconds, max))
 
     @property
     def known(self) -> bool:
-        return self._y > 0.0
+        return bool(self._rows)
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a step; 0 while nothing is known."""
         if not self.known:
             return 0.0
-        x, y = self._x / self._weight, self._y / self._weight
-        spread = self._xx / self._weight - x * x
-        slope = max(0.0, self._xy / self._weight - x * y) / spread if spread > 1e-9 * (1.0 + x * x) else 0.0
-        slope = min(slope, y / x)  # the line must not start below zero
-        return y + slope * (rows - x)
+        at = bisect_left(self._rows, rows)
+        if at == 0 or len(self._rows) == 1:
+            return self._highest[0]
+        at = min(at, len(self._rows) - 1)  # beyond the largest the last line goes on
+        left, right = self._rows[at - 1], self._rows[at]
+        low, high = self._highest[at - 1], self._highest[at]
+        return low + (high - low) * (rows - left) / (right - left)
+
+
+class Busy:
+    """How much slower steps with trees are than steps of as many rows while no drafter works: by rows, the nearest that are known. A
+    drafter may share the machine, and verdicts on trees take time of their own."""
+
+    def __init__(self) -> None:
+        self._factor: dict[int, float] = {}  # by the binary logarithm of the rows
+
+    def add(self, rows: int, factor: float) -> None:
+        size, factor = rows.bit_length(), min(LARGEST, max(1.0 / LARGEST, factor))
+        old = self._factor.get(size, factor)
+        self._factor[size] = old + MEMORY * (factor - old)
+
+    def factor(self, rows: int) -> float:
+        size = rows.bit_length()
+        return self._factor[min(self._factor, key=lambda known: abs(known - size))] if self._factor else 1.0
+
+
+@dataclass(slots=True)
+class Machine:
+    """What is shared by all sessions. plain: cost of steps while nobody uses trees; growth_s: how long the engine stands idle for a node of
+    a tree, on average."""
+
+    plain: StepCost = field(default_factory=StepCost)
+    busy: Busy = field(default_factory=Busy)
+    growth_s: float = 0.0
+    num_grown: int = 0
+
+    def step_s(self, rows: int) -> float:
+        """Expected seconds of a step with trees."""
+        return self.plain.seconds(rows) * self.busy.factor(rows)
+
+    def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
+        """A step is over. trees: somebody uses them, in this step or not."""
+        if trees and self.plain.known:
+            self.busy.add(rows, seconds / self.plain.seconds(rows))
+        else:
+            self.plain.add(rows, seconds)
+
+    def grew(self, idle_s: float, nodes: float) -> None:
+        """The engine stood idle for so long until a tree of `nodes` nodes was there."""
+        self.num_grown += 1
+        self.growth_s += max(MEMORY, 1.0 / self.num_grown) * (idle_s / nodes - self.growth_s)
 
 
 def measure(
-    model: LanguageModel, sizes: Sequence[int] = (1, 8, 32), clock: Callable[[], float] = time.perf_counter
+    model: LanguageModel, sizes: Sequence[int] = SIZES, clock: Callable[[], float] = time.perf_counter
 ) -> StepCost:
     """The cost of steps of these sizes, on a slot of the idle model."""
     cost, slot = StepCost(), model.open()
@@ -52,12 +123,13 @@ def measure(
     try:
         most = model.info.max_positions if model.info.supports_trees else 1
         for rows in (n for n in sizes if n <= most):
-            for repeat in range(REPEATS):
+            seconds = []
+            for _ in range(REPEATS):
                 start_s = clock()
                 model.forward([Rows.chain(slot, 0, token * rows)])
-                if repeat:
-                    cost.add(rows, clock() - start_s)
+                seconds.append(clock() - start_s)
                 model.release(slot)
+            cost.add(rows, min(seconds))
     finally:
         model.close(slot)
     return cost

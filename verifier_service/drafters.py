@@ -198,7 +198,7 @@ class DrafterPool:
                 self._failed(session, coming)
                 coming = None
             else:
-                link.commit(coming, tokens)
+                link.commit(coming, tokens, session.cap)
         if draft is not None:
             if (link := _link(draft)) is None:  # an orphan has had its round
                 self._failed(session, draft)
@@ -207,7 +207,7 @@ class DrafterPool:
                 link.close(draft, "moved")
                 draft = None
             else:
-                link.commit(draft, tokens)
+                link.commit(draft, tokens, session.cap)
         if draft is None and coming is not None:
             draft, coming = coming, None
             session.drafter_name = draft.drafter

@@ -1,152 +1,266 @@
-"""Does speculation pay, and with how many nodes? Learned from the rounds themselves: tokens per second with trees against plain decoding.
+"""Does speculation pay, and with how many nodes? Learned from the rounds themselves.
 
-Looks at past rounds and clocks only, never at a tree that has arrived: for such reasons a plain round is always allowed, and so is a cap
-that is fixed when the round begins.
+With n nodes while L sessions share a step, a round yields and costs
+
+    tokens   E(n) = 1 + Σ_{i ≤ n} worth of node i                      `Worth`, from verdicts
+    seconds  s(n) = slow · (step(L·(n + 1)) + growth · (n + LEVEL))    `Machine`; growth: how long the engine stood idle for a node
+    plain    p = step(L) while no drafter works
+
+so its speed-up over plain decoding is E(n)·p / s(n). `slow` is what the sum does not explain, by load. Trees are used while the
+best n is faster than plain decoding. Where they are not, one session at a time tries them now and then: if there is hope, and when the
+engine has decoded plainly for so long that what the last trial lost is SHARE of it; each trial that fails doubles that.
+
+Looks at past rounds, clocks and load only, never at a tree that has arrived: for such reasons a plain round is always allowed, and so is
+a cap that is fixed when the round begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
-from verifier_service.cost import StepCost
+from verifier_service.cost import Machine
+from verifier_service.worth import Worth
 
-MEMORY = 0.1  # weight of the newest round
-LEAST_WEIGHT = 0.01  # of the newest round in what a node is worth: late nodes are accepted rarely
+MEMORY = 0.1  # weight of the newest round in seconds
+LEVEL = 2  # nodes whose time a tree costs before its first node
+ENTER, LEAVE = 1.04, 1.0  # speed-ups at which all sessions begin to use trees, and stop
+PLAIN_EVERY = 100  # one round in so many is plain, so that what it costs stays current
+PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
-PLAIN_FIRST = 2  # plain rounds before anything can be compared; trees are being grown meanwhile
-PLAIN_EVERY = 100  # one round in so many is plain, so that the comparison stays current
-WHOLE_EVERY = 16  # one round in so many verifies all it may, so that what late nodes are worth stays current
-FIRST_PAUSE, LONGEST_PAUSE = 64, 4096  # plain steps until the next trial
+TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
+MOST_LOST = 6  # plain steps that a trial may lose before it is over early
+HOPE = 1.5  # a trial is due where trees would pay if the draft were so much better and growth took no time
+SHARE = 0.01  # of plain decoding's time may be lost on trials
+FIRST_REST, MOST_DOUBLED = 64, 6  # steps of plain decoding between trials at least; how often that doubles
+TRIER_PATIENCE = 64  # plain rounds until a session on trial, whose tree does not come, gives up
 
 
 @dataclass(slots=True)
-class Pace:
-    """Tokens and seconds of a round, averaged with a fading memory."""
+class Mean:
+    """Of the first values, then with a fading memory."""
 
-    tokens: float = 1.0
-    seconds: float = 0.0
-    rounds: int = 0
+    value: float = 0.0
+    count: int = 0
 
-    def add(self, tokens: int, seconds: float) -> None:
-        weight = max(MEMORY, 1.0 / (self.rounds + 1))
-        self.tokens += weight * (tokens - self.tokens)
-        self.seconds += weight * (seconds - self.seconds)
-        self.rounds += 1
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.value += max(MEMORY, 1.0 / self.count) * (value - self.value)
 
 
-class Worth:
-    """What the nodes of a tree are worth: how often the one drawn as number 1, 2, … lay on the accepted path.
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """A round that was committed.
 
-    A cut to n nodes would have kept the accepted ones among the first n: so one round tells about every smaller cap as well.
+    tokens     committed
+    seconds    since the commit before, of which the engine stood idle for idle_s
+    rows       of its step, other sessions' included;  load: sessions that share steps
+    cap, path  most nodes it might have had; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
+    clean      no prefill fell between
     """
 
-    def __init__(self) -> None:
-        self._hits: list[float] = []
-        self._rounds: list[int] = []
+    tokens: int
+    seconds: float
+    idle_s: float = 0.0
+    rows: int = 1
+    load: int = 1
+    cap: int = 0
+    path: tuple[int, ...] = ()
+    clean: bool = True
 
-    def add(self, cap: int, path: Iterable[int]) -> None:
-        """A round of at most `cap` nodes accepted those numbered `path`."""
-        self._hits += [0.0] * (cap - len(self._hits))
-        self._rounds += [0] * (cap - len(self._rounds))
-        accepted = set(path)
-        for i in range(cap):
-            weight = max(LEAST_WEIGHT, 1.0 / (self._rounds[i] + 1))
-            self._hits[i] += weight * ((i + 1 in accepted) - self._hits[i])
-            self._rounds[i] += 1
 
-    def best(self, most: int, load: int, cost: StepCost) -> int:
-        """Nodes, 0 to `most`, that give the most tokens per second when `load` sessions alike share a step.
+@dataclass(slots=True)
+class Trial:
+    """One session tries trees while the others decode plainly; when it ends another one goes on (None: not yet)."""
 
-        Nodes that were never tried are worth trying: with any of them among `most`, that many.
-        """
-        if len(self._hits) < most or not cost.known:
-            return most
-        tokens, best, record = 1.0, 0, 1.0 / cost.seconds(load)
-        for n in range(1, most + 1):
-            tokens += self._hits[n - 1]
-            rate = tokens / cost.seconds(load * (n + 1))
-            if rate >= record:
-                best, record = n, rate
-        return best
+    session: int | None
+    left: int = TRIAL
+    patience: int = TRIER_PATIENCE
+    lost_s: float = 0.0
+
+    def over(self, step_s: float) -> bool:
+        return self.left <= 0 or self.lost_s > MOST_LOST * step_s
+
+
+@dataclass(slots=True)
+class Forecast:
+    """Speed-ups with 0, 1, … nodes. best: the number of nodes that is best up to each. hopeful: a trial makes sense."""
+
+    load: int
+    speedups: list[float]
+    hopeful: bool = False
+    best: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.best = [0] * len(self.speedups)
+        for n in range(1, len(self.speedups)):
+            before = self.best[n - 1]
+            self.best[n] = n if self.speedups[n] > self.speedups[before] else before
 
 
 class Gain:
-    """The opinion of sessions of one kind. `plain` is shared by all: what plain decoding yields on this machine under this load."""
+    """The opinion of sessions of one kind, on a machine that all kinds share."""
 
-    def __init__(self, plain: Pace, cost: StepCost | None = None) -> None:
-        self.plain, self.tree = plain, Pace(tokens=2.5)
-        self.worth, self._cost = Worth(), cost or StepCost()
-        self._rounds = 0
-        self._pause = 0.0  # plain steps left until the next trial
-        self._next_pause = FIRST_PAUSE
+    def __init__(self, machine: Machine) -> None:
+        self.worth, self._machine = Worth(), machine
+        self._slow: dict[int, float] = {}  # by the binary logarithm of the load
+        self._tokens, self._plain_rounds = (
+            Mean(),
+            Mean(),
+        )  # of tree rounds: tokens, and plain rounds that fit into their time
+        self._on = self._despaired = False
+        self._trial: Trial | None = None
+        self._rest_s = 0.0  # of plain decoding until the next trial
+        self._failed = self._num_rounds = 0
+        self._forecast = Forecast(0, [])
+        self._forecasts_left = 0
 
-    @property
-    def paused(self) -> bool:
-        """Trees were tried and lost: until the next trial nothing needs to grow either."""
-        return self._pause > 0
+    def uses_trees(self, session: int) -> bool:
+        """Whether a tree should grow for this session."""
+        return self._on or (self._trial is not None and self._trial.session == session)
 
-    @property
-    def pays(self) -> bool:
-        """Whether the next round should use a tree."""
-        known = self.plain.rounds >= PLAIN_FIRST
-        return known and not self.paused and (self._rounds + 1) % PLAIN_EVERY != 0
+    def wants_trees(self, session: int) -> bool:
+        """The same, or they were never tried: a reason to have a drafter."""
+        return self.uses_trees(session) or not self._tokens.count
 
     @property
     def speedup(self) -> float:
-        """Measured tokens per second with trees over plain; 1 while nothing is known."""
-        known = self.tree.rounds and self.plain.rounds
-        return self.tree.tokens_per_s / self.plain.tokens_per_s if known and self.plain.tokens_per_s else 1.0
+        """Measured tokens per second of rounds with trees over plain decoding; 1 while nothing is known."""
+        return self._tokens.value / self._plain_rounds.value if self._plain_rounds.value else 1.0
 
-    def nodes(self, most: int, load: int) -> int:
+    def expected(self, most: int, load: int) -> list[float]:
+        """Speed-up of rounds with 0, 1, …, most nodes."""
+        return self._speedups(most, load, self._machine.growth_s, self._slow.get(load.bit_length(), 1.0))
+
+    def nodes(self, session: int, most: int, load: int) -> int:
         """Cap of a round that begins now: at most `most` nodes, while `load` sessions share a step. 0: decode plainly."""
-        if most < 1 or not self.pays:
+        if most < 1 or not self._machine.plain.known:
             return 0
-        if self.tree.rounds < TRIAL or self._rounds % WHOLE_EVERY == 0:
-            return most
-        return self.worth.best(most, load, self._cost)
+        forecast = self._forecast_for(most, load)
+        best = forecast.best[most]
+        self._judge(forecast.speedups[best], load)
+        if not self._on and self._trial is None and self._rest_s <= 0:
+            self._try(session, forecast, load)
+        if self._trial is not None and self._trial.session is None:
+            self._trial.session = session
+        if not self.uses_trees(session):
+            return 0
+        self._num_rounds += 1
+        if not self._on:
+            return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
+        if (
+            self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1
+        ):  # all sessions at once: a drafter that works slows the others down
+            return 0
+        return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
 
-    def add(
-        self, tokens: int, seconds: float, *, with_tree: bool, cap: int = 0, path: Iterable[int] = (), load: int = 1
-    ) -> None:
-        """A round was committed, `seconds` after the one before. Waiting for a tree in vain is a cost of trees, not of plain decoding.
+    def add(self, session: int, spent: Spent) -> None:
+        """A round was committed. Waiting for a tree in vain is a cost of trees: such a round has its cap, and no path."""
+        trial = self._trial if self._trial is not None and self._trial.session == session else None
+        if not spent.cap:
+            self._rest_s -= spent.seconds / spent.load
+            if trial is not None:
+                trial.patience -= 1
+                if not trial.patience:
+                    self._fail()
+            return
+        plain_s = self._machine.plain.seconds(spent.load)
+        self.worth.add(spent.cap, spent.path)
+        self._tokens.add(spent.tokens)
+        self._plain_rounds.add(spent.seconds / plain_s if plain_s else 1.0)
+        if spent.clean:
+            self._machine.grew(spent.idle_s, spent.cap + LEVEL)
+        if trial is not None:
+            trial.left -= 1
+            trial.lost_s += self._lost_s(spent)
+        elif self._on and spent.clean:
+            self._explain(spent)
 
-        cap, path: the most nodes it might have had; the numbers, in draw order from 1, of those that were accepted.
-        load: sessions that share a step, so that many sessions do not count their way through a pause in no time."""
-        self._rounds += 1
-        if not with_tree:
-            self.plain.add(tokens, seconds)
-            if self._pause > 0:
-                self._pause -= 1.0 / max(load, 1)
-                if self._pause <= 0:
-                    self.tree = Pace(tokens=self.tree.tokens)
-            return
-        self.worth.add(cap, path)
-        self.tree.add(tokens, seconds)
-        if self.tree.rounds < TRIAL or self.paused:  # many sessions may lose in one step: that is one trial
-            return
-        if self.speedup < 1.0:
-            self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+    def gone(self, session: int) -> None:
+        """It has ended; another one goes on with its trial."""
+        if self._trial is not None and self._trial.session == session:
+            self._trial.session = None
+
+    # -- opinion ------------------------------------------------------------------------------------------------------
+
+    def _forecast_for(self, most: int, load: int) -> Forecast:
+        """Made anew once a step, not for each of its sessions."""
+        self._forecasts_left -= 1
+        if self._forecasts_left < 0 or load != self._forecast.load or most >= len(self._forecast.speedups):
+            hope = HOPE if self._tokens.count else 1.0
+            hopeful = self._rest_s <= 0 and max(self._speedups(most, load, 0.0, 1.0, hope)) > ENTER
+            self._forecast = Forecast(load, self.expected(most, load), hopeful)
+            self._forecasts_left = load - 1
+        return self._forecast
+
+    def _speedups(self, most: int, load: int, growth: float, slow: float, hope: float = 1.0) -> list[float]:
+        plain_s, tokens = self._machine.plain.seconds(load), self.worth.tokens(most)
+        found = [1.0]
+        for n in range(1, most + 1):
+            seconds = slow * (self._machine.step_s(load * (n + 1)) + growth * (n + LEVEL))
+            found.append((1.0 + hope * (tokens[n] - 1.0)) * plain_s / seconds if seconds > 0 else 1.0)
+        return found
+
+    def _judge(self, speedup: float, load: int) -> None:
+        known = self._tokens.count >= TRIAL
+        if self._on and speedup <= LEAVE:
+            self._on = False
+            self._rest(0.0, load)
+        elif not self._on and known and speedup >= ENTER:
+            self._on, self._trial, self._failed = True, None, 0
+        elif self._trial is not None and self._trial.over(self._machine.plain.seconds(load)):
+            self._fail(load)
+
+    def _try(self, session: int, forecast: Forecast, load: int) -> None:
+        """Begin a trial; without hope only after a long rest, for what is known of large steps may be wrong."""
+        if forecast.hopeful or self._despaired:
+            self._trial, self._despaired = Trial(session), False
         else:
-            self._next_pause = FIRST_PAUSE
+            self._despaired = True
+            self._rest_s = FIRST_REST * 2.0**MOST_DOUBLED * self._machine.plain.seconds(load)
+
+    def _fail(self, load: int = 1) -> None:
+        lost_s = self._trial.lost_s if self._trial is not None else 0.0
+        self._trial = None
+        self._rest(lost_s, load)
+
+    def _rest(self, lost_s: float, load: int) -> None:
+        least_s = FIRST_REST * self._machine.plain.seconds(load)
+        self._rest_s = max(least_s, lost_s / SHARE) * 2.0**self._failed
+        self._failed = min(self._failed + 1, MOST_DOUBLED)
+        self._slow = {
+            bucket: slow**0.5 for bucket, slow in self._slow.items()
+        }  # what was slow then need not be so later
+
+    # -- time ---------------------------------------------------------------------------------------------------------
+
+    def _lost_s(self, spent: Spent) -> float:
+        """Engine time that a round on trial took beyond what its tokens would have taken without a tree."""
+        plain_s = self._machine.plain.seconds
+        own_s = self._machine.step_s(spent.rows) - plain_s(max(1, spent.rows - spent.cap))
+        return spent.idle_s + own_s - (spent.tokens - 1) * plain_s(spent.load) / spent.load
+
+    def _explain(self, spent: Spent) -> None:
+        machine = self._machine
+        expected_s = machine.step_s(spent.load * (spent.cap + 1)) + machine.growth_s * (spent.cap + LEVEL)
+        if expected_s > 0:
+            bucket, ratio = spent.load.bit_length(), min(4.0, max(0.5, spent.seconds / expected_s))
+            slow = self._slow.get(bucket, 1.0)
+            self._slow[bucket] = slow + MEMORY * (ratio - slow)
 
 
+@dataclass(slots=True)
 class Gains:
     """The opinions of all kinds of sessions. Those alike share what they learn, so that a short request pays for no trial of its own."""
 
-    def __init__(self, cost: StepCost | None = None) -> None:
-        self.plain, self.cost = Pace(), cost or StepCost()
-        self._kinds: dict[Hashable, Gain] = {}
+    machine: Machine = field(default_factory=Machine)
+    _kinds: dict[Hashable, Gain] = field(default_factory=dict)
 
     def of(self, kind: Hashable) -> Gain:
-        return self._kinds.setdefault(kind, Gain(self.plain, self.cost))
+        return self._kinds.setdefault(kind, Gain(self.machine))
 
     @property
     def speedup(self) -> float:
-        """Measured speed with trees over plain decoding, mean over the kinds of sessions that have tried both."""
-        known = [gain.speedup for gain in self._kinds.values() if gain.tree.rounds]
+        """Measured speed with trees over plain decoding, mean over the kinds of sessions that have tried them."""
+        known = [gain.speedup for gain in self._kinds.values() if gain.speedup != 1.0]
         return sum(known) / len(known) if known else 1.0

@@ -23,14 +23,14 @@ from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import Dial, DrafterPool
-from verifier_service.gain import Gains
 from verifier_service.link import Shape
 from verifier_service.memory import Memory
 from verifier_service.metrics import Metrics
 from verifier_service.places import Places
 from verifier_service.policy import Policy
+from verifier_service.rounds import Rounds
 from verifier_service.runner import Chunk, Outcome, Round, Runner
-from verifier_service.scheduler import Limits, Plan, View, patience_s, schedule, share
+from verifier_service.scheduler import Limits, Plan, View, schedule
 from verifier_service.sessions import Session, choose_rule
 
 log = structlog.get_logger("verifier")
@@ -77,7 +77,7 @@ class VerifierService:
         self._live = self.admission.live
         self._running = self.places.running
         self._num_sessions = self._num_compiling = 0
-        self._gains = Gains(cost)
+        self.rounds = Rounds(self.policy, self.pool, self._running, cost)
         self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class VerifierService:
         )
 
     def _stats(self) -> dict[str, float]:
-        speedup = self._gains.speedup
+        speedup = self.rounds.gains.speedup
         return {"drafters_up": len(self.pool.up), "spec_decode_speedup_estimate": speedup, **self.places.gauges()}
 
     @property
@@ -217,8 +217,9 @@ class VerifierService:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        gain = self._gains.of((law, round(10 * request.sampling.temperature), request.structure is not None))
-        return Session(self._num_sessions, request, rule, law if wanted else None, eos, gain=gain)
+        session = Session(self._num_sessions, request, rule, law if wanted else None, eos)
+        session.gain = self.rounds.gain(session)
+        return session
 
     @staticmethod
     def _deadline(request: VerifierRequest) -> float | None:
@@ -245,15 +246,17 @@ class VerifierService:
         self._wake.clear()
         self._sweep()
         self._admit()
+        start_s = time.monotonic()
         step = self._plan()
         self.pool.flush()
         if step.empty:
             with suppress(TimeoutError):
                 async with asyncio.timeout(step.wait_s):
                     await self._wake.wait()
+            self.rounds.idle(time.monotonic() - start_s)
             return
         try:
-            await self._run(step)
+            await self._run(step, start_s)
         except ModelLost:
             raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
@@ -261,24 +264,27 @@ class VerifierService:
             for number in {n for n, _ in (*step.prefill, *step.verify)} | set(step.decode):
                 self._abort(self._running[number], error)
 
-    async def _run(self, step: Plan) -> None:
+    async def _run(self, step: Plan, start_s: float) -> None:
         numbers = [number for number, _ in step.verify] + list(step.decode)
+        trees = any(session.cap for session in self._running.values())
         chunks = [self._chunk(number, size) for number, size in step.prefill]
         rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
-        start_s = time.monotonic()
         with self.heart.beat():
             outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
-        now_s = time.monotonic()
         kind = "prefill" if chunks else "verify" if step.verify else "plain"
-        self.metrics.stepped(kind, now_s - start_s)
-        if not chunks:
-            self._gains.cost.add(sum(len(r.tree) for r in rounds), now_s - start_s)
+        self.metrics.stepped(kind, time.monotonic() - start_s)
+        if chunks:
+            for session in self._running.values():
+                session.clean = False
         for (number, size), chunk in zip(step.prefill, chunks, strict=True):
             session = self._running[number]
             session.feed(size, chunk.told)
-            session.committed_s = now_s
+            self.rounds.began(session)
+        rows, load = sum(len(r.tree) for r in rounds), self.rounds.load
         for number, done, outcome in zip(numbers, rounds, outcomes, strict=True):
-            self._commit(self._running[number], done, outcome)
+            self._commit(self._running[number], done, outcome, rows, load)
+        if not chunks:
+            self.rounds.stepped(rows, time.monotonic() - start_s, trees=trees)
 
     def _sweep(self) -> None:
         """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""
@@ -289,12 +295,13 @@ class VerifierService:
                 session.out.put_nowait(session.late())
         for session in self.places.sweep():
             self.pool.close(session, "ended")
+            session.gain.gone(session.number)
 
     def _admit(self) -> None:
         for session in self.places.fill(self._abort):
-            session.committed_s = time.monotonic()
+            self.rounds.began(session)
         for session in self._running.values():
-            if session.drafts:
+            if self.rounds.drafts(session):
                 self.pool.place(session)
         self.pool.balance(self._running.values())
 
@@ -303,11 +310,10 @@ class VerifierService:
         while True:
             running = [s for s in self._running.values() if not s.done]
             limits = self._limits()
-            in_rounds = sum(not s.prefill_left for s in running)
-            rows = self.policy.max_rows - (limits.floor if in_rounds < len(running) else 0)
-            nodes = share(min(rows, self.places.memory.free_rows), in_rounds)
+            rows = self.policy.max_rows - (limits.floor if any(s.prefill_left for s in running) else 0)
+            self.rounds.count(min(rows, self.places.memory.free_rows))
             now_s = time.monotonic()
-            step = schedule([self._view(session, now_s, nodes) for session in running], limits)
+            step = schedule([self._view(session, now_s) for session in running], limits)
             if not step.preempt:
                 return step
             self.places.preempt(step.preempt)
@@ -316,13 +322,10 @@ class VerifierService:
         p, memory = self.policy, self.places.memory
         return Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, memory.free_blocks, memory.block_size)
 
-    def _view(self, session: Session, now_s: float, nodes: int) -> View:
-        draft, most = session.draft, self.policy.num_draft_tokens
+    def _view(self, session: Session, now_s: float) -> View:
         if session.cap is None and not session.prefill_left:
-            # The round begins: what is decided here must not change while a tree waits.
-            # Deeper than tokens_left - 1 nothing could be emitted.
-            fitting = min(session.request.speculation.num_draft_tokens or most, most, nodes, session.tokens_left - 1)
-            session.cap = fitting if session.required else session.gain.nodes(fitting, max(1, len(self._running)))
+            self.rounds.begin(session)
+        draft = session.draft
         room, blocks = self.places.memory.held(session)
         return View(
             session.number,
@@ -331,17 +334,12 @@ class VerifierService:
             len(draft.tree) if draft is not None else 0,
             draft.at_rest if draft is not None else False,
             now_s - session.committed_s,
-            self.policy.draft_wait_s if session.required else self._patience_s(session),
+            self.rounds.patience_s(session),
             session.cap or 0,
             (session.priority, session.number),
             room,
             blocks,
         )
-
-    def _patience_s(self, session: Session) -> float:
-        limit_s = self.policy.draft_wait_s
-        plain_s = self._gains.plain.seconds if self._gains.plain.rounds else limit_s
-        return patience_s(expected_tokens=session.gain.tree.tokens, plain_s=plain_s, limit_s=limit_s)
 
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self._running[number]
@@ -358,37 +356,18 @@ class VerifierService:
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs
         return Round(session.kv_slot, root, length, *about)
 
-    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
+    def _commit(self, session: Session, done: Round, outcome: Outcome, rows: int, load: int) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
-        draft = session.draft
-        wanted = draft is not None and not draft.at_rest and bool(session.cap)
-        missed = wanted and outcome.num_nodes == 0
+        missed = self.rounds.ended(session, outcome, rows, load)
         self.metrics.committed(done.tree, outcome, missed=missed)
-        if missed or outcome.num_nodes:
-            self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
-        now_s = time.monotonic()
-        self.pool.round(session, now_s)
-        if not session.required:  # those wait whether or not it pays, and would teach the others despair
-            tree = bool(outcome.num_nodes)
-            cap = session.cap or 0 if tree else 0
-            seconds = now_s - session.committed_s
-            session.gain.add(
-                len(outcome.tokens),
-                seconds,
-                with_tree=tree or missed,
-                cap=cap,
-                path=outcome.path,
-                load=len(self._running),
-            )
         about = outcome.logprobs, session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, *about, missed=missed)
         session.fed = len(session.tokens) - 1
-        session.committed_s = now_s
         session.cap = None
-        if session.gain.paused and not session.required:
-            self.pool.close(session, "does not pay")  # at the beginning of a round, whatever has been grown
-        elif not session.done:
+        self.rounds.began(session)
+        if not session.done:
+            self.rounds.begin(session)  # at once, so that the drafter knows how much it should grow
             self.pool.commit(session, committed.tokens)
         session.out.put_nowait(committed)
         if session.leaving and not session.done:

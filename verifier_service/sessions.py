@@ -32,7 +32,8 @@ from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
-from verifier_service.gain import Gain, Pace
+from verifier_service.cost import Machine
+from verifier_service.gain import Gain
 
 MAX_STOPS = 1024  # token ids that may end one generation
 MATCHED = (Law.TOP_K, Law.COUPLED)  # trees that only the target's own tokens may decide
@@ -47,7 +48,7 @@ class Draft:
     slot: int
     tree: LivingTree
     at_rest: bool = False
-    heard: bool = False  # something has come
+    heard: bool = False  # something has come; before that the drafter reads the prompt, and nobody waits
     drafter: str = ""  # name
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0
@@ -102,8 +103,10 @@ class Session:
     launched_s: float = 0.0  # and when the round after that was launched
     deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
+    idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
+    clean: bool = True  # no prefill fell into this round
     leaving: bool = False  # hand the request back after the next commit
-    gain: Gain = field(default_factory=lambda: Gain(Pace()))
+    gain: Gain = field(default_factory=lambda: Gain(Machine()))
     accounts: Accounts = field(default_factory=Accounts)
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
     done: bool = False
@@ -167,7 +170,7 @@ class Session:
     @property
     def drafts(self) -> bool:
         """Takes drafts now, with or without a drafter."""
-        return self.law is not None and not self.done and (self.required or not self.gain.paused)
+        return self.law is not None and not self.done and (self.required or self.gain.wants_trees(self.number))
 
     @property
     def prefill_left(self) -> int:

@@ -26,6 +26,7 @@ from rootward.engine.loading import load_model
 from rootward.ports import Verifier
 from rootward.rpc.clients import RemoteVerifier
 from verifier_service.__main__ import build as build_verifier
+from verifier_service.cost import measure as measure_cost
 from verifier_service.settings import VerifierSettings
 
 PLAIN, SPECULATION, PROCESSES = "ours, plain", "ours, speculation", "ours, speculation, gRPC processes"
@@ -131,7 +132,9 @@ async def speculation(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
         require_trees=True,
     )
     drafter = build_drafter(OnThreads(draft, sizes.draft_threads), settings)
-    verifier = build_verifier(target_model(pair, sizes), {"drafter": drafter}, sizes.verifier(pair))
+    target = target_model(pair, sizes)
+    cost = measure_cost(target)  # as the service does at its start
+    verifier = build_verifier(target, {"drafter": drafter}, sizes.verifier(pair), cost)
     async with drafter, verifier:
         await until_paired(verifier)
         yield Ours(SPECULATION, verifier)

@@ -1,0 +1,99 @@
+"""What a round is given when it begins, how long it may wait, and what is learned when it ends.
+
+Decided before the tree is looked at and kept until the round is over (docs/decisions/0005).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rootward.core.requests import Law
+from verifier_service.cost import Machine, StepCost
+from verifier_service.drafters import DrafterPool
+from verifier_service.gain import Gain, Gains, Spent
+from verifier_service.policy import Policy
+from verifier_service.runner import Outcome
+from verifier_service.scheduler import patience_s, share
+from verifier_service.sessions import Session
+
+
+class Rounds:
+    """`running`: the sessions that share steps, by number."""
+
+    def __init__(
+        self, policy: Policy, pool: DrafterPool, running: Mapping[int, Session], cost: StepCost | None = None
+    ) -> None:
+        self.policy, self.pool, self._running = policy, pool, running
+        self.gains = Gains(Machine(cost or StepCost()))
+        self.load, self.nodes = 1, policy.num_draft_tokens
+        self._idle_s = 0.0  # the engine stood idle for so long in all, waiting for something to happen
+
+    def count(self, max_rows: int) -> None:
+        """Who shares the rows of a step: sessions in rounds, not in prefill. Looked up once a step."""
+        self.load = max(1, sum(not (s.done or s.prefill_left) for s in self._running.values()))
+        self.nodes = share(max_rows, self.load)
+
+    def gain(self, session: Session) -> Gain:
+        """Of sessions like this one."""
+        request = session.request
+        kind = session.law or Law.SAMPLED, round(10 * request.sampling.temperature), request.structure is not None
+        return self.gains.of(kind)
+
+    def drafts(self, session: Session) -> bool:
+        """Whether a tree should grow for it."""
+        return session.required or session.gain.uses_trees(session.number)
+
+    def begin(self, session: Session) -> None:
+        """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""
+        most = self.policy.num_draft_tokens
+        # Deeper than tokens_left - 1 nothing could be emitted.
+        most = min(session.request.speculation.num_draft_tokens or most, most, self.nodes, session.tokens_left - 1)
+        if session.required:
+            session.cap = most
+        elif session.law is None or not self.pool.up:
+            session.cap = 0
+        else:
+            session.cap = session.gain.nodes(session.number, most, self.load)
+            if not self.drafts(session):
+                self.pool.close(session, "does not pay")
+
+    def patience_s(self, session: Session) -> float:
+        """The longest wait for its tree that can pay. A drafter that still reads the prompt is not waited for."""
+        limit_s, draft = self.policy.draft_wait_s, session.draft
+        if session.required:
+            return limit_s
+        if draft is None or not draft.heard:
+            return 0.0
+        tokens = session.gain.worth.tokens(session.cap or 0)[-1]
+        plain_s = self.gains.machine.plain.seconds(self.load) or limit_s
+        return patience_s(expected_tokens=tokens, plain_s=plain_s, limit_s=limit_s)
+
+    def began(self, session: Session) -> None:
+        """Its clock starts: it has a place, or its truth has advanced."""
+        session.committed_s, session.idle_mark_s, session.clean = time.monotonic(), self._idle_s, True
+
+    def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
+        """A step without prefill is over. trees: some session was in a round with a tree when it began."""
+        self.gains.machine.stepped(rows, seconds, trees=trees)
+
+    def idle(self, seconds: float) -> None:
+        """Nothing could be launched for so long."""
+        self._idle_s += seconds
+
+    def ended(self, session: Session, outcome: Outcome, rows: int, load: int) -> bool:
+        """A verdict: learn from it. rows: of the whole step. Returns whether a tree was waited for in vain."""
+        draft = session.draft
+        missed = draft is not None and not draft.at_rest and bool(session.cap) and not outcome.num_nodes
+        if missed or outcome.num_nodes:
+            self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
+        self.pool.round(session, time.monotonic())
+        waited = missed and draft is not None and draft.heard
+        cap = session.cap or 0 if outcome.num_nodes or waited else 0
+        if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
+            session.gain.worth.add(cap, outcome.path)
+            return missed
+        seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s
+        spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, cap, outcome.path, session.clean)
+        session.gain.add(session.number, spent)
+        return missed
