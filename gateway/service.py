@@ -135,14 +135,12 @@ class GatewayService:
         Raises ServiceErrors: InvalidRequest and its kind before anything ran; Overloaded and Unavailable when it may be
         tried again; DeadlineExceeded; DuplicateRequest.
         """
-        request = replace(request, request_id=request.request_id or uuid.uuid4().hex)
-        about: dict[str, str | int] = {
-            "request_id": request.request_id,
-            "model": self.served_model,
-            "choice": request.choice,
-        }
+        about: dict[str, str | int] = {"model": self.served_model, "choice": request.choice}
         with self.metrics.of(request) as watched, request_span("gateway.request", request.traceparent, **about) as span:
-            request = replace(request, traceparent=traceparent_of(span) or request.traceparent)
+            check_resume(request)
+            request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
+            note(span, request_id=request_id)
+            request = replace(request, request_id=request_id, traceparent=traceparent or request.traceparent)
             async with aclosing(self._deltas(request, _loop_time())) as deltas:
                 async for delta in deltas:
                     watched.delta(delta)
@@ -152,7 +150,6 @@ class GatewayService:
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
-        check_resume(request)
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
