@@ -41,7 +41,9 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     )
     incarnation = secrets.randbits(64)
     rows = settings.max_num_batched_tokens
-    grower: Grower[Key] = Grower(model, incarnation=incarnation, max_rows=rows, prefill_chunk=rows, policy=policy)
+    grower: Grower[Key] = Grower(
+        model, incarnation=incarnation, max_rows=rows, prefill_chunk=rows, policy=policy, group=lambda key: key[0]
+    )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
     worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
     return DrafterService(

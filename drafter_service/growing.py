@@ -7,7 +7,7 @@ A level: choose rows (catch-up tokens first, else the frontier) → ONE forward 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from drafter_service.fairness import dealt
 from drafter_service.trees import Heard, heard, shape_fault
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
 from rootward.core.growth import Growth, Policy
@@ -49,6 +50,7 @@ class GrowingTree:
     told_rest: bool = False
     exhausted: bool = False  # the draft model's context is full
     compute_s: float = 0.0  # in draft forwards of this round
+    owner: tuple[Hashable, int] = (0, 0)  # verifier, tenant
 
     @property
     def ratio(self) -> bool:
@@ -56,7 +58,9 @@ class GrowingTree:
 
 
 class Grower(Generic[K]):
-    """Trees by key (whatever names a slot of a stream). `incarnation` keeps draws of a restarted process apart."""
+    """Trees by key (whatever names a slot of a stream). `incarnation` keeps draws of a restarted process apart.
+
+    group: the verifier of a key; verifiers share the rows of a level alike, and within them tenants."""
 
     def __init__(
         self,
@@ -66,8 +70,9 @@ class Grower(Generic[K]):
         max_rows: int = 256,
         prefill_chunk: int = 256,
         policy: Policy | None = None,
+        group: Callable[[K], Hashable] = lambda _: 0,
     ) -> None:
-        self.model, self.incarnation = model, incarnation
+        self.model, self.incarnation, self._group = model, incarnation, group
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
         self.policy = policy or Policy(Law.SAMPLED)
         self.demand = DrafterDemand(max_rows)
@@ -95,6 +100,7 @@ class Grower(Generic[K]):
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
         self.trees[key] = self._planted(message)
+        self.trees[key].owner = (self._group(key), message.tenant)
         return None
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
@@ -202,13 +208,13 @@ class Grower(Generic[K]):
 
     def _rows(self, active: list[GrowingTree]) -> list[tuple[GrowingTree, Rows, list[int]]]:
         """Catch-up chunks, then frontiers under a fair share of the row budget. nodes: the tree nodes whose rows come back."""
-        share = max(1, self.max_rows // max(len(active), 1))
+        shares = dealt([self._wanted_rows(g) for g in active], [g.owner for g in active], self.max_rows)
         work: list[tuple[GrowingTree, Rows, list[int]]] = []
-        for growing in active:
+        for growing, share in zip(active, shares, strict=True):
             if growing.exhausted:
                 continue
             if growing.pending:
-                chunk = growing.pending[: min(self.prefill_chunk, share) if len(active) > 1 else self.prefill_chunk]
+                chunk = growing.pending[:share]
                 whole = len(chunk) == len(growing.pending)
                 work.append(
                     (growing, Rows.chain(growing.kv_slot, CHAIN_IDS, chunk), [growing.tree.root_id] if whole else [])
@@ -217,6 +223,11 @@ class Grower(Generic[K]):
                 nodes = growing.growth.frontier(share)
                 work.append((growing, self._frontier_rows(growing, nodes), nodes))
         return work
+
+    def _wanted_rows(self, growing: GrowingTree) -> int:
+        if growing.pending:
+            return min(len(growing.pending), self.prefill_chunk)
+        return len(growing.growth.frontier(self.max_rows))
 
     def _frontier_rows(self, growing: GrowingTree, nodes: list[int]) -> Rows:
         records = [growing.tree.nodes[n] for n in nodes]

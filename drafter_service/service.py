@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import structlog
 
+from drafter_service.fairness import gives_up
 from drafter_service.metrics import Metrics
 from drafter_service.pairing import Agree, with_model
 from drafter_service.streams import Stream
@@ -31,6 +33,7 @@ log = structlog.get_logger("drafter")
 Key = tuple[int, int]  # (stream, slot)
 
 MAX_FAILURES = 5  # levels in a row that failed
+RETRY_MS = 1000  # what a refused verifier is asked to wait, at least
 LOAD_S = 0.25  # between heartbeats on a stream
 QUEUE_MEMORY = 0.1  # weight of the newest wait
 
@@ -222,7 +225,7 @@ class DrafterService:
             if frame is None:
                 self._gone(stream)
                 continue
-            out += [(stream, message) for message in self._apply(stream, frame)]
+            out += self._apply(stream, frame)
             slots = [message.slot for message in frame.opens] + [message.slot for message in frame.commits]
             keys = [(stream.number, slot) for slot in slots]
             self._waited |= {key: now_s - came_s for key in keys if key in self.grower.trees}
@@ -237,20 +240,34 @@ class DrafterService:
             self.grower.close(key)
         self._waited = {key: waited_s for key, waited_s in self._waited.items() if key[0] != stream.number}
 
-    def _apply(self, stream: Stream, frame: ToDrafter) -> list[Grow | NeedSync | Reject]:
+    def _apply(self, stream: Stream, frame: ToDrafter) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
         out: list[Grow | NeedSync | Reject] = []
+        given_up: list[tuple[Stream, Grow | NeedSync | Reject]] = []
         for close in frame.closes:
             self.grower.close((stream.number, close.slot))
             self._waited.pop((stream.number, close.slot), None)
         for commit in frame.commits:
             out += self.grower.commit((stream.number, commit.slot), commit)
         for message in frame.opens:
+            if not self.draining and len(self.grower.trees) >= self.capacity:
+                given_up += self._make_room(stream.number)
             if self.draining or len(self.grower.trees) >= self.capacity:
-                out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=1000))
+                out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=RETRY_MS))
             elif (refused := self.grower.open((stream.number, message.slot), message)) is not None:
                 out.append(refused)
-        return out
+        return given_up + [(stream, message) for message in out]
+
+    def _make_room(self, asking: int) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+        """Who holds most gives up its newest tree for a verifier that holds fewer. It drafts elsewhere, or decodes plainly."""
+        loser = gives_up(Counter(number for number, _ in self.grower.trees), asking)
+        if loser is None:
+            return []
+        slot = max(slot for number, slot in self.grower.trees if number == loser)
+        self.grower.close((loser, slot))
+        self._waited.pop((loser, slot), None)
+        owner = self._streams.get(loser)
+        return [] if owner is None else [(owner, Reject(slot, "fair share", retry_after_ms=RETRY_MS))]
 
     def _uproot(self) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
         """Give up every tree after a failure of the model."""
@@ -261,5 +278,5 @@ class DrafterService:
             except Exception:
                 log.exception("close_failed")
             if (stream := self._streams.get(key[0])) is not None:
-                out.append((stream, Reject(key[1], "internal error", retry_after_ms=1000)))
+                out.append((stream, Reject(key[1], "internal error", retry_after_ms=RETRY_MS)))
         return out

@@ -25,7 +25,7 @@ from verifier_service.breaker import Breaker
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.outbox import Outbox
 from verifier_service.placement import DrafterView
-from verifier_service.sessions import Draft, Session
+from verifier_service.sessions import Draft, Session, number_of
 
 log = structlog.get_logger("verifier.drafters")
 
@@ -144,6 +144,7 @@ class Link:
             shape.max_depth,
             shape.topk,
             eos,
+            tenant=number_of(session.tenant) if session.tenant else 0,
         )
 
     def commit(self, draft: Draft, tokens: Sequence[int], node_budget: int | None = None) -> None:

@@ -139,7 +139,7 @@ class Session:
     @property
     def key(self) -> Key:
         """Ratio tests: two requests of one seed must not share coins, for what one's rounds teach shapes the other's (`gain.py`)."""
-        own = 0 if self.rule is Rule.MATCH else _number(self.request.request_id)
+        own = 0 if self.rule is Rule.MATCH else number_of(self.request.request_id)
         return Key(self.request.seed ^ own, self.request.choice)
 
     @property
@@ -284,7 +284,8 @@ def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
     return wish.rule or Rule.TRAVERSAL, wish.law or (Law.SAMPLED if default_law in MATCHED else default_law)
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """64 bits that stand for a name."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 

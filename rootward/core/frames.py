@@ -78,6 +78,7 @@ class Open:
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
+    tenant: int = 0  # who asks, as a 64-bit number: tenants share rows alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,7 @@ def _open_to_pb(value: Open) -> drafter_pb2.Open:
         prediction=pack_u32(value.prediction, "open.prediction"),
         num_prompt=value.num_prompt,
         traceparent=value.traceparent,
+        tenant=value.tenant,
     )
 
 
@@ -171,6 +172,7 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         prediction=unpack_u32(pb.prediction, "open.prediction"),
         num_prompt=pb.num_prompt,
         traceparent=pb.traceparent,
+        tenant=pb.tenant,
     )
 
 

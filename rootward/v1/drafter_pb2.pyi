@@ -252,6 +252,7 @@ class Open(_message.Message):
     PREDICTION_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -279,6 +280,8 @@ class Open(_message.Message):
     """tokens of prefix that come before the output; read with a prediction"""
     traceparent: _builtins.str
     """W3C trace context of the session; empty = none"""
+    tenant: _builtins.int
+    """who asks, as a number that says nothing else: tenants share rows alike"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -313,10 +316,11 @@ class Open(_message.Message):
         prediction: _builtins.bytes = ...,
         num_prompt: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "bonus_key", b"bonus_key", "decoding", b"decoding", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
     _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015

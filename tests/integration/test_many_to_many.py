@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -204,4 +205,24 @@ async def test_from_no_drafter_to_the_first_and_back() -> None:
         second = await c.add_drafter()
         await until(lambda: session.accounts.tree_rounds > trees + 3)
         assert second.num_trees == 1
+        await c.stop()
+
+
+@pytest.mark.services
+async def test_a_full_drafter_is_shared_by_verifiers_that_come_later() -> None:
+    async with cluster(2) as c:
+        only = await c.add_drafter()
+        await until(lambda: all(v.pool.up for v in c.verifiers))
+        second = c.verifiers.pop()
+        c.load(CAPACITY)  # the first takes every place
+        await until(lambda: only.num_trees == CAPACITY)
+        c.verifiers[:] = [second]
+        wanted = [request(f"late-{i}", max_tokens=LONG, seed=i, **COUPLED) for i in range(STREAMS)]
+        late = [asyncio.create_task(c._consume(second, one, [])) for one in wanted]
+        held = lambda: Counter(stream for stream, _ in list(only.drafter.grower.trees)).values()  # noqa: E731
+        await until(lambda: len(held()) == 2 and max(held()) - min(held()) <= 1)
+        await c.progress(5)  # those that gave up their trees go on
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
         await c.stop()

@@ -90,6 +90,8 @@ opens = st.builds(
     st.none() | u64,
     tokens,
     u32,
+    text,
+    u64,
 )
 commits = st.builds(
     lambda slot, base, run, hash_, once, budget: Commit(
