@@ -38,6 +38,12 @@ def distance(ctx: typer.Context) -> None:
     _become("distance", ctx)
 
 
+@bench.command("drafters", context_settings=_OWN_FLAGS)
+def drafters(ctx: typer.Context) -> None:
+    """Sessions per drafter against latency, how much of its growth is of use, bytes per round."""
+    _become("drafters", ctx)
+
+
 def _become(name: str, ctx: typer.Context) -> None:
     if find_spec("torch") is None:
         raise ConfigurationError(f"bench {name}: needs more packages; run pip install 'rootward[worker]'")

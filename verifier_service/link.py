@@ -150,8 +150,8 @@ class Link:
     def commit(self, draft: Draft, tokens: Sequence[int], node_budget: int | None = None) -> None:
         """The truth advanced; both replicas re-root. node_budget: most nodes of the next round."""
         base = draft.tree.length
-        draft.tree.commit(tokens)
-        self._metrics.carried(len(draft.tree))
+        walked = draft.tree.commit(tokens)
+        self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
         self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
 

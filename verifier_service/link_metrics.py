@@ -30,6 +30,7 @@ class LinkMetrics:
         self._received = self._counter("draft_nodes_received", "Nodes that arrived below the root.")
         self._stale = self._counter("draft_nodes_stale", "Nodes that arrived too late to be below the root.")
         self._carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
+        self._commits = self._counter("draft_commits", "Commits to trees: had the new root been grown?", "root")
         self._discarded = self._counter("draft_frames_discarded", "Growth that was not used.", "reason")
         self._lost = self._counter("drafter_resyncs", "Trees that ended before their session did.", "reason")
         self._transport = self._seconds("draft_transport", "Commit to its first growth, less what the drafter took.")
@@ -65,7 +66,9 @@ class LinkMetrics:
         self._transport.observe(max(0.0, latency_s - queued_s))
         self._queue.observe(queued_s)
 
-    def carried(self, num_nodes: int) -> None:
+    def rerooted(self, *, grown: bool, num_nodes: int) -> None:
+        """The truth advanced. grown: its last token was a node already; num_nodes: alive below it."""
+        self._commits.labels("grown" if grown else "new").inc()
         self._carried.inc(num_nodes)
 
     def orphaned(self, reason: str) -> None:

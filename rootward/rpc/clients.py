@@ -20,14 +20,15 @@ from rootward.ports import VerifierInfo
 from rootward.rpc.channel import DRAFTING, PUBLIC, Transport, open_channel
 from rootward.rpc.codec import from_pb, to_pb
 from rootward.rpc.info import DrafterInfo
+from rootward.rpc.outgoing import Outgoing
 from rootward.rpc.status import from_rpc_error
-from rootward.rpc.streams import parts
 from rootward.rpc.tls import ClientTls
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 T = TypeVar("T")
 
 DEADLINE_SLACK_S = 1.0  # a deadline passes at the service first, whose error says more than gRPC's own
+LONGEST_OPEN_S = 60.0  # for a long prompt to reach a drafter
 LONGEST_GENERATION_S = 3600.0  # bound of a generation without a deadline
 
 
@@ -75,6 +76,7 @@ class RemoteDrafter(_Remote):
         on_frame: Callable[[str, int], None] = lambda direction, num_bytes: None,
     ) -> None:
         super().__init__(address, DRAFTING, tls, rpc_timeout_s)
+        self._bulk = _Remote(address, DRAFTING, tls)  # long prompts must not hold up the frames of other sessions
         self._on_frame = on_frame
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
@@ -83,7 +85,7 @@ class RemoteDrafter(_Remote):
         Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
         """
         call = drafter_pb2_grpc.DrafterStub(self._channel()).Session()  # type: ignore[call-arg]  # written to by hand
-        writer = asyncio.create_task(_write(call, inbound, self._on_frame))
+        writer = asyncio.create_task(Outgoing(call, self._open_long, self._on_frame).run(inbound))
         try:
             while (message := await _next(call)) is not None:
                 self._on_frame("received", message.ByteSize())
@@ -96,6 +98,14 @@ class RemoteDrafter(_Remote):
             call.cancel()
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self._bulk.close()
+        await super().close()
+
+    async def _open_long(self, request: drafter_pb2.OpenLongRequest) -> None:
+        stub = drafter_pb2_grpc.DrafterStub(self._bulk._channel())
+        await _answer(stub.OpenLong(request, timeout=LONGEST_OPEN_S))
 
     async def get_info(self) -> DrafterInfo:
         stub = drafter_pb2_grpc.DrafterStub(self._channel())
@@ -152,21 +162,6 @@ async def _answer(pending: Awaitable[T]) -> T:
         if task is None or task.cancelling():
             raise
         raise Unavailable("the call was cancelled") from None
-
-
-async def _write(call: Any, inbound: AsyncIterator[ToDrafter], on_frame: Callable[[str, int], None]) -> None:
-    """Send what comes until it ends. A broken call ends the writer quietly: the reader learns why."""
-    try:
-        async for frame in inbound:
-            for part in parts(to_pb(frame)):
-                on_frame("sent", part.ByteSize())
-                await call.write(part)
-        await call.done_writing()
-    except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-        return
-    except Exception:
-        call.cancel()
-        raise
 
 
 def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
