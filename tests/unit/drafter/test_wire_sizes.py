@@ -17,7 +17,9 @@ NODES, ATOMS = 64, 32
 
 def rounds(law: Law, num_rounds: int) -> tuple[list[int], list[int]]:
     """Bytes of each round as one frame, and as one frame per level."""
-    grower: Grower[int] = Grower(TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7, policy=Policy(law))
+    grower: Grower[int] = Grower(
+        TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7, policy=Policy(law)
+    )
     prefix = tuple(range(1000))
     grower.open(1, Open(1, "r", 1, prefix, Sampling(1.0), law, 5, 0, ATOMS, NODES, 8, 4))
     length, hash_ = len(prefix), 0
@@ -42,7 +44,9 @@ def rounds(law: Law, num_rounds: int) -> tuple[list[int], list[int]]:
     return joined, apart
 
 
-@pytest.mark.parametrize(("law", "most", "most_by_level"), [(Law.COUPLED, 300, 1200), (Law.SAMPLED, 16 << 10, 16 << 10)])
+@pytest.mark.parametrize(
+    ("law", "most", "most_by_level"), [(Law.COUPLED, 300, 1200), (Law.SAMPLED, 16 << 10, 16 << 10)]
+)
 def test_a_round_of_64_nodes_is_small(law: Law, most: int, most_by_level: int) -> None:
     joined, apart = rounds(law, 3)
     assert max(joined) <= most
