@@ -22,6 +22,7 @@ from rootward.core.frames import Hello
 from rootward.demand import VerifierDemand
 from rootward.discovery.sources import DEFAULT_POOL
 from rootward.ports import Discovery, Drafter, Peer
+from verifier_service.breaker import State
 from verifier_service.link import Link, Shape
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import moves, place
@@ -52,6 +53,7 @@ class DrafterPool:
         *,
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
+        prior_row_s: float = 0.0,
         shape: Shape,
         metrics: LinkMetrics | None = None,
     ) -> None:
@@ -62,7 +64,7 @@ class DrafterPool:
         self._fixed = dict(drafters)
         self.links = [Link(name, drafter, hello, on_growth, self._metrics) for name, drafter in drafters.items()]
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
-        self.demand = {pool: VerifierDemand() for pool in pools}
+        self.demand = {pool: VerifierDemand(prior_row_s=prior_row_s) for pool in pools}
         for link in self.links:
             link.pool = pools[0]
         self.num_moves = 0
@@ -89,6 +91,16 @@ class DrafterPool:
     @property
     def up(self) -> tuple[str, ...]:
         return tuple(link.name for link in self.links if link.ack is not None)
+
+    def gauges(self) -> dict[str, float]:
+        """What is worth watching."""
+        now_s = time.monotonic()
+        return {
+            "drafters_up": len(self.up),
+            "drafters_draining": sum(link.draining or link.leaving for link in self.links),
+            "drafters_left_alone": sum(link.breaker.state(now_s) is not State.CLOSED for link in self.links),
+            "drafter_moves_total": self.num_moves,
+        }
 
     @property
     def possible(self) -> bool:

@@ -24,6 +24,9 @@ READINGS = {
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits_total": "Prompt tokens found there.",
     "drafters_up": "Drafters with a stream.",
+    "drafters_draining": "Drafters that drain, or are found no more.",
+    "drafters_left_alone": "Drafters whose circuit breaker is not closed.",
+    "drafter_moves_total": "Sessions moved from one drafter to another.",
     "spec_decode_speedup_estimate": "Tokens per second with trees over plain decoding, as measured here.",
 }
 

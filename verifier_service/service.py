@@ -69,6 +69,7 @@ class VerifierService:
             self._wake.set,
             sources=sources if model.info.supports_trees else (),
             dial=dial,
+            prior_row_s=self.policy.draft_prior_row_s,
             shape=Shape(*self.policy.shape),
             metrics=self.metrics.links,
         )
@@ -134,7 +135,7 @@ class VerifierService:
 
     def _stats(self) -> dict[str, float]:
         speedup = self.rounds.gains.speedup
-        return {"drafters_up": len(self.pool.up), "spec_decode_speedup_estimate": speedup, **self.places.gauges()}
+        return {"spec_decode_speedup_estimate": speedup, **self.pool.gauges(), **self.places.gauges()}
 
     @property
     def ended(self) -> asyncio.Task[None] | None:

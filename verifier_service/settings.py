@@ -50,6 +50,9 @@ class VerifierSettings(ProcessSettings):
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
+    draft_prior_row_ms: float = Field(
+        20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"
+    )
     num_threads: int = Field(1, ge=1, description="CPU threads of the model")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
 
