@@ -151,24 +151,26 @@ class DrafterPool:
 
     # -- which session is where ------------------------------------------------------------------------------------------
 
-    def place(self, session: Session) -> None:
-        """Open a tree for a session that has none, on the best drafter with room."""
-        if session.draft is not None or session.law is None or session.done:
-            return
-        name = place([link.view() for link in self.links], unfit=session.unfit)
-        if name is not None:
-            session.draft = self._open(name, session)
-            session.drafter_name = name
+    def place(self, sessions: Iterable[Session]) -> None:
+        """Open a tree for those that have none, each on the best drafter with room."""
+        for session in sessions:
+            if session.draft is not None or session.law is None or session.done:
+                continue
+            if not any(link.room for link in self.links):
+                return
+            name = place([link.view() for link in self.links], unfit=session.unfit)
+            if name is not None:
+                session.draft = self._open(name, session)
+                session.drafter_name = name
 
     def balance(self, sessions: Iterable[Session]) -> None:
-        """Count those that take drafts; begin the moves that are due, if it is time to look."""
-        sessions = list(sessions)
+        """If it is time to look, or nobody is left: count those that take drafts, and begin the moves that are due."""
+        now_s, sessions = time.monotonic(), list(sessions)
+        if sessions and now_s < self._next_tick_s:
+            return
         numbers = Counter(self._pool_of(session) for session in sessions if session.drafts)
         for pool, demand in self.demand.items():
             demand.sessions = numbers[pool]
-        now_s = time.monotonic()
-        if now_s < self._next_tick_s:
-            return
         self._num_ticks += 1
         self._next_tick_s = now_s + jittered(TICK_S, self._hello().incarnation, self._num_ticks)
         waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]

@@ -275,6 +275,8 @@ class Link:
         current = grow.base_len == draft.tree.length
         if current and draft.committed_s is not None:
             self._time(draft, grow.queue_us / 1e6)
+        if not draft.heard:  # what it was asked for last it has taken
+            self._num_refusals = 0
         draft.heard = True
         draft.at_rest = grow.at_rest and current
 
@@ -284,7 +286,6 @@ class Link:
         latency_s = time.monotonic() - draft.committed_s
         self._metrics.answered(latency_s, queued_s)
         self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
-        self._num_refusals = 0
         draft.committed_s, draft.queued_s = None, queued_s
 
     def _offend(self, slot: int, why: str) -> None:

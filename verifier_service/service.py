@@ -301,9 +301,7 @@ class VerifierService:
     def _admit(self) -> None:
         for session in self.places.fill(self._abort):
             self.rounds.began(session)
-        for session in self._running.values():
-            if self.rounds.drafts(session):
-                self.pool.place(session)
+        self.pool.place([session for session in self._running.values() if self.rounds.drafts(session)])
         self.pool.balance(self._running.values())
 
     def _plan(self) -> Plan:

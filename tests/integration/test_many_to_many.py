@@ -14,6 +14,7 @@ from support.services import WAIT_S, drafter_of, request, tabular_pair, until
 from drafter_service.service import DrafterService
 from drafter_service.servicer import DrafterServicer
 from rootward.core.requests import Committed, Law, Rule, SpeculationMode
+from rootward.demand import Reading, signals
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Peer
 from rootward.rpc.channel import DRAFTING
@@ -125,6 +126,15 @@ class Cluster:
             tokens += run.tokens
             self.last[wanted.request_id] = run
 
+    def counters(self) -> list[dict[str, float]]:
+        """What every verifier and every drafter says in a heartbeat."""
+        of_drafters = [d.drafter.grower.demand.counters() for d in self.drafters]
+        return [v.pool.demand["default"].counters() for v in self.verifiers] + of_drafters
+
+    def readings(self, before: list[dict[str, float]]) -> tuple[list[Reading], list[Reading]]:
+        now = [Reading(old, new) for old, new in zip(before, self.counters(), strict=True)]
+        return now[: len(self.verifiers)], now[len(self.verifiers) :]
+
     def num_tokens(self) -> list[int]:
         return [len(tokens) for _, tokens in self.streams.values()]
 
@@ -171,7 +181,13 @@ async def test_drafters_that_come_are_used_by_running_sessions_and_those_that_go
         await until(lambda: all(len(v.pool.up) == 2 for v in c.verifiers))
         c.load()
         await until(lambda: sum(d.num_trees for d in c.drafters) == 3 * STREAMS)
+        before = c.counters()
         await c.progress(10)
+        told = signals(*c.readings(before), 1.0)
+        assert told.demand is not None
+        assert told.demand > 0
+        assert told.row_seconds is not None
+        assert told.row_seconds > 0
         third, fourth = await c.add_drafter(), await c.add_drafter()
         await until(lambda: third.num_trees >= 3 and fourth.num_trees >= 3)  # nobody new has come: these have moved
         await c.progress(10)
@@ -195,7 +211,7 @@ async def test_from_no_drafter_to_the_first_and_back() -> None:
         c.load(1)
         await c.progress(20)
         (session,) = c.verifiers[0]._running.values()
-        assert c.verifiers[0].pool.demand["default"].sessions == 1  # asked for, with nobody there
+        await until(lambda: c.verifiers[0].pool.demand["default"].sessions == 1)  # asked for, with nobody there
         first = await c.add_drafter()
         await until(lambda: session.accounts.tree_rounds > 3)
         await first.vanish()

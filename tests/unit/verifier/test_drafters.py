@@ -118,7 +118,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
     names = []
     for number in range(6):
         one = session(number, num_draft_tokens=2, max_depth=1, topk=1)
-        pool.place(one)
+        pool.place([one])
         names.append(one.drafter_name)
     assert sorted(names) == ["", "", "large", "large", "large", "small"]
     opened = next(iter(pool.links[1].outbox._opens.values()))
@@ -190,7 +190,7 @@ def moving() -> tuple[DrafterPool, Link, Link, Session]:
     """A session that moves off a drafter that drains."""
     old, new, one = up(link("old")), up(link("new")), session(law=Law.TOP_K)
     pool = pool_of(old)
-    pool.place(one)
+    pool.place([one])
     pool.links.append(new)
     grown(old, one.draft)
     heard_load(old, 1, draining=True)
@@ -258,12 +258,12 @@ def test_a_full_drafter_is_not_asked_by_all_at_once() -> None:
 def test_a_drafter_that_can_never_take_a_session_is_not_asked_again_and_others_are() -> None:
     short, long, one = up(link("short")), up(link("long"), 3), session()
     pool = pool_of(short, long)
-    pool.place(one)
+    pool.place([one])
     assert one.draft.drafter == "short"
     short._receive(FromDrafter(rejects=(Reject(one.draft.slot, "context"),)))
     pool.commit(one, (1,))
     assert (one.draft, one.unfit) == (None, {"short"})
-    pool.place(one)
+    pool.place([one])
     assert one.draft.drafter == "long"
 
 
