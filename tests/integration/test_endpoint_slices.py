@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kubernetes.aio import client
+from support.cluster import STREAMS, Remote, cluster
 from support.kubernetes_api import ApiServer, api_server
 from support.services import until
 
@@ -188,3 +189,31 @@ async def test_outside_a_cluster_and_without_a_kubeconfig_it_says_so(monkeypatch
     with pytest.raises(ConfigurationError, match="service account"):
         async with open_endpoint_slices("drafters.ns"):
             pass
+
+
+@pytest.mark.services
+async def test_sessions_follow_the_pods_of_a_service() -> None:
+    """A verifier that knows nothing but the service: a pod that becomes ready drafts, one that terminates is left at once."""
+
+    def pod(remote: Remote, conditions: dict[str, bool]) -> dict:
+        host, _, port = remote.server.address.rpartition(":")
+        item = recorded(conditions, name=f"slice-{port}")
+        item["endpoints"][0]["addresses"], item["ports"] = [host], [{"name": "grpc", "port": int(port)}]
+        return item
+
+    async with api_server() as server, client.ApiClient(client.Configuration(host=server.url)) as api:
+        found = EndpointSliceDiscovery(client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc")
+        async with cluster(1, found=found) as c:
+            first, second = await c.add_drafter(announce=False), await c.add_drafter(announce=False)
+            await server.apply(pod(first, READY))
+            await until(lambda: c.verifiers[0].pool.up)
+            c.load()
+            await until(lambda: first.num_trees == STREAMS)
+            await server.apply(pod(second, READY))
+            await until(lambda: len(c.verifiers[0].pool.up) == 2)
+            await server.apply(pod(first, LEAVING))  # the API says so before the pod does
+            await until(lambda: second.num_trees == STREAMS and not first.num_trees)
+            await c.progress(5)
+            await server.delete(pod(first, LEAVING)["metadata"]["name"])
+            await until(lambda: len(c.verifiers[0].pool.links) == 1)
+            await c.stop()
