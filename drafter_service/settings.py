@@ -25,7 +25,7 @@ class DrafterSettings(ProcessSettings):
         "", description="redis://host:port/0 of the registry where verifiers find it (default: none)"
     )
     advertise: str = Field("", description="host:port that verifiers dial (default: the one it listens on)")
-    zone: str = Field("", description="where it runs, for whoever prefers near peers")
+    zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")

@@ -47,6 +47,7 @@ def build(
         topk=settings.topk,
         law_atoms=settings.law_atoms,
         draft_wait_s=settings.draft_wait_ms / 1e3,
+        zone=settings.zone,
         draft_prior_row_s=settings.draft_prior_row_ms / 1e3,
         max_rows=settings.max_num_batched_tokens,
         prefill_chunk=settings.max_num_batched_tokens,

@@ -54,6 +54,7 @@ class DrafterPool:
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
         prior_row_s: float = 0.0,
+        zone: str = "",
         shape: Shape,
         metrics: LinkMetrics | None = None,
     ) -> None:
@@ -61,7 +62,7 @@ class DrafterPool:
         self._metrics.watch(lambda: self.links)
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
         self._sources, self._shape = sources, shape
-        self._fixed = dict(drafters)
+        self._fixed, self._zone = dict(drafters), zone
         self.links = [Link(name, drafter, hello, on_growth, self._metrics) for name, drafter in drafters.items()]
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
         self.demand = {pool: VerifierDemand(prior_row_s=prior_row_s) for pool in pools}
@@ -130,6 +131,7 @@ class DrafterPool:
         for address, (pool, peer) in found.items():
             link = known.get(address) or self._add(address)
             link.pool, link.leaving = pool, peer.leaving
+            link.near = not (self._zone and peer.zone) or self._zone == peer.zone
         for link in self.links:
             link.leaving = link.leaving or not (link.name in found or link.name in self._fixed)
         self._drop(found)

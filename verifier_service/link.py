@@ -68,6 +68,7 @@ class Link:
         self.refusal = ""
         self.draining = False  # it says so
         self.leaving = False  # discovery says so
+        self.near = True  # in this verifier's zone, as far as is known
         self.drafts: dict[int, Draft] = {}  # by slot
         self.breaker = Breaker()
         self.asked_s: float | None = None  # since when something it must answer has been waiting for any answer
@@ -104,6 +105,7 @@ class Link:
             self.gain,
             self.draining or self.leaving,
             time.monotonic() - self._load_s <= FRESH_S,
+            self.near,
         )
 
     # -- outbound -----------------------------------------------------------------------------------------------------

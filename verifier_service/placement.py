@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 CROWDED = 0.5  # share of its capacity from which a drafter is worth leaving for balance
 QUEUEING_S = 0.02  # or how long a commit waits there for its turn
+FAR = 2.0  # how many times slower a drafter of another zone is taken to be
 MORE, AND = 1.25, 1  # hysteresis: it must hold MORE times what the other holds AND one
 
 
@@ -21,6 +22,7 @@ class DrafterView:
     room      sessions it would take now;  capacity, used  of all verifiers, as it last said;  own  of this verifier
     latency_s commit to first growth, lately (0: unknown);  gain  tokens per round with its trees (0: unknown)
     leaving   drains, or was not found any more;  fresh  what it said of its load is news
+    near      in the same zone, or who knows: counts until its latency is known
     """
 
     name: str
@@ -33,6 +35,7 @@ class DrafterView:
     gain: float = 0.0
     leaving: bool = False
     fresh: bool = True
+    near: bool = True
 
     @property
     def share(self) -> float:
@@ -59,7 +62,8 @@ def place(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str |
     quickest_s = min((v.latency_s for v in candidates if v.latency_s > 0), default=1.0)
 
     def score(view: DrafterView) -> float:
-        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else 1.0
+        guess = 1.0 if view.near else FAR
+        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else guess
         free = max(view.room, view.capacity - view.used) / max(1, view.capacity)
         return free * (view.gain or gain) / slower
 

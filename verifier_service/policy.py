@@ -17,6 +17,7 @@ class Policy:
     topk: int = 4
     law_atoms: int = 32
     draft_wait_s: float = 0.2
+    zone: str = ""  # where it runs: drafters near by are tried first
     draft_prior_row_s: float = 0.0  # row-seconds of drafting per round until drafters report; 0: unknown
     max_rows: int = 256
     prefill_chunk: int = 256

@@ -70,6 +70,7 @@ class VerifierService:
             sources=sources if model.info.supports_trees else (),
             dial=dial,
             prior_row_s=self.policy.draft_prior_row_s,
+            zone=self.policy.zone,
             shape=Shape(*self.policy.shape),
             metrics=self.metrics.links,
         )

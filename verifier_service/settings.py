@@ -33,7 +33,7 @@ class VerifierSettings(ProcessSettings):
         "", description="name under which gateways find it (default: the last part of --model)"
     )
     advertise: str = Field("", description="host:port that gateways dial (default: the one it listens on)")
-    zone: str = Field("", description="where it runs, for whoever prefers near peers")
+    zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")

@@ -23,6 +23,9 @@ def view(
         ([view("small", 0, 2), view("large", 8, 64)], "small"),  # by share: the small one is empty
         ([view("far", latency_s=0.04), view("near", latency_s=0.01)], "near"),
         ([view("far", latency_s=0.04), view("near", 15, latency_s=0.01)], "far"),
+        ([view("elsewhere", near=False), view("here", 7)], "here"),
+        ([view("elsewhere", near=False), view("here", 9)], "elsewhere"),
+        ([view("elsewhere", near=False, latency_s=0.01), view("here", latency_s=0.03)], "elsewhere"),  # measured
         ([view("poor", gain=1.5), view("good", gain=3.0)], "good"),
         ([view("poor", gain=1.5), view("good", 14, gain=3.0)], "poor"),
         ([view("known", 4, gain=2.0, latency_s=0.01), view("new")], "new"),  # what is not known is tried
