@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import replace
 
@@ -70,6 +70,7 @@ class DrafterPool:
             link.pool = pools[0]
         self.num_moves = 0
         self._found: dict[int, tuple[Peer, ...]] = {}  # by source
+        self._known = set(self._fixed)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of links, by name
         self._following: list[asyncio.Task[None]] = []
         self._next_tick_s, self._num_ticks = 0.0, 0
@@ -132,9 +133,10 @@ class DrafterPool:
             link = known.get(address) or self._add(address)
             link.pool, link.leaving = pool, peer.leaving
             link.near = not (self._zone and peer.zone) or self._zone == peer.zone
+        self._known = {*found, *self._fixed}
         for link in self.links:
-            link.leaving = link.leaving or not (link.name in found or link.name in self._fixed)
-        self._drop(found)
+            link.leaving = link.leaving or link.name not in self._known
+        self._drop()
         self._on_growth()
 
     def _add(self, address: str) -> Link:
@@ -145,11 +147,11 @@ class DrafterPool:
         self._tasks[address] = asyncio.create_task(_run(link, dialled), name=f"drafter {address}")
         return link
 
-    def _drop(self, found: Collection[str]) -> None:
-        for link in list(self.links):
-            if link.leaving and link.name not in found and link.name not in self._fixed and not link.drafts:
-                self.links.remove(link)
-                self._tasks.pop(link.name).cancel()
+    def _drop(self) -> None:
+        """Forget those that are found no more and hold nothing."""
+        for link in [link for link in self.links if link.name not in self._known and not link.drafts]:
+            self.links.remove(link)
+            self._tasks.pop(link.name).cancel()
 
     # -- which session is where ------------------------------------------------------------------------------------------
 
@@ -173,6 +175,7 @@ class DrafterPool:
         numbers = Counter(self._pool_of(session) for session in sessions if session.drafts)
         for pool, demand in self.demand.items():
             demand.sessions = numbers[pool]
+        self._drop()
         self._num_ticks += 1
         self._next_tick_s = now_s + jittered(TICK_S, self._hello().incarnation, self._num_ticks)
         waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]

@@ -171,6 +171,7 @@ def test_a_lost_link_leaves_its_sessions_to_others() -> None:
 def pool_of(*links: Link) -> DrafterPool:
     pool = DrafterPool({}, hello, lambda: None, shape=SHAPE)
     pool.links = list(links)
+    pool._known = {"old", "new", *(link.name for link in links)}
     return pool
 
 
