@@ -19,6 +19,7 @@ from gateway.http_fields import json_object
 from gateway.http_generate import Generations
 from gateway.http_logprobs import Names
 from gateway.http_messages import conversation
+from gateway.http_openapi import description
 from gateway.http_page import page_routes
 from gateway.http_requests import parse_chat, parse_completion
 from gateway.http_shapes import ChatShape, TextShape
@@ -44,6 +45,8 @@ def build_app(service: GatewayService) -> Starlette:
         Route("/health/ready", api.ready),
         Route("/load", api.load),
         Route("/version", api.version),
+        Route("/openapi.json", api.openapi),
+        Route("/tokenizer_info", api.tokenizer_info),
         Route("/metrics", api.metrics),
         *page_routes(),
     ]
@@ -124,6 +127,13 @@ class HttpApi:
 
     async def version(self, request: Request) -> Response:
         return json_response({"version": rootward.__version__})
+
+    async def openapi(self, request: Request) -> Response:
+        return json_response(description())
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """vLLM's: special tokens and template, for clients that tokenise over /tokenize (lm-eval does)."""
+        return json_response(dict(self.service.tokenizer.special_texts))
 
     async def metrics(self, request: Request) -> Response:
         return Response(generate_latest(self.service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})

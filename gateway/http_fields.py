@@ -15,6 +15,7 @@ from rootward.core.requests import Sampling
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
 MAX_DIGITS = 12  # of a header
+MAX_STREAM_INTERVAL = 1024  # tokens
 
 NO_IDS: tuple[int, ...] = ()
 NO_TEXTS: tuple[str, ...] = ()
@@ -115,8 +116,10 @@ def stream_options(body: Body, stream: bool) -> tuple[bool, bool]:
 
 def stream_interval(body: Body) -> int:
     value = one(body, "stream_interval", integer, 0)
-    if not 0 <= value <= 1024:
-        raise InvalidRequest("stream_interval", value, "is outside [0, 1024]; 0 sends tokens as they become final")
+    if not 0 <= value <= MAX_STREAM_INTERVAL:
+        raise InvalidRequest(
+            "stream_interval", value, f"is outside [0, {MAX_STREAM_INTERVAL}]; 0 sends tokens as they become final"
+        )
     return value
 
 

@@ -54,6 +54,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    @property
+    def special_texts(self) -> Mapping[str, str | None]:
+        """`eos_token` and its kind, and the chat template."""
+
     def token_bytes(self, token: int) -> bytes | None:
         """The bytes that a token adds to a text; None where that cannot be said."""
 
@@ -146,6 +150,12 @@ class HuggingFaceTokenizer:
         )
         return str(text)
 
+    @property
+    def special_texts(self) -> Mapping[str, str | None]:
+        names = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
+        values = {name: getattr(self._tokenizer, name, None) for name in names}
+        return {name: value if isinstance(value, str) else None for name, value in values.items()}
+
     def token_bytes(self, token: int) -> bytes | None:
         """Those of a part of a character are read off the vocabulary, which spells bytes in one of two ways."""
         text = self.decode([token], skip_special_tokens=False)
@@ -193,6 +203,10 @@ class TokenNumbers:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{i} " for i in ids)
+
+    @property
+    def special_texts(self) -> Mapping[str, str | None]:
+        return {}
 
     def token_bytes(self, token: int) -> bytes | None:
         return f"{token} ".encode()
