@@ -18,6 +18,7 @@ import structlog
 from drafter_service.fairness import gives_up
 from drafter_service.metrics import Metrics
 from drafter_service.pairing import Agree, with_model
+from drafter_service.spans import Spans
 from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
@@ -71,6 +72,7 @@ class DrafterService:
         )
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
         self._mailbox: list[tuple[Stream, ToDrafter | None, float]] = []  # and when it came; None: the stream ended
+        self._spans = Spans()
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
@@ -232,10 +234,13 @@ class DrafterService:
             self._queue_s += QUEUE_MEMORY * (now_s - came_s - self._queue_s)
         for key, grow in self.grower.level():
             if (owner := self._streams.get(key[0])) is not None:
-                out.append((owner, replace(grow, queue_us=int(1e6 * self._waited.pop(key, 0.0)))))
+                told = replace(grow, queue_us=int(1e6 * self._waited.pop(key, 0.0)))
+                self._spans.grew(key, told)
+                out.append((owner, told))
         return out
 
     def _gone(self, stream: Stream) -> None:
+        self._spans.left(stream.number)
         for key in [k for k in self.grower.trees if k[0] == stream.number]:
             self.grower.close(key)
         self._waited = {key: waited_s for key, waited_s in self._waited.items() if key[0] != stream.number}
@@ -246,6 +251,7 @@ class DrafterService:
         given_up: list[tuple[Stream, Grow | NeedSync | Reject]] = []
         for close in frame.closes:
             self.grower.close((stream.number, close.slot))
+            self._spans.closed((stream.number, close.slot))
             self._waited.pop((stream.number, close.slot), None)
         for commit in frame.commits:
             out += self.grower.commit((stream.number, commit.slot), commit)
@@ -256,6 +262,8 @@ class DrafterService:
                 out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=RETRY_MS))
             elif (refused := self.grower.open((stream.number, message.slot), message)) is not None:
                 out.append(refused)
+            else:
+                self._spans.opened((stream.number, message.slot), message)
         return given_up + [(stream, message) for message in out]
 
     def _make_room(self, asking: int) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
@@ -265,6 +273,7 @@ class DrafterService:
             return []
         slot = max(slot for number, slot in self.grower.trees if number == loser)
         self.grower.close((loser, slot))
+        self._spans.closed((loser, slot))
         self._waited.pop((loser, slot), None)
         owner = self._streams.get(loser)
         return [] if owner is None else [(owner, Reject(slot, "fair share", retry_after_ms=RETRY_MS))]
@@ -277,6 +286,7 @@ class DrafterService:
                 self.grower.close(key)
             except Exception:
                 log.exception("close_failed")
+            self._spans.closed(key)
             if (stream := self._streams.get(key[0])) is not None:
                 out.append((stream, Reject(key[1], "internal error", retry_after_ms=RETRY_MS)))
         return out

@@ -15,10 +15,12 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from rootward.errors import ConfigurationError
+
+__all__ = ["INVALID_SPAN", "Span", "begin", "configure_tracing", "note", "request_span", "traceparent_of"]
 
 MAX_TRACEPARENT = 64  # characters; the format has 55
 

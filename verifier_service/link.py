@@ -21,6 +21,7 @@ from rootward.core.requests import Law
 from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
+from rootward.tracing import traceparent_of
 from verifier_service.breaker import Breaker
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.outbox import Outbox
@@ -147,6 +148,7 @@ class Link:
             shape.topk,
             eos,
             tenant=number_of(session.tenant) if session.tenant else 0,
+            traceparent=traceparent_of(session.span),
         )
 
     def commit(self, draft: Draft, tokens: Sequence[int], node_budget: int | None = None) -> None:

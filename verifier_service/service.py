@@ -20,6 +20,7 @@ from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
 from rootward.heart import Heart
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
+from rootward.tracing import request_span
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import Dial, DrafterPool
@@ -32,6 +33,7 @@ from verifier_service.rounds import Rounds
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, View, schedule
 from verifier_service.sessions import Session, choose_rule
+from verifier_service.spans import trace_round
 
 log = structlog.get_logger("verifier")
 
@@ -181,8 +183,10 @@ class VerifierService:
         self._live[request.request_id] = session
         self.places.wait(session)
         self._wake.set()
+        about: dict[str, str | int] = {"request_id": request.request_id, "epoch": request.epoch}
         try:
-            yield session
+            with request_span("verifier.request", request.traceparent, **about) as session.span:
+                yield session
         finally:
             session.done = True  # the loop frees it between steps
             self.admission.forget(session)
@@ -360,6 +364,7 @@ class VerifierService:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         missed = self.rounds.ended(session, outcome, rows, load)
+        trace_round(session, outcome, missed=missed)
         self.metrics.committed(done.tree, outcome, missed=missed)
         about = outcome.logprobs, session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, *about, missed=missed)

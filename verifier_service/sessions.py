@@ -32,6 +32,7 @@ from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
+from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.cost import Machine
 from verifier_service.gain import Gain
 
@@ -115,6 +116,7 @@ class Session:
     history: History | None = None  # of the text, where penalties need it
     num_cached: int | None = None  # prompt tokens whose KV was there when it began
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    span: Span = INVALID_SPAN  # of the request, in a trace
     stop_ids: frozenset[int] = field(init=False)  # tokens that end this generation
 
     def __post_init__(self) -> None:
