@@ -1,6 +1,6 @@
 """What the gateway costs: many streams of the demo pair through all services, and the same ones straight from the verifier.
 
-    python benchmarks/gateway.py --streams 200 --tokens 64 --pairs 3 [--profile FILE]
+    python benchmarks/gateway.py --streams 200 --tokens 32 --pairs 5 [--profile FILE]
 
 Both ways take turns on the same processes, so that the ratio is one of the same minute on the same machine. Every stream is checked: all
 tokens, in order, and the same text both ways (the requests are coupled).
@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 from rootward import AsyncClient, SamplingParams, demo
@@ -25,9 +28,21 @@ READY_S = 120.0
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
 
 
+@dataclass
+class Running:
+    """A service process. Its CPU time is what the kernel says, on Linux."""
+
+    address: str
+    pid: int
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @asynccontextmanager
-async def service(module: str, *flags: str) -> AsyncIterator[str]:
-    """Address of a service process."""
+async def service(module: str, *flags: str) -> AsyncIterator[Running]:
+    """A service, listening."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, *module.split(), *flags, stdout=asyncio.subprocess.PIPE
     )
@@ -35,7 +50,7 @@ async def service(module: str, *flags: str) -> AsyncIterator[str]:
     try:
         async with asyncio.timeout(READY_S):
             line = (await process.stdout.readline()).decode()
-        yield line.partition(" listening on ")[2].split()[0]
+        yield Running(line.partition(" listening on ")[2].split()[0], process.pid)
     finally:
         process.terminate()
         await process.wait()
@@ -67,68 +82,103 @@ async def through(client: AsyncClient, name: str, seed: int, tokens: int) -> tup
 Way = Callable[[str, int, int], Awaitable[tuple[int, ...]]]
 
 
-async def turn(way: Way, label: str, streams: int, tokens: int) -> tuple[float, list[tuple[int, ...]]]:
-    """(tokens per second, what each stream got) of `streams` at once."""
-    began = time.perf_counter()
-    got = await asyncio.gather(*(way(f"{label}-{i}", i, tokens) for i in range(streams)))
-    assert all(len(one) == tokens for one in got)
-    return streams * tokens / (time.perf_counter() - began), list(got)
+@dataclass
+class Stack:
+    """The demo pair as processes."""
+
+    services: dict[str, Running]
+    verifier: RemoteVerifier
+    client: AsyncClient
+
+    def cpu_s(self) -> dict[str, float]:
+        return {name: one.cpu_s() for name, one in self.services.items()} | {"client": time.process_time()}
 
 
 @asynccontextmanager
-async def stack(streams: int, profile: str = "") -> AsyncIterator[tuple[RemoteVerifier, AsyncClient]]:
-    """The demo pair as processes."""
-    pair, loopback = demo.paths(), "127.0.0.1:0"
+async def stack(streams: int, profile: str = "") -> AsyncIterator[Stack]:
+    pair, listen = demo.paths(), ("--listen", "127.0.0.1:0")
     async with AsyncExitStack() as running:
         enter = running.enter_async_context
-        drafter = await enter(service("-m drafter_service", "--model", str(pair.draft), "--listen", loopback))
-        flags = [
+        drafter = await enter(service("-m drafter_service", "--model", str(pair.draft), *listen))
+        room = ("--max-num-seqs", str(streams))
+        flags = (
+            "--model",
+            str(pair.target),
             "--drafters",
-            drafter,
-            "--listen",
-            loopback,
-            "--max-num-seqs",
-            str(streams),
+            drafter.address,
+            *listen,
+            *room,
             "--max-num-queued-reqs",
             "1000",
-        ]
-        target = await enter(service("-m verifier_service", "--model", str(pair.target), *flags))
-        flags = ["--verifiers", target, "--listen", loopback, "--http-listen", loopback, "--max-num-seqs", str(streams)]
+        )
+        verifier = await enter(service("-m verifier_service", *flags))
         module = f"-m cProfile -o {profile} -m gateway" if profile else "-m gateway"
-        front = await enter(service(module, "--model", str(pair.target), *flags))
-        yield await enter(RemoteVerifier(target)), await enter(AsyncClient(front))
+        flags = (
+            "--model",
+            str(pair.target),
+            "--verifiers",
+            verifier.address,
+            *listen,
+            "--http-listen",
+            "127.0.0.1:0",
+            *room,
+        )
+        gateway = await enter(service(module, *flags))
+        services = {"drafter": drafter, "verifier": verifier, "gateway": gateway}
+        yield Stack(services, await enter(RemoteVerifier(verifier.address)), await enter(AsyncClient(gateway.address)))
+
+
+@dataclass
+class Turn:
+    """All streams once, one way."""
+
+    tokens_per_s: float
+    cpu_ms: dict[str, float]  # per token, by process
+    got: list[tuple[int, ...]]
+
+
+async def turn(stack: Stack, way: Way, label: str, streams: int, tokens: int) -> Turn:
+    began, before = time.perf_counter(), stack.cpu_s()
+    got = await asyncio.gather(*(way(f"{label}-{i}", i, tokens) for i in range(streams)))
+    assert all(len(one) == tokens for one in got)
+    total, seconds = streams * tokens, time.perf_counter() - began
+    cpu_ms = {name: 1e3 * (now - before[name]) / total for name, now in stack.cpu_s().items()}
+    return Turn(total / seconds, cpu_ms, list(got))
 
 
 async def compare(streams: int, tokens: int, pairs: int, profile: str = "") -> dict[str, object]:
-    """Ratios of tokens per second, through the gateway over straight, one per pair of turns; the first pair warms up."""
-    rates: list[tuple[float, float]] = []
-    async with stack(streams, profile) as (verifier, client):
+    """Figures of each pair of turns, and the median of their ratios, through the gateway over straight. A first pair warms up."""
+    done: dict[str, list[Turn]] = {"straight": [], "through": []}
+    async with stack(streams, profile) as running:
+        ways: dict[str, Way] = {
+            "straight": lambda *about: straight(running.verifier, *about),
+            "through": lambda *about: through(running.client, *about),
+        }
         for number in range(pairs + 1):
-            ways: list[tuple[str, Way]] = [
-                ("straight", lambda *about: straight(verifier, *about)),
-                ("through", lambda *about: through(client, *about)),
-            ]
-            done = {}
-            for label, way in ways if number % 2 else reversed(ways):
-                done[label] = await turn(way, f"{label}{number}", streams, tokens)
-            assert done["straight"][1] == done["through"][1]
-            rates.append((done["straight"][0], done["through"][0]))
-    ratios = [through / straight for straight, through in rates[1:]]
-    names = ("straight_tokens_per_s", "through_tokens_per_s")
-    figures: dict[str, object] = {name: [round(r[i], 1) for r in rates[1:]] for i, name in enumerate(names)}
-    return figures | {
+            for label in sorted(ways, reverse=number % 2 > 0):
+                done[label].append(await turn(running, ways[label], f"{label}{number}", streams, tokens))
+            assert done["straight"][-1].got == done["through"][-1].got
+    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(done["straight"], done["through"], strict=True)][1:]
+    about = {
         "streams": streams,
         "tokens": tokens,
         "ratios": [round(r, 3) for r in ratios],
         "median": round(median(ratios), 3),
     }
+    return about | {label: figures(turns[1:]) for label, turns in done.items()}
+
+
+def figures(turns: list[Turn]) -> dict[str, object]:
+    """Medians."""
+    cpu_ms = {name: round(median(t.cpu_ms[name] for t in turns), 3) for name in turns[0].cpu_ms}
+    return {"tokens_per_s": round(median(t.tokens_per_s for t in turns), 1), "cpu_ms_per_token": cpu_ms}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--profile", default="", help="file for cProfile of the gateway")
     options = parser.parse_args()
     print(json.dumps(asyncio.run(compare(options.streams, options.tokens, options.pairs, options.profile))))

@@ -61,6 +61,11 @@ async def side_by_side(generate: Generate, requests: Sequence[GenerateRequest]) 
 
     Closing it, or the failure of one, cancels all.
     """
+    if len(requests) == 1:  # by far the most; nothing to join
+        async with aclosing(generate(requests[0])) as only:
+            async for delta in only:
+                yield delta
+        return
     name = requests[0].request_id
     arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(len(requests))  # bounded: a slow reader slows all down
 

@@ -78,7 +78,7 @@ class Ledger:
         self._writing = asyncio.Lock()
         self._down = False
 
-    async def begin(self, request_id: str, about: Mapping[str, str] | None = None) -> Entry:
+    async def begin(self, request_id: str, about: Mapping[str, str] | None = None, *, least_epoch: int = 1) -> Entry:
         """Take the lease of a new run; `about` goes into its record. DuplicateRequest when it is running somewhere.
 
         While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch
@@ -87,10 +87,10 @@ class Ledger:
         holder, asked, about = _holder(), self._now(), dict(about or {})
         try:
             self._must_be_up()
-            lease = await self._store.begin(request_id, holder, self._lease_s, about)
+            lease = await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
         except StoreUnavailable:
             self._mark_down()
-            entry = Entry(Lease(request_id, 1, holder), asked + self._lease_s, fields=about, due=set(about))
+            entry = Entry(Lease(request_id, least_epoch, holder), asked + self._lease_s, fields=about, due=set(about))
             return self._entered(entry)
         return self._entered(Entry(lease, asked + self._lease_s, fields=about))
 

@@ -33,15 +33,16 @@ local function grant(e)
 end
 """
 
-# More ARGV: field, value, … of the hash. A new run: the log of an earlier one under this id is forgotten. 0 = it is running.
+# More ARGV: the least epoch, field, value, … of the hash. A new run: the log of an earlier one is forgotten. 0 = it is running.
 BEGIN = (
     _HELD
     + """
 if holder and holder ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1], KEYS[4])
-for i = 5, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
-grant(epoch + 1)
-return epoch + 1
+for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
+epoch = math.max(epoch + 1, tonumber(ARGV[5]))
+grant(epoch)
+return epoch
 """
 )
 

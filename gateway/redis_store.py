@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisClusterException, RedisError
 
 from gateway.quotas import Rate
 from gateway.redis_schema import (
@@ -78,8 +78,10 @@ class RedisStore:
         async with self._answering():
             await self._client.exists(session_key(""))
 
-    async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
-        arguments = [*self._held(holder, 0, ttl_s), *_flat(about)]
+    async def begin(
+        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
+    ) -> Lease:
+        arguments = [*self._held(holder, 0, ttl_s), least_epoch, *_flat(about)]
         async with self._answering():
             epoch = await self._begin(request_keys(request_id), arguments)
         if not epoch:
@@ -111,7 +113,7 @@ class RedisStore:
             try:
                 pipeline: Any = self._client.pipeline(transaction=False)
                 for own, values in zip(keys, arguments, strict=True):
-                    pipeline.evalsha(self._write.sha, len(own), *own, *values)
+                    pipeline.execute_command("EVALSHA", self._write.sha, len(own), *own, *values)
                 found = await pipeline.execute()
             except NoScriptError:  # a server that has restarted; one by one they load the script where it is missing
                 found = [await self._write(own, values) for own, values in zip(keys, arguments, strict=True)]
@@ -184,7 +186,10 @@ class RedisStore:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield
-        except (RedisError, OSError, TimeoutError) as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # the client has swallowed it
+                    raise asyncio.CancelledError
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             raise StoreUnavailable(f"the session store does not answer ({type(error).__name__})") from error
 
 

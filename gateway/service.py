@@ -24,6 +24,7 @@ from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_reque
 from gateway.stops import Output, Span
 from gateway.text import Tokenizer
 from gateway.upstreams import Upstreams
+from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ServiceError, Unavailable
 from rootward.ports import Lease, ModelInfo
@@ -89,7 +90,7 @@ class GatewayService:
             lambda: self.admission.num_waiting,
             lambda: sum(u.ready for u in upstreams),
         )
-        self._store = store
+        self._store, self._clock = store, SystemClock()
         self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}
@@ -309,7 +310,8 @@ class GatewayService:
             entry = Entry(Lease(request_id, 0, ""), 0.0)  # nobody drives it
             self._ledger.extend(entry, record.output)
         elif entry is None:
-            entry = await self._ledger.begin(request_id, described)
+            # Its record is lost, but a verifier may know its epochs: counts that begin with the time are above all of them.
+            entry = await self._ledger.begin(request_id, described, least_epoch=int(self._clock.wall()))
         self._ledger.extend(entry, more)
         self.metrics.resumed()
         return plan, entry, record

@@ -84,8 +84,10 @@ class Write:
 class Store(Protocol):
     """Control plane only: never on the round path. Every call is bounded in time and may raise StoreUnavailable."""
 
-    async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
-        """A new run, with the next epoch and an empty log. DuplicateRequest if another holder's lease is alive."""
+    async def begin(
+        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
+    ) -> Lease:
+        """A new run, with the next epoch, at least `least_epoch`, and an empty log. DuplicateRequest if another holder's lease is alive."""
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
         """Go on with a run, whoever drives it now. No lease: the id is unknown (empty record) or the run is finished.
@@ -139,13 +141,15 @@ class MemoryStore:
         self._buckets = Buckets(now)
         self._look_again = 0.0
 
-    async def begin(self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str]) -> Lease:
+    async def begin(
+        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
+    ) -> Lease:
         self._forget_expired()
         kept = self._requests.setdefault(request_id, _Kept())
         if self._alive(kept) and kept.holder != holder:
             raise duplicate(request_id)
         kept.fields, kept.log = dict(about), Run()
-        return self._grant(request_id, kept, kept.epoch + 1, holder, ttl_s)
+        return self._grant(request_id, kept, max(kept.epoch + 1, least_epoch), holder, ttl_s)
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
         self._forget_expired()

@@ -84,7 +84,7 @@ class HuggingFaceTokenizer:
     """A Hugging Face tokenizer behind the five calls that the gateway needs."""
 
     def __init__(self, tokenizer: Any, *, add_special_tokens: bool = False):
-        self._tokenizer = tokenizer
+        self._tokenizer, self._backend = tokenizer, _plain_backend(tokenizer)
         self._add_special_tokens = add_special_tokens
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
@@ -145,6 +145,8 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the tokenizer (padding of the vocabulary) decode to nothing."""
         known = [i for i in ids if 0 <= i < self.num_ids]
+        if self._backend is not None:  # once per token: what lies above it costs ten times as much
+            return str(self._backend.decode(known, skip_special_tokens=skip_special_tokens))
         text = self._tokenizer.decode(
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -171,6 +173,14 @@ class HuggingFaceTokenizer:
         """A detokeniser for the output that follows `context`."""
         hidden = self.special_ids if skip_special_tokens else frozenset()
         return Detokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), context, hidden)
+
+
+def _plain_backend(tokenizer: Any) -> Any:
+    """The fast tokenizer inside, where decoding is its own and nothing on top of it; else None."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = getattr(type(tokenizer), "_decode", None) is PreTrainedTokenizerFast._decode
+    return tokenizer.backend_tokenizer if own else None
 
 
 class TokenNumbers:

@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisError
+from redis.exceptions import RedisClusterException, RedisError
 
 from rootward.clock import Clock, SystemClock
 from rootward.errors import Unavailable
@@ -116,7 +116,7 @@ class Registry:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # the client has swallowed it
                     raise asyncio.CancelledError
-        except (RedisError, OSError, TimeoutError) as error:
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             raise RegistryUnavailable(f"the registry does not answer ({type(error).__name__})") from error
 
 

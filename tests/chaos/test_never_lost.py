@@ -25,7 +25,8 @@ from rootward import AsyncClient, SamplingParams
 pytestmark = [pytest.mark.services, pytest.mark.timeout(1800), pytest.mark.asyncio(loop_scope="module")]
 
 MODEL = "tabular:vocab=40,seed=1,sharpness=2"
-NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 400, 8, 4
+NUM_TOKENS, NUM_STREAMS, NUM_SEEDS = 250, 6, 3
+DRAIN = ("--shutdown-timeout-s", "0.1")
 
 
 @dataclass
@@ -61,10 +62,10 @@ async def cluster() -> AsyncIterator[Cluster]:
         redis = running.enter_context(RedisProcess())
         made = Cluster(redis)
         for _ in range(2):
-            target = verifier(MODEL, [], "--max-num-seqs", "32", port=free_port())
+            target = verifier(MODEL, [], "--max-num-seqs", "32", *DRAIN, port=free_port())
             made.verifiers.append(running.enter_context(target))
         for _ in range(2):
-            flags = ("--redis-url", redis.url, "--redispatch-wait-s", "120")
+            flags = ("--redis-url", redis.url, "--redispatch-wait-s", "120", *DRAIN)
             front = gateway(MODEL, [v.address for v in made.verifiers], *flags, port=free_port())
             made.gateways.append(running.enter_context(front))
         async with AsyncClient(made.target) as client:
@@ -127,7 +128,7 @@ async def test_gateways_killed_under_load(cluster: Cluster, times: int) -> None:
     await killed_again_and_again(cluster, cluster.gateways, times)
 
 
-@pytest.mark.parametrize("away_s", [3.0, pytest.param(10.0, marks=pytest.mark.long)])
+@pytest.mark.parametrize("away_s", [2.5, pytest.param(10.0, marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 async def test_redis_away_under_load(cluster: Cluster, how: str, away_s: float) -> None:
     async with load(cluster):
@@ -147,6 +148,18 @@ async def test_redis_away_under_load(cluster: Cluster, how: str, away_s: float) 
     await kill_and_restart(cluster.gateways[0])  # the record works again
     async with load(cluster, streams=2):
         await kill_and_restart(cluster.gateways[1])
+    cluster.num_done = 0
+
+
+async def test_drained_services_hand_over_what_they_run(cluster: Cluster) -> None:
+    """SIGTERM with a shutdown timeout that has passed before anything ends: clients go on elsewhere and see nothing of it."""
+    async with load(cluster):
+        for victim in (cluster.verifiers[0], cluster.gateways[0]):
+            before = cluster.num_done
+            victim.process.send_signal(signal.SIGTERM)
+            assert await asyncio.to_thread(victim.process.wait, 60) == 0
+            await asyncio.to_thread(victim.start)
+            await until(lambda: cluster.num_done > before + 1)  # noqa: B023
     cluster.num_done = 0
 
 

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Self
 
 import redis
@@ -23,10 +24,13 @@ def _answers(port: int) -> bool:
 
 
 class RedisProcess:
-    """A fresh Redis on loopback that keeps nothing on disk; it may be killed and started again on its port."""
+    """A fresh Redis on loopback that keeps nothing on disk; it may be killed and started again on its port.
 
-    def __init__(self, port: int = 0, *options: str) -> None:
-        self.port, self._options = port or free_port(), options
+    With a `config` file it is a Sentinel.
+    """
+
+    def __init__(self, port: int = 0, *options: str, config: Path | None = None) -> None:
+        self.port, self._options, self._config = port or free_port(), options, config
         self._folder = tempfile.TemporaryDirectory()
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -35,7 +39,10 @@ class RedisProcess:
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        command = [*redis_command(self.port, self._folder.name), *self._options]
+        program, *flags = redis_command(self.port, self._folder.name)
+        command = [program, *flags, *self._options]
+        if self._config is not None:
+            command = [program, str(self._config), "--sentinel", "--port", str(self.port), "--bind", "127.0.0.1"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         wait_until(lambda: _answers(self.port), what="Redis")
 

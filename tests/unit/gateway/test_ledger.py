@@ -21,9 +21,9 @@ class Counting(MemoryStore):
         super().__init__(now=lambda: self.time)
         self.time, self.appends, self.dead = 0.0, 0, False
 
-    async def begin(self, *args):
+    async def begin(self, *args, **options):
         self._check()
-        return await super().begin(*args)
+        return await super().begin(*args, **options)
 
     async def take_over(self, *args):
         self._check()

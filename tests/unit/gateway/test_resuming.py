@@ -155,6 +155,24 @@ async def test_a_client_that_holds_more_than_the_log_is_believed():
             assert (await store.record("one")).output.tokens == IDS
 
 
+async def test_a_record_that_was_lost_does_not_bring_back_epochs_that_verifiers_refuse():
+    def die_after(request):
+        return 2 if request.epoch == 1 else None
+
+    verifiers = [SpellingVerifier(run=1, die_after=die_after) for _ in range(2)]
+    store = MemoryStore()
+    async with serving(*verifiers, store=store) as service:
+        async with aclosing(service.generate(ask())) as deltas:
+            got = await first_tokens(deltas, 5)
+        await at_rest(service, *verifiers)
+        assert max(r.epoch for v in verifiers for r in v.requests) == 2
+        store._requests.clear()
+        for verifier in verifiers:
+            verifier.up = True
+        ids, _, _ = await rest(service, ask(len(got), got))
+        assert (*got, *ids) == IDS
+
+
 async def test_more_received_than_known_is_repeated_if_it_can_be_and_else_refused():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:

@@ -263,9 +263,9 @@ async def test_a_store_that_dies_stops_nothing():
             if self.dead:
                 raise StoreUnavailable("gone")
 
-        async def begin(self, *args):
+        async def begin(self, *args, **options):
             await self._check()
-            return await super().begin(*args)
+            return await super().begin(*args, **options)
 
         async def next_epoch(self, *args):
             await self._check()

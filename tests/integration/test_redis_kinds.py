@@ -1,0 +1,208 @@
+"""Session store and registry on every kind of Redis: behind Sentinel while the master dies, on a cluster, with ACL users, over TLS."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from support.certificates import Authority
+from support.processes import free_port, wait_until
+from support.redis import RedisProcess
+
+from gateway.quotas import Rate
+from gateway.redis_store import RedisStore
+from gateway.sessions import Run, StoreUnavailable, Write
+from rootward.discovery.registry import Worker, open_registry
+from rootward.ports import Lease
+
+pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
+
+ABOUT = {"digest": "d", "seed": "5"}
+USER = "user rootward on >word ~rw:* &* +@all -@dangerous"
+
+
+@asynccontextmanager
+async def connected(url: str) -> AsyncIterator[RedisStore]:
+    store = await RedisStore.connect(url, timeout_s=5.0)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+def run(*tokens: int) -> Run:
+    return Run(tokens, (True,) * len(tokens))
+
+
+async def works(store: RedisStore, name: str) -> Lease:
+    """A request's life, many requests in one write, a session, hints and a bucket."""
+    leases = [await store.begin(f"{name}-{i}", "a", 30, ABOUT) for i in range(8)]
+    assert await store.write([Write(lease, 0, run(1, 2)) for lease in leases], 30) == [2] * 8
+    again, record = await store.take_over(f"{name}-0", "b", 30, "d")
+    assert (again.epoch, record.output) == (2, run(1, 2))
+    last = Write(again, 2, run(3), {"finish": "x"}, "finished", total=3)
+    assert await store.write([last, Write(leases[0])], 30) == [3, -1]
+    assert (await store.take_over(f"{name}-0", "c", 30, "d"))[0] is None
+    assert (await store.next_epoch(leases[1], 30)).epoch == 2
+    await store.put_session(name, {"verifier": "v", "tokens": "9"}, 30)
+    await store.put_hints(name, {"v": [f"k{i}" for i in range(5)], "w": ["k0"]}, 30)
+    holders, session = await store.hints(name, ["k0", "k4", "k9"], name)
+    assert [set(h) for h in holders] == [{"v", "w"}, {"v"}, set()]
+    assert session["verifier"] == "v"
+    assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) == 0
+    assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) > 0
+    return leases[2]
+
+
+async def registry_works(url: str) -> None:
+    async with open_registry(url) as registry:
+        await registry.publish(Worker("verifier", "v-1", "large", "h:1"))
+        assert [w.address for w in await registry.workers("verifier", "large")] == ["h:1"]
+
+
+def port_with_a_bus() -> int:
+    """Nodes of a cluster also listen on their port + 10000."""
+    return next(port for port in iter(free_port, None) if port + 10_000 < 65_536)
+
+
+@contextmanager
+def cluster(size: int = 3) -> Iterator[list[RedisProcess]]:
+    """Servers that share all slots among them."""
+    with ExitStack() as running:
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
+        nodes = [running.enter_context(RedisProcess(port_with_a_bus(), *flags)) for _ in range(size)]
+        clients = [running.enter_context(redis.Redis(port=node.port, decode_responses=True)) for node in nodes]
+        for number, client in enumerate(clients):
+            slots = range(16384 * number // size, 16384 * (number + 1) // size)
+            client.execute_command("CLUSTER ADDSLOTS", *slots)
+            clients[0].execute_command("CLUSTER MEET", "127.0.0.1", nodes[number].port)
+        for client in clients:
+            wait_until(lambda c=client: c.execute_command("CLUSTER INFO")["cluster_state"] == "ok", what="cluster")
+            wait_until(lambda c=client: len(c.execute_command("CLUSTER NODES")) == size, what="nodes")
+        yield nodes
+
+
+async def test_a_cluster() -> None:
+    with cluster() as nodes:
+        url = "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
+        async with connected(url) as store:
+            await works(store, "one")
+            nodes[1].kill()
+            begun = (store.begin(f"two-{i}", "a", 30, ABOUT) for i in range(9))  # some lie on the one that is gone
+            errors = [e for e in await asyncio.gather(*begun, return_exceptions=True) if isinstance(e, Exception)]
+            assert errors
+            assert all(isinstance(error, StoreUnavailable) for error in errors)
+        with pytest.raises(Exception, match="cannot be reached"):
+            await RedisStore.connect("redis+cluster://127.0.0.1:1", timeout_s=1.0)
+
+
+async def test_the_registry_on_a_cluster() -> None:
+    with cluster() as nodes:
+        await registry_works(f"redis+cluster://127.0.0.1:{nodes[0].port}")
+
+
+@contextmanager
+def watched(folder: Path) -> Iterator[tuple[RedisProcess, RedisProcess, list[int]]]:
+    """(master, replica, ports of three Sentinels that watch them)."""
+    with ExitStack() as running:
+        master = running.enter_context(RedisProcess())
+        replica = running.enter_context(RedisProcess(0, "--replicaof", "127.0.0.1", str(master.port)))
+        ports = []
+        for number in range(3):
+            port = free_port()
+            file = folder / f"sentinel-{number}.conf"
+            lines = [f"sentinel monitor main 127.0.0.1 {master.port} 2", "sentinel down-after-milliseconds main 500"]
+            file.write_text("\n".join([*lines, "sentinel failover-timeout main 2000", ""]))
+            running.enter_context(RedisProcess(port, config=file))
+            ports.append(port)
+        with redis.Redis(port=ports[0], decode_responses=True) as sentinel:
+            known = sentinel.execute_command
+            wait_until(lambda: len(known("SENTINEL", "sentinels", "main")) == 2, what="the Sentinels")
+            wait_until(lambda: len(known("SENTINEL", "replicas", "main")) == 1, what="the replica")
+        with redis.Redis(port=replica.port) as client:
+            wait_until(lambda: client.info("replication")["master_link_status"] == "up", what="replication")
+        yield master, replica, ports
+
+
+async def test_sentinel_failover_in_the_middle(tmp_path: Path) -> None:
+    with watched(tmp_path) as (master, replica, ports):
+        url = "redis+sentinel://" + ",".join(f"127.0.0.1:{port}" for port in ports) + "/main"
+        async with connected(url) as store:
+            lease = await works(store, "one")
+            await registry_works(url)
+            with redis.Redis(port=replica.port) as client:
+                wait_until(lambda: client.llen(f"rw:req:{{{lease.request_id}}}:log") == 1, what="the replica's copy")
+            master.kill()
+            with pytest.raises(StoreUnavailable):
+                await store.write([Write(lease, 2, run(3))], 30)
+            async with asyncio.timeout(60):
+                while True:
+                    try:
+                        assert await store.write([Write(lease, 2, run(3))], 30) == [3]
+                        break
+                    except StoreUnavailable:
+                        await asyncio.sleep(0.1)
+            await works(store, "two")
+
+
+async def test_an_acl_user_that_may_touch_our_keys_only() -> None:
+    with RedisProcess() as server:
+        with redis.Redis(port=server.port) as client:
+            client.execute_command("ACL", "SETUSER", *USER.split()[1:])
+            client.execute_command("ACL", "SETUSER", "default", "off")
+        url = f"redis://rootward:word@127.0.0.1:{server.port}/0"
+        async with connected(url) as store:
+            await works(store, "one")
+        await registry_works(url)
+        with pytest.raises(Exception, match="cannot be reached") as caught:
+            await RedisStore.connect(url.replace("word@", "wrong@"), timeout_s=1.0)
+        assert "wrong" not in str(caught.value)
+
+
+@asynccontextmanager
+async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
+    """A port that speaks TLS and hands everything on (the server of the tests is built without it)."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(copy(reader, inner_writer), copy(inner_reader, writer))
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
+    ours, theirs, foreign = authority.issue("redis"), authority.issue("gateway"), stranger.issue("foreign")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.file))
+    context.load_cert_chain(ours.certificate, ours.key)
+    context.verify_mode = ssl.CERT_REQUIRED
+    with RedisProcess() as server:
+        async with behind_tls(server.port, context) as port:
+
+            def url(certificates: object = theirs, ca: Path = authority.file) -> str:
+                own = f"ssl_certfile={certificates.certificate}&ssl_keyfile={certificates.key}"
+                return f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}&{own}"
+
+            async with connected(url()) as store:
+                await works(store, "one")
+            await registry_works(url())
+            for wrong in (url(ca=stranger.file), url(foreign), f"redis://127.0.0.1:{port}/0"):
+                with pytest.raises(Exception, match="cannot be reached"):
+                    await RedisStore.connect(wrong, timeout_s=2.0)
