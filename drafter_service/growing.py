@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -16,45 +16,29 @@ import torch
 from numpy.typing import NDArray
 
 from drafter_service.fairness import dealt
+from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, shape_fault
+from rootward.core.ahead import Ahead, Bets, shared_order
+from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law, Sampling
-from rootward.core.rng import Key, draw_words, target_gumbel
+from rootward.core.rng import BonusKey, Key, draw_words, target_gumbel
 from rootward.core.rows import Row, quantise_top
 from rootward.demand import DrafterDemand
+from rootward.engine.processors import History, penalised
 from rootward.engine.sampling import processed, top_atoms
 from rootward.ports import LanguageModel, Rows
 
 K = TypeVar("K")  # what names a slot of a stream
 
 CHAIN_IDS = 1 << 40  # node ids of catch-up tokens in the KV tree; drawn nodes count up from 1 and never get there
-MAX_NODES = 240  # of a tree, whatever a verifier asks for: a KV slot has 256 cells beyond the context
+MAX_NODES = (
+    240  # of a tree, growth ahead included, whatever a verifier asks for: a KV slot has 256 cells beyond the context
+)
+GUESS_ATOMS = 2048  # of a row, among which the bonus token is guessed
 GREEDY_TEMPERATURE = 0.5  # what chosen trees rank by when the target decodes greedily: better than 1 (measured)
-
-
-@dataclass(slots=True)
-class GrowingTree:
-    """One slot of one stream. `pending`: committed tokens that are not in the KV cache yet; the last of them is the root."""
-
-    open: Open
-    tree: LivingTree
-    growth: Growth
-    kv_slot: int
-    pending: list[int]
-    key: Key
-    arrived_s: float
-    sent: int = 1  # first node id that no frame has carried
-    rows_sent: set[int] = field(default_factory=set)
-    told_rest: bool = False
-    exhausted: bool = False  # the draft model's context is full
-    compute_s: float = 0.0  # in draft forwards of this round
-    owner: tuple[Hashable, int] = (0, 0)  # verifier, tenant
-
-    @property
-    def ratio(self) -> bool:
-        return self.open.law in (Law.SAMPLED, Law.GREEDY)
 
 
 class Grower(Generic[K]):
@@ -71,10 +55,11 @@ class Grower(Generic[K]):
         prefill_chunk: int = 256,
         policy: Policy | None = None,
         group: Callable[[K], Hashable] = lambda _: 0,
+        bets: Bets | None = None,
     ) -> None:
         self.model, self.incarnation, self._group = model, incarnation, group
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
-        self.policy = policy or Policy(Law.SAMPLED)
+        self.policy, self.bets = policy or Policy(Law.SAMPLED), bets or Bets()
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self._num_draws = 0  # counts over the life of the process: a draw number is never used twice
@@ -101,6 +86,7 @@ class Grower(Generic[K]):
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
         self.trees[key] = self._planted(message)
         self.trees[key].owner = (self._group(key), message.tenant)
+        self.trees[key].foresee(message.prefix)
         return None
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
@@ -117,7 +103,13 @@ class Grower(Generic[K]):
         self.demand.round(growing.compute_s)
         growing.compute_s = 0.0
         unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
-        self._reroot(growing, message.tokens)
+        for run in message.rounds:
+            self._reroot(growing, run)
+        if message.node_budget is not None:
+            growing.allow(message.node_budget)
+        if growing.history is not None:
+            growing.history.extend(message.tokens)
+        growing.foresee(message.tokens)
         growing.arrived_s = time.monotonic()
         return unsent
 
@@ -135,25 +127,27 @@ class Grower(Generic[K]):
         """One draft forward for all trees that can use one; the frames it makes."""
         start_s = time.monotonic()
         active = [(key, g) for key, g in self.trees.items() if self._wants_level(g)]
+        if not all(g.betting for _, g in active):  # what the next rounds may verify goes before bets on their outcome
+            active = [(key, g) for key, g in active if not g.betting]
         work = [(g, rows, nodes) for (g, rows, nodes) in self._rows([g for _, g in active]) if len(rows.node)]
         if work:
             self._forward(work)
             self._account([(g, len(rows.node)) for g, rows, _ in work], time.monotonic() - start_s)
         frames: list[tuple[K, Grow]] = []
         for key, growing in active:
-            if not growing.pending:
+            if not growing.pending and growing.allowed:
                 growing.growth.draw(lambda n, g=growing: self._new_words(g, n))  # type: ignore[misc]
-            rest = growing.growth.at_rest
+            rest = growing.at_rest
             if growing.sent < growing.tree.next_id or (rest and not growing.told_rest):
                 frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
         return frames
 
     def _account(self, work: list[tuple[GrowingTree, int]], seconds: float) -> None:
         """Rows after the tree has come to rest are growth ahead."""
-        ahead = sum(rows for growing, rows in work if growing.told_rest and not growing.pending)
+        ahead = sum(rows for growing, rows in work if growing.betting)
         self.demand.level(sum(rows for _, rows in work) - ahead, ahead, seconds)
         for growing, _ in work:
-            growing.compute_s += seconds
+            growing.compute_s += 0.0 if growing.betting else seconds
 
     def _planted(self, message: Open) -> GrowingTree:
         hash_ = 0
@@ -161,30 +155,39 @@ class Grower(Generic[K]):
             hash_ = extend_hash(hash_, token)
         info = self.model.info
         eos = message.eos_ids
+        node_cap, ahead_cap = message.caps
         tree = LivingTree(
-            len(message.prefix), hash_, vocab_size=info.vocab_size, node_cap=message.node_cap, eos_ids=eos
+            len(message.prefix),
+            hash_,
+            vocab_size=info.vocab_size,
+            node_cap=node_cap,
+            eos_ids=eos,
+            ahead_cap=ahead_cap,
         )
-        policy = Policy(
-            message.law,
-            message.node_cap,
-            message.max_depth,
-            message.topk,
-            self.policy.draws_per_level,
-            self.policy.acceptance,
-            self.policy.later,
-            self.policy.family,
+        policy = replace(
+            self.policy, law=message.law, node_cap=node_cap, max_depth=message.max_depth, topk=message.topk
         )
-        growth = Growth(tree, policy, max_positions=info.max_positions)
+        own = Growth(tree, policy, max_positions=info.max_positions)
+        orders: dict[int, NDArray[np.int64]] = {}
+        growth = Ahead(own, replace(self.bets, nodes=ahead_cap), lambda node, row: orders.get(node, row.ids))
         key = Key(message.seed, message.choice)
-        return GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, time.monotonic())
+        begun_s, source = time.monotonic(), None
+        if message.prediction and max(message.prediction) < info.vocab_size:
+            source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
+        planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, begun_s)
+        planted.source, planted.orders = source, orders
+        if message.sampling.penalised:
+            planted.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
+        return planted
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is there; the rest becomes catch-up work."""
-        walked = growing.tree.commit(tokens)
+        expanded = growing.growth.expanded
+        walked = growing.growth.commit(tokens)
         held = 0
         if not growing.pending:
             for node in walked:
-                if node is None or not growing.growth.is_expanded(node):
+                if node not in expanded:
                     break
                 held += 1
             if held:
@@ -192,9 +195,10 @@ class Grower(Generic[K]):
                 assert last is not None
                 self.model.commit(growing.kv_slot, last, keep_below=True)
         growing.pending += [int(t) for t in tokens[held:]]
-        if growing.pending:
-            self.model.release(growing.kv_slot)
-        growing.growth.rerooted()
+        alive = growing.growth.expanded
+        self.model.release(growing.kv_slot, () if growing.pending else alive)
+        for node in growing.orders.keys() - alive:  # the table is the one that `Ahead` reads
+            del growing.orders[node]
         growing.rows_sent = {
             n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT
         }
@@ -202,16 +206,16 @@ class Grower(Generic[K]):
         growing.exhausted = growing.tree.length >= self.model.info.max_positions
 
     def _wants_level(self, growing: GrowingTree) -> bool:
-        if growing.exhausted:
+        if growing.exhausted or not growing.allowed:
             return not growing.told_rest
-        return bool(growing.pending) or not growing.growth.at_rest or not growing.told_rest
+        return bool(growing.pending) or growing.growth.busy or not growing.told_rest
 
     def _rows(self, active: list[GrowingTree]) -> list[tuple[GrowingTree, Rows, list[int]]]:
         """Catch-up chunks, then frontiers under a fair share of the row budget. nodes: the tree nodes whose rows come back."""
         shares = dealt([self._wanted_rows(g) for g in active], [g.owner for g in active], self.max_rows)
         work: list[tuple[GrowingTree, Rows, list[int]]] = []
         for growing, share in zip(active, shares, strict=True):
-            if growing.exhausted:
+            if growing.exhausted or not growing.allowed:
                 continue
             if growing.pending:
                 chunk = growing.pending[:share]
@@ -225,9 +229,11 @@ class Grower(Generic[K]):
         return work
 
     def _wanted_rows(self, growing: GrowingTree) -> int:
+        if growing.exhausted or not growing.allowed:
+            return 0
         if growing.pending:
             return min(len(growing.pending), self.prefill_chunk)
-        return len(growing.growth.frontier(self.max_rows))
+        return growing.growth.wanted_rows(self.max_rows)
 
     def _frontier_rows(self, growing: GrowingTree, nodes: list[int]) -> Rows:
         records = [growing.tree.nodes[n] for n in nodes]
@@ -252,11 +258,15 @@ class Grower(Generic[K]):
             self._expand(owners, logits_TV[take])
 
     def _expand(self, owners: list[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> None:
+        logits_TV = _with_penalties(owners, logits_TV)
         probs_TV = processed(logits_TV, [self._processors(g) for g, _ in owners])
         atoms = max(g.open.num_atoms for g, _ in owners)
         ids_TK, weight_TK = quantise_top(*top_atoms(probs_TV, min(atoms, self.model.info.vocab_size)))
         for (growing, node), ids, weight in zip(owners, ids_TK, weight_TK, strict=True):
             self._expand_one(growing, node, ids, weight)
+        for (growing, node), probs_V in zip(owners, probs_TV, strict=True):
+            if growing.guesses_at(node):
+                self._order(growing, node, probs_V)
 
     def _expand_one(self, growing: GrowingTree, node: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
         support = min(int((weight > 0).sum()), growing.open.num_atoms)
@@ -265,6 +275,14 @@ class Grower(Generic[K]):
         if growing.open.law is Law.COUPLED:
             noise = target_gumbel(growing.key, growing.tree.at(node).depth, row.ids)
         growing.growth.expand(node, row, noise)
+
+    def _order(self, growing: GrowingTree, node: int, probs_V: torch.Tensor) -> None:
+        """What the noise of the bonus token makes of a row."""
+        assert growing.open.bonus_key is not None
+        key, epoch, length = BonusKey(growing.open.bonus_key), growing.open.epoch, growing.tree.at(node).depth
+        (ids,), (law,) = top_atoms(probs_V[None], GUESS_ATOMS)
+        some = law > 0
+        growing.orders[node] = shared_order(key, epoch, length, ids[some], law[some].astype(np.float64))
 
     @staticmethod
     def _processors(growing: GrowingTree) -> Sampling:
@@ -286,11 +304,11 @@ class Grower(Generic[K]):
         for record in records:
             parent = tree.at(record.parent)
             name = tree.root_id if record.parent == ROOT else record.parent
-            if growing.ratio and parent.row is not None and name not in growing.rows_sent:
+            if growing.ratio and not record.guess and parent.row is not None and name not in growing.rows_sent:
                 growing.rows_sent.add(name)
                 rows[record.parent] = parent.row
         first, growing.sent = growing.sent, tree.next_id
-        growing.told_rest = growing.exhausted or growing.growth.at_rest
+        growing.told_rest = growing.at_rest
         return Grow(
             growing.open.slot,
             tree.length,
@@ -303,4 +321,21 @@ class Grower(Generic[K]):
             growing.told_rest,
             draft_us,
             int((time.monotonic() - growing.arrived_s) * 1e6),
+            np.array([r.guess for r in records], dtype=np.bool_),
         )
+
+
+def _with_penalties(owners: Sequence[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> torch.Tensor:
+    """The target's penalties, each row under its own node's text."""
+    rows_of: dict[int, list[int]] = {}
+    for row, (growing, _) in enumerate(owners):
+        if growing.history is not None:
+            rows_of.setdefault(growing.kv_slot, []).append(row)
+    if rows_of:
+        logits_TV = logits_TV.clone()
+    for rows in rows_of.values():
+        growing = owners[rows[0]][0]
+        assert growing.history is not None
+        paths = [growing.path(owners[row][1]) for row in rows]
+        logits_TV[rows] = penalised(logits_TV[rows], growing.open.sampling, growing.history, paths).to(logits_TV)
+    return logits_TV

@@ -83,7 +83,7 @@ class Lookup(Generic[K]):
         hash_ = 0
         for token in message.prefix:
             hash_ = extend_hash(hash_, token)
-        cap = message.node_cap
+        cap = message.caps[0]
         tree = LivingTree(len(message.prefix), hash_, vocab_size=1 << 32, node_cap=cap, eos_ids=message.eos_ids)
         tree.root.token = message.prefix[-1]
         shape = Shape(cap, message.max_depth, message.topk, self.least_score)

@@ -73,6 +73,6 @@ def heard(tree: LivingTree, message: Commit) -> Heard:
 def shape_fault(message: Open, most_nodes: int) -> str:
     """What is wrong with the size of the tree an Open asks for; "" if nothing is."""
     shape = {name: getattr(message, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
-    if message.prefix and min(shape.values()) >= 1 and message.node_cap <= most_nodes:
+    if message.prefix and min(shape.values()) >= 1 and sum(message.caps) <= most_nodes:
         return ""
-    return f"prefix of {len(message.prefix)} tokens, {shape}: out of range"
+    return f"prefix of {len(message.prefix)} tokens, {shape}, ahead_cap {message.ahead_cap}: out of range"

@@ -6,7 +6,7 @@ seam can tell which one it holds.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -108,8 +108,8 @@ class LanguageModel(Protocol):
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""
 
-    def release(self, slot: int) -> None:
-        """Free every uncommitted node of the slot."""
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        """Free every uncommitted node of the slot but those to keep, with every node its parent."""
 
 
 class Drafter(Protocol):

@@ -45,6 +45,7 @@ def build(
         num_draft_tokens=settings.num_draft_tokens,
         max_depth=settings.max_depth,
         topk=settings.topk,
+        num_ahead_tokens=settings.num_ahead_tokens,
         law_atoms=settings.law_atoms,
         draft_wait_s=settings.draft_wait_ms / 1e3,
         zone=settings.zone,

@@ -49,6 +49,7 @@ class Shape:
     node_cap: int
     max_depth: int
     topk: int
+    ahead: int = 0  # nodes grown beyond those that a round verifies
 
 
 class Link:
@@ -115,23 +116,28 @@ class Link:
         """Start a tree for the session on this drafter."""
         assert self.ack is not None
         slot, self._next_slot = self._next_slot, self._next_slot + 1
-        eos = () if session.request.stopping.ignore_eos else tuple(session.eos_ids)
+        message = self._opening(slot, session, shape)
+        node_cap, ahead_cap = message.caps
         tree = LivingTree(
             len(session.tokens),
             session.hash,
             vocab_size=min(self.ack.vocab_size, self._hello().vocab_size),
-            node_cap=shape.node_cap,
+            node_cap=node_cap,
             max_atoms=shape.atoms,
-            eos_ids=eos,
+            eos_ids=message.eos_ids,
+            ahead_cap=ahead_cap,
         )
-        draft = self.drafts[slot] = Draft(self, slot, tree, drafter=self.name, opened_s=time.monotonic())
-        self.outbox.open(self._opening(slot, session, shape, eos))
+        shared = message.bonus_key is not None
+        draft = self.drafts[slot] = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic())
+        self.outbox.open(message)
         return draft
 
-    def _opening(self, slot: int, session: Session, shape: Shape, eos: tuple[int, ...]) -> Open:
+    def _opening(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
         assert session.law is not None
         request = session.request
+        eos = () if request.stopping.ignore_eos else tuple(session.eos_ids)
+        guesses = session.law.ratio and shape.ahead > 0
         return Open(
             slot,
             request.request_id,
@@ -147,6 +153,10 @@ class Link:
             shape.max_depth,
             shape.topk,
             eos,
+            shape.ahead,
+            session.key.bonus().value if guesses else None,
+            request.prediction,
+            len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,
             traceparent=traceparent_of(session.span),
         )

@@ -15,6 +15,7 @@ class Policy:
     num_draft_tokens: int = 16
     max_depth: int = 8
     topk: int = 4
+    num_ahead_tokens: int = 0  # nodes a drafter may grow beyond those that a round verifies
     law_atoms: int = 32
     draft_wait_s: float = 0.2
     zone: str = ""  # where it runs: drafters near by are tried first
@@ -29,6 +30,6 @@ class Policy:
         return max(1, self.max_rows // 8)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """Of the trees that drafters are asked for: atoms of a row, nodes, depth, children of a node."""
-        return self.law_atoms, self.num_draft_tokens, self.max_depth, self.topk
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the trees that drafters are asked for: atoms of a row, nodes, depth, children of a node, nodes grown ahead."""
+        return self.law_atoms, self.num_draft_tokens, self.max_depth, self.topk, self.num_ahead_tokens

@@ -21,7 +21,7 @@ from rootward.core.verification.batched import Forest, ForestLaw, forest_law, ga
 from rootward.engine.logprobs import token_logprobs
 from rootward.engine.noise import target_noise
 from rootward.engine.processors import Prefix, adjusted
-from rootward.engine.residual import draw_residual, gumbel_choice
+from rootward.engine.residual import draw_residual, gumbel_choice, largest_residual
 from rootward.engine.sampling import gather, greedy_choice, laws
 from rootward.ports import COMMITTED, LanguageModel, Rows
 
@@ -56,7 +56,8 @@ class Chunk:
 class Round:
     """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none).
 
-    `prefix` is what processors know of that text; `logprobs` as in `VerifierRequest`."""
+    `prefix` is what processors know of that text; `logprobs` as in `VerifierRequest`; `shared`: the bonus token follows noise that
+    the drafter knows (algorithms.md 6.6)."""
 
     kv_slot: int
     root: int
@@ -68,6 +69,7 @@ class Round:
     snapshot: Snapshot | None = None
     prefix: Prefix = field(default_factory=Prefix)
     logprobs: int | None = None
+    shared: bool = False
 
     @property
     def tree(self) -> TokenTree:
@@ -192,11 +194,26 @@ class Runner:
         probs_TV = laws(scores_TV[take], [some[b].sampling for b in forest.tree])
         law = self._law(rule, forest, some, probs_TV)
         stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some])).copy()
-        lengths = [r.length + int(d) for r, d in zip(some, forest.depth[stop], strict=True)]
-        u = np.array([bonus_coin(r.key, r.epoch, length) for r, length in zip(some, lengths, strict=True)])
-        bonus = draw_residual(probs_TV[stop], law.tail_scale[stop], list(law.ids[stop]), list(law.residual[stop]), u)
+        bonus = self._bonus(some, stop, law, probs_TV)
         nodes, expected = stop - forest.start[:-1], law.block_efficiency
         return dict(zip(mine, zip(nodes.tolist(), bonus.tolist(), expected.tolist(), strict=True), strict=True))
+
+    @staticmethod
+    def _bonus(rounds: Sequence[Round], stop: Ints, law: ForestLaw, probs_TV: torch.Tensor) -> Ints:
+        """int64[B]: a sample of each round's residual distribution at its stop node."""
+        at = [(r.key, r.epoch, r.length + int(d)) for r, d in zip(rounds, law.forest.depth[stop], strict=True)]
+        bonus = np.empty(len(rounds), dtype=np.int64)
+        for shared in (False, True):
+            mine = [b for b, r in enumerate(rounds) if r.shared is shared]
+            if not mine:
+                continue
+            here, places = stop[mine], [at[b] for b in mine]
+            residual = probs_TV[here], law.tail_scale[here], list(law.ids[here]), list(law.residual[here])
+            if shared:
+                bonus[mine] = largest_residual(*residual, places)
+            else:
+                bonus[mine] = draw_residual(*residual, np.array([bonus_coin(*place) for place in places]))
+        return bonus
 
     def _law(self, rule: Rule, forest: Forest, rounds: Sequence[Round], probs_TV: torch.Tensor) -> ForestLaw:
         atoms, weight = _atoms(rounds)

@@ -357,7 +357,7 @@ class VerifierService:
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
         root, length = session.tokens[-1], len(session.tokens)
-        about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs
+        about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs, session.shared
         return Round(session.kv_slot, root, length, *about)
 
     def _commit(self, session: Session, done: Round, outcome: Outcome, rows: int, load: int) -> None:

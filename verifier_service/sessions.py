@@ -48,6 +48,7 @@ class Draft:
     link: object | None
     slot: int
     tree: LivingTree
+    shared: bool = False  # the drafter knows the noise of the bonus tokens
     at_rest: bool = False
     heard: bool = False  # something has come; before that the drafter reads the prompt, and nobody waits
     drafter: str = ""  # name
@@ -163,6 +164,11 @@ class Session:
     def work(self) -> int:
         """Tokens that it may cost, at most."""
         return len(self.request.prompt) + self.request.stopping.max_tokens
+
+    @property
+    def shared(self) -> bool:
+        """Its drafter knows the noise of the bonus tokens."""
+        return self.draft is not None and self.draft.shared
 
     @property
     def required(self) -> bool:

@@ -49,6 +49,9 @@ class VerifierSettings(ProcessSettings):
     num_draft_tokens: int = Field(16, ge=1, le=240, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
+    num_ahead_tokens: int = Field(
+        0, ge=0, le=192, description="nodes that drafters grow ahead of a round, betting on its outcome; 0: none"
+    )
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     draft_prior_row_ms: float = Field(
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"

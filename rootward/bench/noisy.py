@@ -5,7 +5,7 @@ Legend: T rows of the batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -82,9 +82,9 @@ class NoisyModel:
         if not keep_below:
             self._nodes[slot] = {}
 
-    def release(self, slot: int) -> None:
-        self.inner.release(slot)
-        self._nodes[slot] = {}
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        self.inner.release(slot, keep)
+        self._nodes[slot] = {node: text for node, text in self._nodes[slot].items() if node in keep}
 
     def _hashed(self, rows: Rows) -> list[int]:
         """The hash of the text down to each new node."""

@@ -80,6 +80,13 @@ class Open:
     traceparent: str = ""  # W3C trace context of the session; "": none
     tenant: int = 0  # who asks, as a 64-bit number: tenants share rows alike
 
+    @property
+    def caps(self) -> tuple[int, int]:
+        """Most nodes alive in the root's component, and ahead of it. Under matching any node may be verified: there are no guesses,
+        and growing ahead is growing on."""
+        whole = self.node_cap + self.ahead_cap
+        return (self.node_cap, self.ahead_cap) if self.law.ratio else (whole, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Commit:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,10 +78,22 @@ class _Place:
     order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
     chance: list[float] = field(default_factory=list)  # chosen laws: of each of them, that the target takes it
 
+    def take(self, token: int, chance: float) -> None:
+        """The next child is this one, whether or not it is an atom."""
+        self.row = self.row.without([token])
+        if token in self.order[self.rank :]:
+            at = self.order.index(token, self.rank)
+            del self.order[at], self.chance[at : at + 1]
+        if self.order:
+            self.order.insert(self.rank, token)
+            self.chance.insert(self.rank, chance)
+        self.rank += 1
+
 
 class Growth:
-    """Decides, for one living tree, what to expand and what to draw. The tree is changed by `draw` only.
+    """Decides, for one component of a living tree, what to expand and what to draw. The tree is changed by `draw` only.
 
+    head: the guess whose component it is; ROOT: that of the root (`ahead.py` looks after several).
     calibration: acceptance by rank and depth instead of the policy's constant. Whoever owns it lets it learn between rounds,
     before `rerooted`; several trees may share one.
     """
@@ -93,45 +105,50 @@ class Growth:
         *,
         max_positions: int = 1 << 31,
         calibration: Calibration | None = None,
+        head: int = ROOT,
     ) -> None:
         self.tree, self.policy, self.max_positions = tree, policy, max_positions
-        self.calibration = calibration
-        self._ratio = policy.law in (Law.SAMPLED, Law.GREEDY)
-        self._score: dict[int, float] = {ROOT: 0.0}  # log-probability of being reached, by node id
+        self.calibration, self.head = calibration, head
+        self._ratio = policy.law.ratio
+        self._num_drawn = 0
+        self.rows: dict[int, Row] = {}  # of every expanded node
+        self._score: dict[int, float] = {head: 0.0}  # log-probability of being reached, by node id
         self._rank: dict[int, int] = {}  # place among the siblings in order of trial, by node id
         self._places: dict[int, _Place] = {}
         self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
-        self._expanded: set[int] = set()
+
+    @property
+    def root_id(self) -> int:
+        """The node that everything here hangs below."""
+        return self.tree.root_id if self.head == ROOT else self.head
 
     @property
     def root_expanded(self) -> bool:
-        return self.tree.root_id in self._expanded
+        return self.root_id in self.rows
 
     def is_expanded(self, node: int) -> bool:
         """Its row is known (and its KV is held)."""
-        return node in self._expanded
+        return node in self.rows
 
     @property
     def room(self) -> int:
-        return self.policy.node_cap - len(self.tree)
+        return self.policy.node_cap - (len(self.tree) if self.head == ROOT else self._num_drawn)
 
     def frontier(self, max_rows: int) -> list[int]:
-        """Live nodes below the root without a row that are worth one, best first."""
+        """Live nodes without a row that are worth one, best first; the root of the tree gets its own from whoever feeds the text."""
         if self.room <= 0:
             return []
-        open_nodes = [
-            n for n, record in self.tree.nodes.items() if n not in self._expanded and self._can_have_children(record)
-        ]
+        nodes = (n for n in self._score if n not in self.rows and n not in (ROOT, self.tree.root_id))
+        open_nodes = [n for n in nodes if self._can_have_children(self.tree.nodes[n])]
         open_nodes.sort(key=lambda n: -self._score[n])
         return open_nodes[:max_rows]
 
     def expand(self, node: int, row: Row, noise: Floats | None = None) -> None:
         """The row of a node is known. noise: Gumbel noise at row.ids (COUPLED)."""
-        self._expanded.add(node)
-        record = self.tree.at(node)
-        if len(row) == 0 or not self._can_have_children(record):
+        self.rows[node] = row
+        if len(row) == 0:
             return
-        place = _Place(row)
+        record, place = self.tree.at(node), _Place(row)
         if self._ratio:
             record.row = row.ids, row.weight  # a GREEDY family declares another one, when it is made
         if self.policy.law is Law.TOP_K:  # atoms are sorted
@@ -139,8 +156,28 @@ class Growth:
         elif self.policy.law is Law.COUPLED:
             assert noise is not None
             self._order_coupled(place, np.log(row.law) + noise)
+        for child in record.children:  # named before the row was known
+            if child in self._score:
+                place.take(self.tree.nodes[child].token, math.exp(self._score[child] - self._score[node]))
         self._places[node] = place
         self._push(node, place)
+
+    def follow(self, path: Iterable[tuple[int, float]]) -> None:
+        """Lay a path below the root, whatever the model would draw: (token, probability that it is right) of each step. A function of
+        the text so far, so its nodes are chosen; siblings drawn later are drawn from what the row has besides."""
+        node = self.root_id
+        for token, trust in path:
+            record = self.tree.at(node)
+            own = [c for c in record.children if c in self._score]
+            child = next((c for c in own if self.tree.nodes[c].token == token), None)
+            if child is None:
+                if self.room <= 0 or not self._can_have_children(record) or len(own) >= self.policy.topk:
+                    return
+                child = self._attach(node, token, len(own), sampled=False, gain=math.log(trust))
+                if (place := self._places.get(node)) is not None:
+                    place.take(token, trust)
+                    self._push(node, place)
+            node = child
 
     def draw(self, new_words: NewWords) -> list[int]:
         """Give the best places their next child, a level's worth; returns the new ids in draw order."""
@@ -153,11 +190,18 @@ class Growth:
             drawn += self._children(node, place, new_words)
         return drawn
 
+    def stops(self) -> dict[int, float]:
+        """Forecast, by ranks and depths alone, of the probability that a round stops at each node that the text can go on after."""
+        mass = {n: math.exp(s) for n, s in self._score.items()}
+        for node in mass:
+            mass[node] -= sum(mass[c] for c in self.tree.at(node).children if c in mass)
+        return {n: max(m, 0.0) for n, m in mass.items() if self.can_continue(self.tree.at(n))}
+
     @property
     def at_rest(self) -> bool:
         """Nothing more can be drawn until the truth advances."""
         if not self.root_expanded:
-            return self.tree.root.token in self.tree.eos_ids or not self._can_have_children(self.tree.root)
+            return not self._can_have_children(self.tree.at(self.root_id))
         return self.room <= 0 or (not self._live_places() and not self.frontier(1))
 
     def rerooted(self) -> None:
@@ -166,12 +210,12 @@ class Growth:
         alive = {*self.tree.nodes, self.tree.root_id}
         if self.tree.root_id == ROOT:  # no node spelled the truth: an empty tree
             self._score, self._rank = {ROOT: 0.0}, {}
-            self._places, self._heap, self._expanded = {}, [], set()
+            self._places, self._heap, self.rows = {}, [], {}
             return
         self._score = {n: s for n, s in self._score.items() if n in alive}
         self._rank = {n: r for n, r in self._rank.items() if n in alive}
         self._places = {n: p for n, p in self._places.items() if n in alive}
-        self._expanded &= alive
+        self.rows = {n: r for n, r in self.rows.items() if n in alive}
         if self._calibrated:
             self._score_again()
         self._heap = []
@@ -181,7 +225,7 @@ class Growth:
     # -- children -----------------------------------------------------------------------------------------------------
 
     def _children(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
-        if self.policy.law is Law.GREEDY and node == self.tree.root_id and not place.rank:
+        if self.policy.law is Law.GREEDY and node == self.root_id and not place.rank:
             return self._family(node, place, new_words)
         if self._ratio:
             token = int(draw_children(place.row, 1, new_words(4))[0])
@@ -195,8 +239,10 @@ class Growth:
 
     def _family(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
         """A GREEDY family, whole: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
-        masses = self.policy.family
-        made = greedy_family(place.row, min(len(masses), self.policy.topk, self.room), new_words(4))
+        masses, policy = self.policy.family, self.policy
+        # More children than a level extends would only take turns: as many chains as draws.
+        size = min(len(masses), policy.draws_per_level, policy.topk, self.room)
+        made = greedy_family(place.row, size, new_words(4))
         del self._places[node]
         self.tree.at(node).row = (made.row.ids, made.row.weight) if len(made.row) else None
         children = zip(made.token.tolist(), made.sampled.tolist(), masses, strict=False)
@@ -209,6 +255,7 @@ class Growth:
 
     def _attach(self, node: int, token: int, rank: int, *, sampled: bool, gain: float) -> int:
         child = self.tree.draw(node, token, sampled=sampled)
+        self._num_drawn += 1
         self._score[child] = self._score[node] + gain
         self._rank[child] = rank
         return child
@@ -223,7 +270,8 @@ class Growth:
 
     def _push(self, node: int, place: _Place) -> None:
         exhausted = len(place.row) == 0 if self._ratio else place.rank >= len(place.order)
-        if not exhausted and place.rank < self.policy.topk:
+        deep = not self._can_have_children(self.tree.at(node))  # for now: a commit brings it closer to the root
+        if not exhausted and not deep and place.rank < self.policy.topk:
             heapq.heappush(self._heap, (-(self._score[node] + self._gain(node, place.rank)), node, place.rank))
 
     @property
@@ -247,19 +295,24 @@ class Growth:
     def _calibrated_gain(self, node: int, rank: int) -> float:
         """log of a(r, d)·Π_{j<r} (1 − a(j, d)), depths below the root."""
         assert self.calibration is not None
-        a, depth = self.calibration.acceptance, self.tree.at(node).depth - self.tree.length + 1
+        a, depth = self.calibration.acceptance, self._depth(self.tree.at(node)) + 1
         return math.log(a(rank, depth)) + sum(math.log1p(-a(j, depth)) for j in range(rank))
 
     def _score_again(self) -> None:
         self._score = {self.tree.root_id: 0.0}
-        for node, record in self.tree.nodes.items():  # parents first
+        for node, record in self.tree.nodes.items():  # parents first; nothing but the root's component is left
             above = self.tree.root_id if record.parent == ROOT else record.parent
             self._score[node] = self._score[above] + self._calibrated_gain(above, self._rank[node])
 
     def _can_have_children(self, record: Node) -> bool:
-        depth = record.depth - self.tree.length
-        inside = record.depth + 1 < self.max_positions
-        return depth < self.policy.max_depth and inside and record.token not in self.tree.eos_ids
+        return self._depth(record) < self.policy.max_depth and self.can_continue(record)
+
+    def can_continue(self, record: Node) -> bool:
+        """The text may go on after it, and the draft model could follow."""
+        return record.depth + 1 < self.max_positions and record.token not in self.tree.eos_ids
+
+    def _depth(self, record: Node) -> int:
+        return record.depth - self.tree.at(self.root_id).depth
 
     def _alive(self, node: int) -> bool:
         return node == self.tree.root_id or node in self.tree.nodes

@@ -8,6 +8,12 @@ Every id therefore resolves to one of three places:
   live    below the current root
   spine   it spells the committed token that ends a prefix of known length; the current root is the end of the spine
   dead    neither: the truth went elsewhere, or its parent is dead. Its nodes are dropped and counted as stale
+Guesses (algorithms.md 6.6). A *guess* is a possible next root, named in advance because it may turn out to be the bonus token; no
+round verifies it. A guess and what is drawn below it are a component of its own, `head` names it; everything else is the root's
+component, which rounds verify. A commit keeps the component it walked into and drops all other guesses with what is below them: so
+a guess of an older base lives only if the first round after that base walked over it. There is no guess below a guess, and no
+sibling of a guess spells its token, for the root's component is at rest while there are guesses.
+
 Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`). What arrived before stays
 usable, since dropping nodes that wait for their round would depend on their values (had the tree come to rest, they would have been
 verified by now); nothing is added any more, and the owner opens a new tree after the round.
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +42,9 @@ class MalformedFrame(ValueError):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """One drawn or chosen token. `children` are ids in draw order; `row` is the law they were drawn from."""
+    """One drawn or chosen token. `children` are ids in draw order; `row` is the law they were drawn from.
+
+    head: the guess it is or hangs below; ROOT: none, it belongs to the root's component."""
 
     parent: int
     token: int
@@ -43,6 +52,8 @@ class Node:
     depth: int = 0  # absolute: length of the committed prefix plus draft tokens, so that it survives re-rooting
     row: Row | None = None
     children: list[int] = field(default_factory=list)
+    guess: bool = False
+    head: int = ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +77,8 @@ class Received:
 class LivingTree:
     """A tree below the last committed token.
 
-    length, hash: the committed prefix. vocab_size, max_atoms, node_cap: what a frame must respect.
+    length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: what a frame must respect.
+    node_cap: most nodes of the root's component; ahead_cap: of all others.
     """
 
     def __init__(
@@ -78,13 +90,16 @@ class LivingTree:
         node_cap: int = 1024,
         max_atoms: int = 65536,
         eos_ids: Iterable[int] = (),
+        ahead_cap: int = 0,
     ) -> None:
         self.length = length
-        self.vocab_size, self.node_cap, self.max_atoms = vocab_size, node_cap, max_atoms
+        self.vocab_size, self.max_atoms = vocab_size, max_atoms
+        self.node_cap, self.ahead_cap = node_cap, ahead_cap
         self.eos_ids = frozenset(eos_ids)
         self.root = Node(-1, -1, False, depth=length)
         self.root_id = ROOT
         self.nodes: dict[int, Node] = {}  # live nodes by id; insertion order = draw order
+        self.num_ahead = 0  # of them guesses and below guesses
         self.next_id = 1
         self.broken = ""  # why nothing more is accepted
         self._hashes = [hash_]  # of the prefixes of length _first, _first + 1, …, length
@@ -92,14 +107,15 @@ class LivingTree:
         self._tokens: list[int] = []  # committed since the tree was opened
         self._spine: dict[int, int] = {}  # node id -> length of the prefix it ends
         self._last_base = length
+        self._ends: list[int] = []  # lengths after the rounds since the last frame's base
 
     @property
     def hash(self) -> int:
         return self._hashes[-1]
 
     def __len__(self) -> int:
-        """Live nodes, root excluded."""
-        return len(self.nodes)
+        """Live nodes of the root's component, root excluded: what rounds can verify."""
+        return len(self.nodes) - self.num_ahead
 
     def at(self, node: int) -> Node:
         """The node with this id; ROOT and the root's own id give the root."""
@@ -107,20 +123,25 @@ class LivingTree:
 
     # -- the two verbs ------------------------------------------------------------------------------------------------
 
-    def draw(self, parent: int, token: int, *, sampled: bool) -> int:
+    def draw(self, parent: int, token: int, *, sampled: bool, guess: bool = False) -> int:
         """Append a node (drafter side) and return its id."""
         node, self.next_id = self.next_id, self.next_id + 1
-        self._attach(node, ROOT if parent == self.root_id else parent, token, sampled)
+        self._attach(node, ROOT if parent == self.root_id else parent, token, sampled, guess)
         return node
 
     def commit(self, tokens: Sequence[int]) -> list[int | None]:
-        """The truth advanced by these tokens: walk, re-root, keep the subtree. Returns the id that spelled each token, or None."""
+        """A round committed these tokens: walk, re-root, keep the subtree of the root's component. Returns the id that spelled each
+        token, or None."""
         walked: list[int | None] = []
         for token in tokens:
             walked.append(self._step(int(token)))
-        live = self._below_root()
+        self._ends.append(self.length)
+        live = self._below_root(self.root.head)
         if len(live) != len(self.nodes):
             self.nodes = live
+        self.num_ahead, self.root.head = 0, ROOT
+        for record in live.values():
+            record.head = ROOT
         return walked
 
     def receive(self, frame: Grow) -> Received:
@@ -143,8 +164,10 @@ class LivingTree:
             raise
 
     def snapshot(self, cap: int) -> Snapshot:
-        """The first `cap` nodes in draw order (root excluded from the count). The cap must not depend on the tree itself."""
-        ids = [self.root_id, *list(self.nodes)[: max(cap, 0)]]
+        """The first `cap` nodes of the root's component in draw order (root excluded from the count). The cap must not depend on the
+        tree itself."""
+        own = (node for node, record in self.nodes.items() if record.head == ROOT)
+        ids = [self.root_id, *islice(own, max(cap, 0))]
         index = {node: i for i, node in enumerate(ids)}
         index[ROOT] = 0
         records = [self.root, *(self.nodes[n] for n in ids[1:])]
@@ -173,13 +196,16 @@ class LivingTree:
             self.nodes[grandchild].parent = ROOT
         return child
 
-    def _below_root(self) -> dict[int, Node]:
-        """The live nodes below the root, in draw order: a node is below if its parent is (parents come first)."""
+    def _below_root(self, head: int) -> dict[int, Node]:
+        """The live nodes below the root in its own component, in draw order: a node is below if its parent is (parents come first)."""
         below: dict[int, Node] = {}
         mine = set(self.root.children)
         for node, record in self.nodes.items():
             if node in mine or record.parent in below:
-                below[node] = record
+                if record.head == head:
+                    below[node] = record
+                elif record.guess:
+                    self.at(record.parent).children.remove(node)
         return below
 
     # -- frames -------------------------------------------------------------------------------------------------------
@@ -197,10 +223,12 @@ class LivingTree:
         # Frames of this base or later name nodes deeper than the base only, so shorter spine entries are never asked for again.
         self._spine = {node: length for node, length in self._spine.items() if length > frame.base_len}
         kept = stale = 0
+        self._ends = [length for length in self._ends if length > frame.base_len]
         rows = dict(frame.rows)
         known = self.next_id - frame.first_node  # a merged frame may repeat nodes that have arrived
-        columns = zip(frame.parent.tolist(), frame.token.tolist(), frame.sampled.tolist(), strict=True)
-        for offset, (parent, token, sampled) in enumerate(columns):
+        flags = frame.sampled.tolist(), frame.guesses.tolist()
+        columns = zip(frame.parent.tolist(), frame.token.tolist(), *flags, strict=True)
+        for offset, (parent, token, sampled, guess) in enumerate(columns):
             node = frame.first_node + offset
             if not 0 <= parent < node:
                 raise MalformedFrame(f"parent: node {node} has parent {parent}; parents come first")
@@ -212,16 +240,21 @@ class LivingTree:
                 self._set_row(parent, frame.base_len, *rows.pop(parent))
             self.next_id = node + 1
             place = self._place(parent, frame.base_len)
-            if place == self.length or (place is None and parent in self.nodes):
-                self._attach(node, ROOT if place == self.length else parent, token, bool(sampled))
+            live = place == self.length or (place is None and parent in self.nodes)
+            if live and not (guess and self._ends):  # the drafter drops a guess when it hears of a commit elsewhere
+                self._attach(node, ROOT if place == self.length else parent, token, sampled, guess)
                 kept += 1
             else:
-                if place is not None and self._tokens[place - self._first] == token:
+                if place is not None and not live and self._walked(place, token, guess):
                     self._spine[node] = place + 1
                 stale += 1
         for parent, row in rows.items():
             self._set_row(parent, frame.base_len, *row)
         return Received(kept, stale)
+
+    def _walked(self, place: int, token: int, guess: bool) -> bool:
+        """Whether the truth went from a prefix of this length over a node with this token."""
+        return self._tokens[place - self._first] == token and not (guess and place >= self._ends[0])
 
     def _place(self, parent: int, base_len: int) -> int | None:
         """Length of the committed prefix this id ends, None off the spine."""
@@ -254,15 +287,22 @@ class LivingTree:
         if weight.min() < 1 or weight.max() > 65535:
             raise MalformedFrame(f"rows: node {parent} has a weight outside 1…65535")
 
-    def _attach(self, node: int, parent: int, token: int, sampled: bool) -> None:
+    def _attach(self, node: int, parent: int, token: int, sampled: bool, guess: bool) -> None:
         above = self.at(parent)
+        if guess and (sampled or above.head != ROOT):
+            raise MalformedFrame(
+                f"guess: node {node} is drawn, or a guess below a guess; choose it below the root's component"
+            )
         if any(self.nodes[c].token == token for c in above.children):
             raise MalformedFrame(f"token: node {node} repeats token {token} of a sibling")
         if sampled and (above.row is None or token not in above.row[0]):
             raise MalformedFrame(f"token: node {node} was drawn as {token}, to which its declared row gives no mass")
-        if len(self.nodes) >= self.node_cap:
-            raise MalformedFrame(f"node {node} exceeds the cap of {self.node_cap} live nodes")
+        head = node if guess else above.head
+        if (self.num_ahead >= self.ahead_cap) if head != ROOT else (len(self) >= self.node_cap):
+            cap = f"{self.node_cap} live nodes, {self.ahead_cap} in and below guesses"
+            raise MalformedFrame(f"node {node} exceeds the cap of {cap}")
         if above is not self.root and above.token in self.eos_ids:
             raise MalformedFrame(f"node {node} hangs below an end-of-sequence token")
         above.children.append(node)
-        self.nodes[node] = Node(parent, token, sampled, depth=above.depth + 1)
+        self.num_ahead += head != ROOT
+        self.nodes[node] = Node(parent, token, sampled, depth=above.depth + 1, guess=guess, head=head)

@@ -36,6 +36,11 @@ class Law(str, Enum):
     TOP_K = "top_k"  # chosen, most likely first: verified by target matching
     COUPLED = "coupled"  # shared Gumbel noise: verified by target matching
 
+    @property
+    def ratio(self) -> bool:
+        """Its trees are verified by ratio tests."""
+        return self in (Law.SAMPLED, Law.GREEDY)
+
 
 class Rule(str, Enum):
     """How a verifier decides."""

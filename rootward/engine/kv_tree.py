@@ -10,6 +10,7 @@ Legend: Q new rows, M uncommitted nodes once the new rows are in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,9 +157,13 @@ class KvTree:
         moved = source != target
         return Moves(token, source[moved], target[moved])
 
-    def release(self) -> None:
-        """Free every uncommitted node."""
-        self._thin(NONE, NONE)
+    def release(self, keep: Iterable[int] = ()) -> None:
+        """Free every uncommitted node but those to keep. ValueError for one without its parent."""
+        rows = np.array(sorted(self._row[n] for n in keep if n in self._row), dtype=np.int64)
+        above = self._ancestors[rows].any(0)
+        if not np.isin(np.flatnonzero(above), rows).all():
+            raise ValueError("keep: holds a node without its parent; keep whole paths")
+        self._thin(rows, self._cell[rows])
 
     def check(self) -> None:
         """RuntimeError unless committed tokens and uncommitted nodes hold a cell of their own each."""

@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -192,8 +192,8 @@ class HuggingFaceModel:
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         self._pass.move(self._slots.commit(slot, node, keep_below=keep_below))
 
-    def release(self, slot: int) -> None:
-        self._slots.release(slot)
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        self._slots.release(slot, keep)
 
     def check_idle(self) -> None:
         """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""

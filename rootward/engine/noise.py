@@ -1,4 +1,4 @@
-"""The target's noise where the logits are: Philox-4x32-10 in tensor arithmetic, the same words as `rootward.core.rng`.
+"""The noise of target and bonus tokens where the logits are: Philox-4x32-10 in tensor arithmetic, the same words as `rootward.core.rng`.
 
 A product of two 32-bit words wraps in int64, but its bits are those of the unsigned product, and masking after the shift removes the
 sign. So no unsigned type is needed.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rootward.core.rng import Key, Role, target_gumbel
+from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
 
 MASK = 0xFFFFFFFF
 
@@ -26,13 +26,26 @@ def target_noise(at: Sequence[tuple[Key, int]], vocab: int, device: torch.device
     return device_noise(at, vocab, device)
 
 
+@torch.inference_mode()
+def bonus_noise(at: Sequence[tuple[Key, int, int]], vocab: int, device: torch.device | str) -> torch.Tensor:
+    """float64[P, V]: Gumbel noise of the bonus token at each (key, epoch, absolute position); see `rng.bonus_gumbel`."""
+    if torch.device(device).type == "cpu":
+        return torch.from_numpy(np.stack([bonus_gumbel(key, epoch, position, vocab) for key, epoch, position in at]))
+    return _gumbel([(key, position, epoch) for key, epoch, position in at], Role.BONUS, vocab, device)
+
+
 def device_noise(at: Sequence[tuple[Key, int]], vocab: int, device: torch.device | str) -> torch.Tensor:
     """`target_noise` in tensor arithmetic, without a transfer."""
-    derived = {key: key.derive(Role.TARGET) for key in {key for key, _ in at}}
-    table = [[derived[key] & MASK, derived[key] >> 32, position] for key, position in at]
-    k0, k1, position = torch.tensor(table, dtype=torch.int64, device=device).T[:, :, None]
+    return _gumbel([(key, position, 0) for key, position in at], Role.TARGET, vocab, device)
+
+
+def _gumbel(at: Sequence[tuple[Key, int, int]], role: Role, vocab: int, device: torch.device | str) -> torch.Tensor:
+    """float64[P, V] at each (key, position, epoch)."""
+    derived = {key: key.derive(role) for key in {key for key, *_ in at}}
+    table = [[derived[key] & MASK, derived[key] >> 32, position, epoch] for key, position, epoch in at]
+    k0, k1, position, epoch = torch.tensor(table, dtype=torch.int64, device=device).T[:, :, None]
     block = torch.arange((vocab + 1) // 2, device=device)[None, :]
-    out = _philox([block, position, torch.zeros_like(position), torch.full_like(position, Role.TARGET.value)], k0, k1)
+    out = _philox([block, position, epoch, torch.full_like(position, role.value)], k0, k1)
     low, high = torch.stack([out[0], out[2]], -1), torch.stack([out[1], out[3]], -1)
     bits = (high << 20 | low >> 12).flatten(1)[:, :vocab]  # the high 52 of 64
     return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-52))

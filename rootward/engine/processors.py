@@ -29,6 +29,11 @@ NEVER = (
 )  # stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty
 
 
+Counted = tuple[
+    Ints, Ints, Bools
+]  # tokens [D], times in the output of each of N texts [N, D], in the text at all [N, D]
+
+
 class Matcher(Protocol):
     """A form of output at some point of the text; `grammar.Matcher` is one."""
 
@@ -53,16 +58,25 @@ class History:
             column = self._note(token)  # may move the counts
             self._counts[column] += 1
 
-    def below(self, tree: TokenTree) -> tuple[Ints, Ints, Bools]:
-        """Of each node's own text: (tokens int64[D], times in its output int64[N, D], in its text at all bool[N, D])."""
+    def below(self, tree: TokenTree) -> Counted:
+        """Of each node's own text."""
+        node, above = np.nonzero(tree.ancestors[:, 1:])
+        return self._counted(len(tree), node, tree.token[1:].tolist(), above)
+
+    def after(self, paths: Sequence[Sequence[int]]) -> Counted:
+        """Of the text continued by each of these paths."""
+        tokens = [token for path in paths for token in path]
+        node = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
+        return self._counted(len(paths), node, tokens, np.arange(len(tokens)))
+
+    def _counted(self, num_nodes: int, node: Ints, tokens: Sequence[int], at: Ints) -> Counted:
+        """node[i] has tokens[at[i]] on its path."""
         known = len(self._column)
-        tokens = tree.token[1:].tolist()
         new = {t: known + i for i, t in enumerate(dict.fromkeys(t for t in tokens if t not in self._column))}
         column = np.array([self._column.get(t, new.get(t, 0)) for t in tokens], dtype=np.int64)
-        counts = np.zeros((len(tree), known + len(new)), dtype=np.int64)
+        counts = np.zeros((num_nodes, known + len(new)), dtype=np.int64)
         counts[:, :known] = self._counts[:known]
-        node, above = np.nonzero(tree.ancestors[:, 1:])
-        np.add.at(counts, (node, column[above]), 1)
+        np.add.at(counts, (node, column[at]), 1)
         present = counts > 0
         present[:, :known] = True
         return np.concatenate([self._ids[:known], np.fromiter(new, np.int64, len(new))]), counts, present
@@ -112,13 +126,23 @@ def adjusted(logits_TV: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
             _bias(rows_NV, sampling)
         if sampling.penalised:
             assert prefix.history is not None
-            _penalise(rows_NV, sampling, prefix.history, tree)
+            _penalise(rows_NV, sampling, prefix.history.below(tree))
+    return scores
+
+
+@torch.inference_mode()
+def penalised(
+    logits_NV: torch.Tensor, sampling: Sampling, history: History, paths: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Scores [N, V] of rows that follow the text and these paths, after the penalties: for a drafter, which sees rows, not trees."""
+    scores = _own_copy(logits_NV)
+    _penalise(scores, sampling, history.after(paths))
     return scores
 
 
 @torch.inference_mode()
 def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Scores [T, V] after what does not depend on the text: allowed tokens and bias. All that a drafter mirrors."""
+    """Scores [T, V] after what does not depend on the text: allowed tokens and bias."""
     rows_of: dict[int, list[int]] = {}  # rows of one tree share one object
     for row, s in enumerate(sampling):
         if s.shifted:
@@ -196,9 +220,9 @@ def _bias(rows_NV: torch.Tensor, sampling: Sampling) -> None:
     )
 
 
-def _penalise(rows_NV: torch.Tensor, sampling: Sampling, history: History, tree: TokenTree) -> None:
+def _penalise(rows_NV: torch.Tensor, sampling: Sampling, counted: Counted) -> None:
     """Scores are divided by the repetition penalty where positive, multiplied where negative; the others are subtracted."""
-    tokens, *tables = history.below(tree)
+    tokens, *tables = counted
     ids, counts, present = (torch.from_numpy(table).to(rows_NV.device) for table in (tokens, *tables))
     scores = rows_NV.index_select(1, ids)
     factor = sampling.repetition_penalty

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -180,9 +180,9 @@ class Slots:
             self.pool.register(int(session.table.blocks[first + i]), session.key)
         del session.rest[: full * size]
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
         session = self.session(slot)
-        session.tree.release()
+        session.tree.release(keep)
         self._trim(session)
 
     def _entries(self, batch: Sequence[Rows]) -> list[Entry]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -136,8 +136,8 @@ class TabularModel:
         moves = self._slots.commit(slot, node, keep_below=keep_below)
         self._token[moves.target] = self._token[moves.source]
 
-    def release(self, slot: int) -> None:
-        self._slots.release(slot)
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        self._slots.release(slot, keep)
 
     def tree(self, slot: int) -> KvTree:
         return self._slots[slot]

@@ -1,7 +1,8 @@
 """The living tree as a state machine: a drafter, a verifier, and links that delay, duplicate, reorder and drop.
 
 The model knows the full text under which every node was drawn. Whatever the links do, the verifier's tree must be exactly the nodes
-that arrived without a gap and still continue the truth, in draw order, each under the text it was drawn under (I1, I3, I4, I6).
+that arrived without a gap and still continue the truth, in draw order, each under the text it was drawn under (I1, I3, I4, I6); of
+guesses only those that the first round after they were made walked over.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def new_tree(text: tuple[int, ...]) -> LivingTree:
     value = 0
     for token in text:
         value = extend_hash(value, token)
-    return LivingTree(len(text), value, vocab_size=VOCAB, node_cap=64)
+    return LivingTree(len(text), value, vocab_size=VOCAB, node_cap=64, ahead_cap=64)
 
 
 class TwoReplicas(RuleBasedStateMachine):
@@ -39,7 +40,9 @@ class TwoReplicas(RuleBasedStateMachine):
         self.heard = self.truth
         self.verifier, self.drafter = new_tree(self.truth), new_tree(self.truth)
         self.text: dict[int, tuple[int, ...]] = {}  # node id -> text it spells, as drawn
+        self.head: dict[int, int] = {}  # node id -> the guess it is or hangs below, ROOT for none
         self.drawn_under: dict[int, int] = {}  # node id -> length of the drafter's prefix at that moment
+        self.ends: list[int] = []  # lengths of the truth after each round
         self.frames: list[Grow] = []
         self.commits: list[tuple[int, ...]] = []
         self.sent = 1
@@ -50,22 +53,25 @@ class TwoReplicas(RuleBasedStateMachine):
     def drafter_text(self, node: int) -> tuple[int, ...]:
         return self.heard if node in (ROOT, self.drafter.root_id) else self.text[node]
 
-    @rule(data=st.data())
-    def draw(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), guess=st.sampled_from([False, False, True]))
+    def draw(self, data: st.DataObject, guess: bool) -> None:
         places = [
             n
             for n in [self.drafter.root_id, *self.drafter.nodes]
-            if len(self.drafter.at(n).children) < VOCAB and self.drafter.at(n).depth - self.drafter.length < 4
+            if len(self.drafter.at(n).children) < VOCAB
+            and self.drafter.at(n).depth - self.drafter.length < 4
+            and not (guess and self.drafter.at(n).head != ROOT)
         ]
-        if len(self.drafter) >= 20 or not places:
+        if len(self.drafter.nodes) >= 20 or not places:
             return
         parent = data.draw(st.sampled_from(places))
         self.drafter.at(parent).row = ATOMS
         taken = {self.drafter.nodes[c].token for c in self.drafter.at(parent).children}
         token = data.draw(st.sampled_from([t for t in range(VOCAB) if t not in taken]))
         above = self.drafter_text(parent)
-        node = self.drafter.draw(parent, token, sampled=True)
+        node = self.drafter.draw(parent, token, sampled=not guess, guess=guess)
         self.text[node] = (*above, token)
+        self.head[node], self.drawn_under[node] = self.drafter.nodes[node].head, len(self.heard)
 
     @rule()
     def send(self) -> None:
@@ -82,8 +88,9 @@ class TwoReplicas(RuleBasedStateMachine):
                 self.sent,
                 column([r.parent for r in records], np.int64),
                 column([r.token for r in records], np.int64),
-                column([True] * len(ids), np.bool_),
-                {r.parent: ATOMS for r in records},
+                column([r.sampled for r in records], np.bool_),
+                {r.parent: ATOMS for r in records if r.sampled},
+                guess=column([r.guess for r in records], np.bool_),
             )
         )
         self.sent = self.drafter.next_id
@@ -130,6 +137,7 @@ class TwoReplicas(RuleBasedStateMachine):
         tokens = (*tree.path(stop), data.draw(st.sampled_from(free)))
         self.verifier.commit(tokens)
         self.truth += tokens
+        self.ends.append(len(self.truth))
         self.commits.append(tokens)
 
     @precondition(lambda self: self.verifier.broken)
@@ -146,24 +154,31 @@ class TwoReplicas(RuleBasedStateMachine):
         assert self.verifier.length == len(self.truth)
         assert self.drafter.length == len(self.heard)
 
+    def alive(self, node: int, text: tuple[int, ...]) -> bool:
+        """Whether a node belongs to the tree below this text."""
+        if len(self.text[node]) <= len(text) or self.text[node][: len(text)] != text:
+            return False
+        guess = self.head[node]
+        if guess == ROOT:
+            return True
+        rounds = [end for end in self.ends if self.drawn_under[guess] < end <= len(text)]
+        return not rounds or len(self.text[guess]) <= rounds[0]
+
     @invariant()
     def verifier_holds_what_arrived_and_continues_the_truth(self) -> None:
         size = len(self.truth)
-        wanted = [
-            node
-            for node in range(1, self.next_arrival)
-            if len(self.text[node]) > size and self.text[node][:size] == self.truth
-        ]
+        wanted = [node for node in range(1, self.next_arrival) if self.alive(node, self.truth)]
         assert list(self.verifier.nodes) == wanted  # nothing lost, nothing stale, draw order
+        own = [n for n in wanted if self.head[n] == ROOT or len(self.text[self.head[n]]) <= size]
+        assert list(self.verifier.snapshot(64).ids[1:]) == own  # guesses are never verified
+        assert len(self.verifier) == len(own)
         snapshot = self.verifier.snapshot(64)
         for index, node in enumerate(snapshot.ids[1:], start=1):
             assert self.truth + snapshot.tree.path(index) == self.text[node]  # I3
 
     @invariant()
     def drafter_keeps_its_whole_subtree(self) -> None:
-        size = len(self.heard)
-        alive = [n for n, t in self.text.items() if len(t) > size and t[:size] == self.heard]
-        assert list(self.drafter.nodes) == alive
+        assert list(self.drafter.nodes) == [node for node in self.text if self.alive(node, self.heard)]
 
 
 TwoReplicas.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

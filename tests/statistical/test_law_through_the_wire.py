@@ -44,9 +44,12 @@ def p_value(target: TabularModel, texts: list[list[int]], *, least_freedom: int 
     return float(chi2.sf(statistic, freedom))
 
 
-async def texts_of(target: TabularModel, draft: TabularModel, *, num_requests: int, length: int, decide=None, **wish):
+async def texts_of(
+    target: TabularModel, draft: TabularModel, *, num_requests: int, length: int, decide=None, ahead: int = 0, **wish
+):
     prompt = (1, 2, 3)
-    async with over_grpc(target, draft, decide=decide, num_draft_tokens=6, topk=3) as system:
+    shape = {"num_draft_tokens": 6, "topk": 3, "num_ahead_tokens": ahead}
+    async with over_grpc(target, draft, decide=decide, **shape) as system:
         jobs = [
             collect(system.verifier, request(f"r{i}", prompt, max_tokens=length, seed=i, **wish))
             for i in range(num_requests)
@@ -59,12 +62,15 @@ async def texts_of(target: TabularModel, draft: TabularModel, *, num_requests: i
     return [[*prompt, *tokens] for tokens, _ in results]
 
 
-@pytest.mark.parametrize("rule", RULES)
-async def test_the_system_emits_exactly_the_target_s_law(rule: str) -> None:
+CASES = [*((rule, 0) for rule in RULES), ("traversal-sampled", 24), ("traversal-greedy", 24)]
+
+
+@pytest.mark.parametrize(("rule", "ahead"), CASES)
+async def test_the_system_emits_exactly_the_target_s_law(rule: str, ahead: int) -> None:
     target, draft = tabular_pair(vocab=VOCAB, noise=1.0, slots=32)
-    texts = await texts_of(target, draft, num_requests=64, length=640, **RULES[rule])
-    assert sum(map(len, texts)) - 3 * len(texts) >= 40_000  # four rules: more than 160 000 tokens
-    assert p_value(target, texts) > ALPHA / len(RULES)
+    texts = await texts_of(target, draft, num_requests=64, length=640 // (1 + bool(ahead)), ahead=ahead, **RULES[rule])
+    assert sum(map(len, texts)) - 3 * len(texts) >= 20_000  # all cases: more than 200 000 tokens
+    assert p_value(target, texts) > ALPHA / len(CASES)
 
 
 def against_a_stale_row(algorithm, forest, ids, weight, target_at, tail) -> ForestLaw:

@@ -94,17 +94,17 @@ def decide(model: Model, snapshot: Snapshot, text: list[int]) -> tuple[SparseLaw
     return sparse_law("traversal", tree, ids, weight, *gather(target, ids)), target
 
 
-def tail_law(model: Model, text: list[int], done: int) -> np.ndarray:
+def tail_law(model: Model, text: list[int], done: int, length: int = LENGTH) -> np.ndarray:
     """float64[V, …]: law of the remaining tokens under the target."""
-    if done >= LENGTH:
+    if done >= length:
         return np.ones(())
     row = model.p[tuple(text[-2:])]
-    return np.stack([row[x] * tail_law(model, [*text, x], done + 1) for x in range(V)])
+    return np.stack([row[x] * tail_law(model, [*text, x], done + 1, length) for x in range(V)])
 
 
 def put(out: np.ndarray, model: Model, text: list[int], base: int, mass: float) -> None:
-    emitted = text[base : base + LENGTH]
-    out[tuple(emitted)] += mass * tail_law(model, text, len(emitted))
+    emitted = text[base : base + out.ndim]
+    out[tuple(emitted)] += mass * tail_law(model, text, len(emitted), out.ndim)
 
 
 def draw_by(chooser: Chooser, monkeypatch) -> None:

@@ -102,10 +102,16 @@ class KvTreeMachine(RuleBasedStateMachine):
         moved = {t: self.storage[s] for s, t in zip(moves.source.tolist(), moves.target.tolist(), strict=True)}
         self.storage.update(moved)
 
-    @rule()
-    def release(self) -> None:
-        self.tree.release()
-        self.parent = {}
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """All of it, or all that is not on the way to some nodes."""
+        keep: set[int] = set()
+        for node in data.draw(st.sets(st.sampled_from(sorted(self.parent)))) if self.parent else ():
+            while node != COMMITTED and node not in keep:
+                keep.add(node)
+                node = self.parent[node]
+        self.tree.release(keep)
+        self.parent = {n: p for n, p in self.parent.items() if n in keep}
 
     @rule(kind=st.sampled_from(["unknown parent", "own parent", "negative", "repeated", "held", "ragged"]))
     def refuse(self, kind: str) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from rootward.core.drafting.lookup.automaton import SuffixAutomaton
 from rootward.core.drafting.lookup.ngram import Ngram
-from rootward.core.drafting.lookup.paths import Shape, extend_tree
+from rootward.core.drafting.lookup.paths import Shape, best_path, extend_tree
 from rootward.core.drafting.lookup.prediction import Prediction
 from rootward.core.drafting.lookup.random_tokens import RandomTokens
 from rootward.core.drafting.lookup.recipe import Recipe, parse_recipe
@@ -36,6 +36,7 @@ __all__ = [
     "Source",
     "Successors",
     "SuffixAutomaton",
+    "best_path",
     "extend_tree",
     "parse_recipe",
 ]

@@ -82,6 +82,18 @@ class _Growth:
         return self.tree.draw(node, token, sampled=False)
 
 
+def best_path(source: Source, most: int, least_score: float = 0.3) -> list[tuple[int, float]]:
+    """The source's best path from the end of its text: (token, score) of each step, while their product is worth it."""
+    state, path, score = source.start(), [], 1.0
+    for _ in range(most):
+        best = next(iter(source.candidates(state)), None)
+        if best is None or score * best.score < least_score:
+            break
+        path.append((best.token, best.score))
+        state, score = source.step(state, best.token), score * best.score
+    return path
+
+
 def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
     """Append the source's best paths to a tree as chosen nodes, up to `shape`; returns how many nodes are new."""
     return _Growth(tree, source, shape).run()

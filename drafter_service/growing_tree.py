@@ -1,0 +1,78 @@
+"""One tree that a model grows, and what the drafter knows of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rootward.core.ahead import Ahead
+from rootward.core.drafting.lookup import Source, best_path
+from rootward.core.frames import Open
+from rootward.core.living_tree import ROOT, LivingTree
+from rootward.core.rng import Key
+from rootward.engine.processors import History
+
+
+@dataclass(slots=True)
+class GrowingTree:
+    """One slot of one stream. `pending`: committed tokens that are not in the KV cache yet; the last of them is the root."""
+
+    open: Open
+    tree: LivingTree
+    growth: Ahead
+    kv_slot: int
+    pending: list[int]
+    key: Key
+    arrived_s: float
+    sent: int = 1  # first node id that no frame has carried
+    rows_sent: set[int] = field(default_factory=set)
+    told_rest: bool = False
+    exhausted: bool = False  # the draft model's context is full
+    compute_s: float = 0.0  # in draft forwards of this round
+    owner: tuple[Hashable, int] = (0, 0)  # verifier, tenant
+    source: Source | None = None  # of what the client expects
+    history: History | None = None  # of the text, where penalties need it
+    orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # guesses after a node, the best first
+    allowed: bool = True  # its rounds may have trees
+
+    @property
+    def ratio(self) -> bool:
+        return self.open.law.ratio
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing that a round could verify comes before the next commit."""
+        return self.exhausted or not self.allowed or self.growth.at_rest
+
+    def path(self, node: int) -> list[int]:
+        """Tokens from the root to a node."""
+        record = self.tree.at(node)
+        return [] if record is self.tree.root else [*self.path(record.parent), record.token]
+
+    def foresee(self, tokens: Sequence[int]) -> None:
+        """The text has grown by these tokens: lay the path that is expected now."""
+        if self.source is not None:
+            self.source.extend(tokens)
+            self.growth.own.follow(best_path(self.source, self.open.max_depth))
+
+    def guesses_at(self, node: int) -> bool:
+        """A round may stop there, next or, if a guess is right, after it."""
+        record = self.tree.at(node)
+        known = self.open.bonus_key is not None and self.growth.bets.num_guesses > 0
+        return known and (record.head == ROOT or record.guess)
+
+    @property
+    def betting(self) -> bool:
+        """What is left to do is for rounds after the next."""
+        return self.told_rest and not self.pending
+
+    def allow(self, nodes: int) -> None:
+        """Rounds verify no more nodes than these from now on."""
+        own, most = self.growth.own, self.open.caps[0]
+        self.allowed = nodes > 0
+        if self.allowed:
+            beyond = 0 if self.ratio else self.open.ahead_cap
+            own.policy = replace(own.policy, node_cap=min(nodes + beyond, most))

@@ -1,0 +1,147 @@
+"""Growing ahead as the drafter does it, enumerated: `Ahead` draws and guesses, `LivingTree` cuts and re-roots, the sparse law decides,
+two rounds and what the second one leaves for the third.
+
+Every draw, verdict, bonus and noise is enumerated; the committed text must have exactly the target's law.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.rounds import Chooser, Model, V, draw_by
+from support.shared_bonus import PROMPT, Session, error
+
+from rootward.core.ahead import Ahead, Bets
+from rootward.core.calibration import Calibration
+from rootward.core.growth import Growth, Policy
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import Law
+from rootward.core.rows import Row
+
+BETS = Bets(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
+SHAPE = {"node_cap": 2, "max_depth": 2, "topk": 3, "draws_per_level": 1, "family": (0.4, 0.3)}
+
+
+class Grown(Session):
+    """levels: before the launch, while it is verified, after the commit, before the third round. caps: of the rounds."""
+
+    law = Law.SAMPLED
+    levels = (2, 1, 1, 0)
+    caps = (2, 2, 0)
+    calibrated = False
+
+    def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
+        super().__init__(model, chooser, out)
+        self.tree = LivingTree(len(PROMPT), 0, vocab_size=V, node_cap=8, ahead_cap=BETS.nodes)
+        self.learned = Calibration([[0.6, 0.5], [0.5, 0.5]], strength=0.3) if self.calibrated else None
+        own = Growth(self.tree, Policy(self.law, **SHAPE), calibration=self.learned)
+        self.ahead = Ahead(own, BETS, self.choose)
+
+    def choose(self, node: int, row: Row) -> np.ndarray:
+        first = self.noise.token(self.tree.at(node).depth, row.dense(V))
+        return np.array([first, *(x for x in row.ids if x != first)])
+
+    def grow(self, num_levels: int) -> None:
+        for _ in range(num_levels):
+            at_root = [] if self.ahead.own.root_expanded else [self.tree.root_id]
+            for node in at_root or self.ahead.frontier(8):
+                self.ahead.expand(node, self.row(node))
+            self.ahead.draw(lambda n: np.zeros(n, np.uint64))
+
+    def commit(self, run: list[int]) -> None:
+        if self.learned is not None and run[0] in [self.tree.nodes[n].token for n in self.tree.snapshot(8).ids[1:]]:
+            self.learned.learn_stop(self.tree.snapshot(8).tree, 1)
+        self.ahead.commit(run)
+        self.text += run
+
+    def run(self) -> None:
+        before, meanwhile, after, late = self.levels
+        self.grow(before + meanwhile)  # what is drawn after the launch is drawn the same, and not verified
+        if self.round(self.caps[0]):
+            return
+        self.grow(after)
+        if self.round(self.caps[1]):
+            return
+        self.grow(late)
+        self.last_round(self.caps[2])
+
+
+class Greedy(Grown):
+    law = Law.GREEDY
+
+
+class PlainFirst(Grown):
+    levels = (1, 1, 1, 0)
+    caps = (0, 8, 0)
+
+
+class CutShort(Grown):
+    caps = (1, 8, 0)
+
+
+class ThreeDeep(Grown):
+    levels = (2, 1, 2, 1)
+    caps = (2, 8, 8)
+
+
+class Learning(Grown):
+    calibrated = True
+    levels = (2, 1, 1, 1)
+
+
+class LooksAtAGuess(Grown):
+    """Wrong: whether a verified draw is made depends on what a guess would be."""
+
+    levels = (1, 1, 0, 0)
+    caps = (8, 0, 0)
+
+    def grow(self, num_levels: int) -> None:
+        super().grow(1)
+        token = self.peek(0)
+        own = self.ahead.own
+        own.policy = Policy(self.law, **{**SHAPE, "max_depth": 1, "node_cap": 1 + (token == 0)})
+        super().grow(1)
+
+
+class Predicted(Grown):
+    """What the client expects lies in the tree before anything is drawn."""
+
+    levels = (2, 0, 1, 0)
+
+    def foresee(self) -> None:
+        first = (self.text[-1] + 1) % V
+        self.ahead.own.follow([(first, 0.6), ((first + 1) % V, 0.9)][: 1 + self.text[-2] % 2])
+
+    def commit(self, run: list[int]) -> None:
+        super().commit(run)
+        self.foresee()
+
+    def run(self) -> None:
+        self.foresee()
+        super().run()
+
+
+class PredictedGreedy(Predicted):
+    law = Law.GREEDY
+
+
+SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, Learning, Predicted, PredictedGreedy]
+
+
+@pytest.mark.parametrize("session", [s for s in SESSIONS if s is not ThreeDeep], ids=lambda s: s.__name__)
+def test_growing_ahead_is_exact(session: type[Grown], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert error(session, 1, 2, lambda chooser: draw_by(chooser, monkeypatch)) < 1e-11
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda s: s.__name__)
+def test_growing_ahead_is_exact_on_more_models(
+    session: type[Grown], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert error(session, seed, 3, lambda chooser: draw_by(chooser, monkeypatch)) < 1e-11
+
+
+def test_the_harness_sees_a_guess_that_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [error(LooksAtAGuess, seed, 2, lambda chooser: draw_by(chooser, monkeypatch)) for seed in range(8)]
+    assert max(errors) > 1e-4

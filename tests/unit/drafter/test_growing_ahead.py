@@ -1,0 +1,185 @@
+"""Growing ahead: bets on the outcome of a round, the budget a verifier allows, the path a client expects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from unit.drafter.test_growing import Counting, grown, hash_of, opening
+
+from drafter_service.growing import Grower
+from rootward.core.ahead import Bets
+from rootward.core.frames import Commit
+from rootward.core.growth import Policy
+from rootward.core.living_tree import ROOT, LivingTree
+from rootward.core.requests import Law
+from rootward.core.rng import Key, bonus_gumbel
+
+PREFIX = (1, 2, 3)
+BONUS = Key(77).bonus()
+BETS = Bets(share=4, draws_per_level=2)
+
+
+def grower() -> Grower[int]:
+    network = Counting(5, seed=3, max_slots=4)
+    return Grower(network, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2), bets=BETS)
+
+
+def ahead(**changes):
+    return opening(1, **({"node_cap": 4, "ahead_cap": 24, "bonus_key": BONUS.value} | changes))
+
+
+def replica(node_cap: int = 4) -> LivingTree:
+    return LivingTree(3, hash_of(PREFIX), vocab_size=5, node_cap=node_cap, ahead_cap=24)
+
+
+def guesses(tree: LivingTree) -> dict[int, list[int]]:
+    """By the length of the text they follow: their tokens."""
+    found: dict[int, list[int]] = {}
+    for record in tree.nodes.values():
+        if record.guess:
+            found.setdefault(record.depth - 1, []).append(record.token)
+    return found
+
+
+def test_guesses_follow_once_the_tree_rests_and_a_verifier_can_replay_them() -> None:
+    garden, verifier = grower(), replica()
+    assert garden.open(1, ahead()) is None
+    rested = False
+    for _, frame in grown(garden):
+        assert not frame.guesses.any() or rested or frame.at_rest
+        rested |= frame.at_rest
+        verifier.receive(frame)
+    mine = garden.trees[1].tree
+    assert list(verifier.nodes) == list(mine.nodes)
+    assert len(verifier) == 4
+    assert 6 < verifier.num_ahead <= 24
+    assert all(mine.nodes[i].head == ROOT for i in verifier.snapshot(99).ids[1:])
+    garden.model.check_idle()
+
+
+def test_a_guess_is_what_the_noise_makes_of_the_row() -> None:
+    garden = grower()
+    garden.open(1, ahead())
+    grown(garden)
+    tree = garden.trees[1].tree
+    row = garden.trees[1].growth.own.rows[tree.root_id]
+    drawn = {n.token for n in tree.nodes.values() if n.parent == ROOT and not n.guess}
+    order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(BONUS, 1, 3, row.ids)))]
+    at_root = guesses(tree)[3]
+    assert at_root == [t for t in order.tolist() if t not in drawn][: len(at_root)]
+
+
+def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
+    garden, verifier = grower(), replica()
+    garden.open(1, ahead())
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    guess = next(i for i, n in verifier.nodes.items() if n.guess and n.parent == ROOT)
+    below = [i for i, n in verifier.nodes.items() if n.head == guess and i != guess]
+    token = verifier.nodes[guess].token
+    assert verifier.commit([token]) == [guess]
+    assert list(verifier.nodes) == below
+    assert len(verifier) == len(below) == 3
+    forwards = garden.model.forwards
+    garden.commit(1, Commit(1, 3, (token,), verifier.hash))
+    assert list(garden.trees[1].tree.nodes) == below
+    for _, frame in grown(garden):
+        assert verifier.receive(frame).stale == 0
+    assert garden.model.forwards > forwards
+    assert verifier.snapshot(99).tree == garden.trees[1].tree.snapshot(99).tree
+    assert len(verifier) == 4
+    garden.close(1)
+    garden.model.check_idle()
+
+
+def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:
+    """Its nodes count as the root's when a commit has walked over it before they arrive."""
+    garden, verifier = grower(), replica(node_cap=2)
+    garden.open(1, ahead(node_cap=2))
+    frames = [frame for _, frame in grown(garden)]
+    while not verifier.num_ahead:
+        verifier.receive(frames.pop(0))
+    guess = next(n for n in verifier.nodes.values() if n.guess and n.parent == ROOT)
+    verifier.commit([guess.token])
+    for frame in frames:
+        verifier.receive(frame)
+    assert 0 < len(verifier) <= 2
+
+
+def test_rounds_that_were_merged_walk_over_one_guess_each() -> None:
+    """A bet on the second round died with the first one, whoever hears of both at once."""
+    garden, verifier = grower(), replica()
+    garden.open(1, ahead())
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    drawn = verifier.snapshot(99)
+    first = int(drawn.tree.token[1])
+    bet = next(n for n in verifier.nodes.values() if n.guess and n.parent == drawn.ids[1])
+    for token in (first, bet.token):  # two plain rounds: the first one's bonus token was drawn and not verified
+        verifier.commit([token])
+    garden.commit(1, Commit(1, 3, (first, bet.token), verifier.hash, runs=(1, 1)))
+    assert list(garden.trees[1].tree.nodes) == list(verifier.nodes) == []
+    for _, frame in grown(garden):
+        assert verifier.receive(frame).stale == 0
+    assert len(verifier) == 4
+
+
+def test_kv_is_held_for_living_nodes_only() -> None:
+    """Drawn nodes that become the root again and again: bets below them do not pile up."""
+    garden = grower()
+    garden.open(1, ahead())
+    growing = garden.trees[1]
+    text = list(PREFIX)
+    for _ in range(12):
+        grown(garden)
+        tree = growing.tree
+        token = int(tree.snapshot(1).tree.token[1])
+        base, text = len(text), [*text, token]
+        garden.commit(1, Commit(1, base, (token,), hash_of(text)))
+        held = garden.model.tree(growing.kv_slot).num_uncommitted
+        assert held <= len(growing.growth.expanded)
+    garden.model.check_idle()
+
+
+def test_no_budget_no_work() -> None:
+    garden = grower()
+    garden.open(1, ahead())
+    grown(garden)
+    garden.commit(1, Commit(1, 3, (0,), hash_of((*PREFIX, 0)), node_budget=0))
+    before = garden.model.forwards
+    (rest,) = grown(garden)
+    assert rest[1].at_rest
+    assert garden.model.forwards == before
+    garden.commit(1, Commit(1, 4, (1, 2), hash_of((*PREFIX, 0, 1, 2)), node_budget=2))
+    grown(garden)
+    assert len(garden.trees[1].tree) == 2
+    assert garden.model.forwards > before
+
+
+@pytest.mark.parametrize("law", list(Law))
+def test_the_path_a_client_expects_is_in_the_tree(law: Law) -> None:
+    garden, verifier = grower(), replica(node_cap=8)
+    wish = {"prediction": (4, 4, 0, 4, 4, 1), "num_prompt": 3, "law": law, "ahead_cap": 0, "node_cap": 8}
+    garden.open(1, ahead(**wish))
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    first = verifier.snapshot(8).tree
+    assert first.token[1] == 4  # before anything else
+    assert not first.sampled[1]
+    assert len(verifier) == 8
+    path = (4, 4, 0, 4)  # more has agreed: more is believed
+    hash_after = hash_of((*PREFIX, *path))
+    verifier.commit(path)
+    garden.commit(1, Commit(1, 3, path, hash_after))
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    tree = verifier.snapshot(8).tree
+    assert (4, 1) in {tree.path(i) for i in range(len(tree))}
+
+
+def test_under_matching_growing_ahead_is_growing_on() -> None:
+    garden = grower()
+    garden.open(1, ahead(law=Law.COUPLED))
+    grown(garden)
+    assert len(garden.trees[1].tree) == 28
+    assert garden.trees[1].tree.num_ahead == 0
