@@ -77,9 +77,9 @@ def test_every_alert_is_tested_and_has_a_runbook():
 def exported() -> set[str]:
     """Names of all samples that running services export."""
     demand = CollectorRegistry()
-    demand.register(DemandCollector(lambda: {"v": VerifierDemand(), "d": DrafterDemand(4)}))
+    demand.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
     gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), DrafterMetrics()
-    verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0))
+    verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
     drafter.watch(lambda: dict.fromkeys(OF_DRAFTER, 0.0))
     text = b"".join(
         generate_latest(r) for r in (demand, gateway.registry, verifier.registry, drafter.registry)
