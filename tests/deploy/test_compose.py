@@ -1,0 +1,41 @@
+"""compose.yaml: services take its flags, and its grace periods are those of the chart."""
+
+import re
+
+import pytest
+import yaml
+from support.helm import CHART, ROOT
+
+from drafter_service.settings import DrafterSettings
+from gateway.settings import GatewaySettings
+from verifier_service.settings import VerifierSettings
+
+SETTINGS = {"gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
+COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text(encoding="utf-8"))["services"]
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("role", SETTINGS)
+def test_services_take_the_flags_and_have_time_to_drain(role):
+    service = COMPOSE[role]
+    verb, named, *flags = [re.sub(r"\$\{\w+:-(.*?)\}", r"\1", str(word)) for word in service["command"]]
+    assert (verb, named) == ("serve", role)
+    settings = SETTINGS[role].load(flags)
+    drain = (VALUES["drafter"]["defaults"] if role == "drafter" else VALUES[role])["drain"]
+    assert settings.shutdown_timeout_s == drain["timeoutSeconds"]
+    assert int(service["stop_grace_period"].rstrip("s")) >= drain["timeoutSeconds"] + drain["marginSeconds"]
+
+
+@pytest.mark.parametrize("role", SETTINGS)
+def test_containers_are_confined(role):
+    service = COMPOSE[role]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["user"] == "10001:10001"
+
+
+def test_the_image_runs_as_the_pods_do():
+    text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert "USER 10001:10001" in text
+    pod = (CHART / "templates" / "_pod.tpl").read_text(encoding="utf-8")
+    assert "runAsUser: 10001" in pod
