@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
 
 MODEL = "tabular:vocab=40,seed=1"
 DRAFT = "tabular:vocab=40,seed=1"
-LONG = SamplingParams(max_tokens=3000, ignore_eos=True, seed=7)
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=7)
 DRAIN_S = "1"  # the chart's are longer; what comes after them is the same
 
 
@@ -67,7 +67,7 @@ async def wait_for_load(client: AsyncClient, count: int) -> None:
 async def test_a_gateway_that_is_stopped_ends_within_its_margin():
     with verifier(MODEL, []) as target, gateway(MODEL, [target.address], "--shutdown-timeout-s", DRAIN_S) as front:
         async with AsyncClient(front.address, timeout=120, max_retries=0) as client:
-            task = asyncio.create_task(client.generate([1, 2], sampling=SamplingParams(max_tokens=100_000)))
+            task = asyncio.create_task(client.generate([1, 2], sampling=SamplingParams(max_tokens=4000, ignore_eos=True)))
             await wait_for_load(client, 1)
             await ends_within(front, margin("gateway"))
             task.cancel()

@@ -12,13 +12,13 @@ WORK = Work()
 
 
 def step(now_s: float) -> int:
-    return 100 if 300 <= now_s < 900 else 10
+    return 100 if 300 <= now_s < 800 else 10
 
 
 @lru_cache
 def outcome(name: str):
     scheme = next((s for s in report.schemes(WORK) if s.name == name), None) or report.fixed(int(name))
-    return report.run(replace(scheme, pods=1) if scheme.signal else scheme, WORK, 1, step)
+    return report.run(replace(scheme, pods=1) if scheme.signal else scheme, WORK, 1, step, 1650.0)
 
 
 def test_demand_goes_up_once_and_down_once_to_the_optimum():
@@ -27,7 +27,7 @@ def test_demand_goes_up_once_and_down_once_to_the_optimum():
     assert max(seen.wanted) in (optimum, optimum + 1)
     assert seen.swings <= 1
     assert seen.wanted[-1] <= 2
-    late = [t for t, r in zip(seen.times, seen.ready, strict=True) if 300 <= t < 900 and r < optimum - 1]
+    late = [t for t, r in zip(seen.times, seen.ready, strict=True) if 300 <= t < 800 and r < optimum - 1]
     assert max(late) <= 390  # pod start, scrapes and syncs included
 
 
