@@ -72,9 +72,7 @@ def fixed(pods: int) -> Scheme:
     return Scheme(f"{pods} fixed", None, pods=pods)
 
 
-def run(
-    scheme: Scheme, work: Work, seed: int, load: Callable[[float], int] = step, end_s: float = 2400.0
-) -> Outcome:
+def run(scheme: Scheme, work: Work, seed: int, load: Callable[[float], int] = step, end_s: float = 2400.0) -> Outcome:
     autoscaler = Autoscaler(Spec(scheme.targets, 1, MOST, DEFAULT_UP, DOWN)) if scheme.signal else None
     plan = Plan(load, end_s, pods=scheme.pods, rebalance=scheme.rebalance)
     return Pool(work, plan, autoscaler, scheme.signal, seed).run()

@@ -67,7 +67,9 @@ async def wait_for_load(client: AsyncClient, count: int) -> None:
 async def test_a_gateway_that_is_stopped_ends_within_its_margin():
     with verifier(MODEL, []) as target, gateway(MODEL, [target.address], "--shutdown-timeout-s", DRAIN_S) as front:
         async with AsyncClient(front.address, timeout=120, max_retries=0) as client:
-            task = asyncio.create_task(client.generate([1, 2], sampling=SamplingParams(max_tokens=4000, ignore_eos=True)))
+            task = asyncio.create_task(
+                client.generate([1, 2], sampling=SamplingParams(max_tokens=4000, ignore_eos=True))
+            )
             await wait_for_load(client, 1)
             await ends_within(front, margin("gateway"))
             task.cancel()
