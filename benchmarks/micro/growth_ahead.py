@@ -4,8 +4,8 @@
 
 One session at a time on the demo pair. The models compute; the clock does not: a target pass, a draft level and a way over the wire
 take the times given, so that the figures are those of that distance and not of this machine. Growth and verification are the services'
-own (`Grower`, `Runner`). Printed per form: tokens per round, share of rounds that begin with kept nodes (hits), nodes kept then,
-nodes drawn per node verified, and tokens per second of that clock.
+own (`Grower`, `Runner`). `--enough`: a round is launched when so many nodes have arrived. Printed per form: tokens per round, share of
+rounds that begin with kept nodes (hits), nodes kept then, nodes drawn per node verified, and tokens per second of that clock.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def generate(
     counts, now_s, at_rest = Counts(), 0.0, False
     while len(text) - len(prompt) < about.tokens:
         begun_s = now_s
-        while not (len(tree) >= cap or at_rest or now_s >= begun_s + times.patience_s):
+        while not (len(tree) >= about.enough or at_rest or now_s >= begun_s + times.patience_s):
             far.until(now_s)
             arrives_s = far.frames[0][0] if far.frames else math.inf
             if arrives_s > now_s:  # nothing has arrived: a level later there may be more under way
@@ -197,7 +197,16 @@ def _parser() -> argparse.ArgumentParser:
     numbers = {
         "temperature": 1.0, "noise": 0.0, "level_ms": 4.0, "verify_ms": 30.0, "one_way_ms": 20.0, "patience_ms": 200.0,
     }  # fmt: skip
-    sizes = {"nodes": 16, "ahead": 64, "share": 8, "draws": 4, "guess_draws": 2, "tokens": 128, "prompts": 16}
+    sizes = {
+        "nodes": 16,
+        "enough": 16,
+        "ahead": 64,
+        "share": 8,
+        "draws": 4,
+        "guess_draws": 2,
+        "tokens": 128,
+        "prompts": 16,
+    }
     for name, value in {**numbers, **sizes}.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     parser.add_argument("--law", choices=["sampled", "greedy"], default="sampled")
