@@ -11,4 +11,7 @@ grid.py           constructions × rules × budgets; levels.py: growth under a l
 results.py        what was measured, as values and JSON; tables.py, winners.py, plots.py: how it is shown
 options.py, measuring.py, workers.py, acceptance.py: the command, its parts, its processes
 lookup.py         drafters without a model, replayed on the target's own texts
+distance.py       tokens/s against round-trip time, with the model of it (distance_model.py) drawn beside
+drafters.py       sessions at one drafter against latency, use of growth, hits of growth ahead, bytes
+generations.py, processes.py: sessions at once; services as processes on loopback
 """

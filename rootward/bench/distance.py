@@ -58,14 +58,15 @@ class Point:
     wire_bytes: float
 
 
-def systems() -> tuple[System, ...]:
+def systems(ahead: int) -> tuple[System, ...]:
+    grows = ("--num-ahead-tokens", str(ahead))
     traversal, match = (Rule.TRAVERSAL, Law.SAMPLED), (Rule.MATCH, Law.COUPLED)
-    waits = ("--draft-wait-ms", str(LONGEST_WAIT_MS))
+    waits = ("--draft-wait-ms", str(LONGEST_WAIT_MS), "--num-ahead-tokens", "0")
     return (
         System("plain", Speculation(SpeculationMode.DISABLED)),
         System("waiting", Speculation(SpeculationMode.REQUIRED, *traversal), waits),
-        System("traversal", Speculation(SpeculationMode.AUTO, *traversal)),
-        System("coupled", Speculation(SpeculationMode.AUTO, *match)),
+        System("traversal", Speculation(SpeculationMode.AUTO, *traversal), grows),
+        System("coupled", Speculation(SpeculationMode.AUTO, *match), grows),
     )
 
 
@@ -91,11 +92,12 @@ async def running(system: System, given: argparse.Namespace) -> AsyncIterator[tu
 async def points(given: argparse.Namespace) -> list[Point]:
     """All systems at all distances, one system at a time, printed as they come."""
     found: list[Point] = []
-    for system in systems():
+    for system in systems(given.ahead):
         async with running(system, given) as (verifier, link):
             for rtt_ms in given.rtts:
                 link.conditions = Conditions(rtt_ms / 2e3, given.jitter_ms / 1e3, given.loss)
-                load = Load(given.sessions, given.max_tokens, system.speculation, f"{system.name}-{rtt_ms:g}")
+                tokens = given.max_tokens // (3 if system.name == "plain" else 1)  # a token takes it a whole step
+                load = Load(given.sessions, tokens, system.speculation, f"{system.name}-{rtt_ms:g}")
                 await measured(verifier, load.scaled(WARM_UP))
                 before = sum(link.num_bytes)
                 run = await measured(verifier, load)
@@ -176,9 +178,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-ms", type=float, default=4.0, help="a level of the draft (default 4)")
     parser.add_argument("--jitter-ms", type=float, default=0.0, help="of each direction, on top (default 0)")
     parser.add_argument("--loss", type=float, default=0.0, help="share of segments that arrive a round trip later")
-    parser.add_argument("--noise", type=float, default=1.0, help="what sets the draft's logits apart (default 1)")
+    parser.add_argument("--noise", type=float, default=0.6, help="what sets the draft's logits apart (default 0.6)")
     parser.add_argument("--nodes", type=int, default=16, help="nodes verified in a round (default 16)")
-    parser.add_argument("--sessions", type=int, default=4, help="at once (default 4)")
+    parser.add_argument("--ahead", type=int, default=32, help="nodes a living tree grows ahead (default 32)")
+    parser.add_argument("--sessions", type=int, default=2, help="at once (default 2)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens of a session (default 160)")
     parser.add_argument("--out", type=Path, help="folder of distance.json and distance.png (default: none)")
     return parser
