@@ -288,17 +288,17 @@ class Link:
         self.breaker.grew()
         current = grow.base_len == draft.tree.length
         if current and draft.committed_s is not None:
-            self._time(draft, grow.queue_us / 1e6)
+            self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
         if not draft.heard:  # what it was asked for last it has taken
             self._num_refusals = 0
         draft.heard = True
         draft.at_rest = grow.at_rest and current
 
-    def _time(self, draft: Draft, queued_s: float) -> None:
+    def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:
         """The first growth since a commit."""
         assert draft.committed_s is not None
         latency_s = time.monotonic() - draft.committed_s
-        self._metrics.answered(latency_s, queued_s)
+        self._metrics.answered(latency_s, queued_s + computed_s)
         self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
         draft.committed_s, draft.queued_s = None, queued_s
 

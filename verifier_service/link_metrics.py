@@ -61,10 +61,10 @@ class LinkMetrics:
     def discarded(self, reason: str) -> None:
         self._discarded.labels(reason).inc()
 
-    def answered(self, latency_s: float, queued_s: float) -> None:
-        """The first growth since a commit came; the drafter says how much of that time it took."""
-        self._transport.observe(max(0.0, latency_s - queued_s))
-        self._queue.observe(queued_s)
+    def answered(self, latency_s: float, drafter_s: float) -> None:
+        """The first growth since a commit came; the drafter says for how much of that time it queued and computed."""
+        self._transport.observe(max(0.0, latency_s - drafter_s))
+        self._queue.observe(drafter_s)
 
     def rerooted(self, *, grown: bool, num_nodes: int) -> None:
         """The truth advanced. grown: its last token was a node already; num_nodes: alive below it."""

@@ -3,10 +3,10 @@
     python benchmarks/micro/wire.py [--rounds 400] [--out FILE.json]
 
 The drafter is a process; this one holds the verifier's end of the link and commits to all its sessions as soon as their trees have come to
-rest. A round takes from the commits until the frame that brings the last tree to rest has been read; what the drafter itself worked on
-it, from applying the commit until the frame was made, travels with the frame (`queue_us`) and is taken off. What is left is added: coding
-both ways, the wire, both event loops, and the way to the growth thread. The echo is a bare grpc.aio bidirectional stream to another
-process that sends frames of the same sizes, one each way. Rounds and echoes alternate, so that a busy machine slows both.
+rest. Measured is from the commits until the first growth that answers them has been read; the draft forward that made it travels with the
+frame (`draft_us`) and is taken off. What is left is added: coding both ways, the wire, both event loops, and the way to the growth thread
+and back. The echo is a bare grpc.aio bidirectional stream to another process that sends frames of the same sizes, one each way. Rounds
+and echoes alternate, so that a busy machine slows both.
 
 Beside it: tokens per second with the drafter as a process against in-process, over verifiers whose target takes 20 ms a step.
 """
@@ -51,10 +51,11 @@ LAWS = {"sampled": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.CO
 
 
 class Counted:
-    """A drafter; the bytes of its frames each way while `counting`; when its last frame came and how long that took it."""
+    """A drafter; the first answer to a commit: its bytes, when it came, and how long the drafter computed for it."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self._drafter, self.counting = drafter, True
+        self._drafter = drafter
+        self.asked = self.counting = False
         self.num_bytes = [0, 0]
         self.arrived_s, self.work_us = 0.0, 0
 
@@ -65,9 +66,10 @@ class Counted:
                 yield frame
 
         async for frame in self._drafter.session(outbound()):
-            self.arrived_s = time.perf_counter()
-            self.work_us = max((grow.queue_us for grow in frame.grows), default=0)
-            self._count(1, frame)
+            if self.asked and frame.grows:
+                self.arrived_s, self.asked = time.perf_counter(), False
+                self.work_us = max(grow.draft_us for grow in frame.grows)
+                self._count(1, frame)
             yield frame
 
     def _count(self, direction: int, frame: ToDrafter | FromDrafter) -> None:
@@ -94,7 +96,8 @@ class Rounds:
             await asyncio.wait_for(self.grown.wait(), 20)
 
     async def added_s(self) -> float:
-        """Seconds of one round that the drafter did not work on it."""
+        """Seconds from a commit to its first growth, less what the drafter computed. Returns when all trees are at rest again."""
+        self.drafter.asked = True
         start_s = time.perf_counter()
         for draft in self.drafts:
             first = next(iter(draft.tree.nodes.values())).token
@@ -150,7 +153,7 @@ async def compared(law: str, num_sessions: int, num_rounds: int) -> dict[str, fl
             await asyncio.sleep(0.01)
         rounds = Rounds(link, counted, grown, law, num_sessions)
         await rounds.rest()
-        counted.num_bytes = [0, 0]
+        counted.counting = True
         for _ in range(num_rounds // 4):  # warm-up, and the bytes
             await rounds.added_s()
         counted.counting = False
