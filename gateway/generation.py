@@ -14,6 +14,7 @@ from gateway.ledger import Entry, Ledger
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending, Seen, Timing, Usage
 from gateway.resuming import StreamInterrupted, finish_to_field
+from gateway.router import Outcome
 from gateway.sessions import Run
 from gateway.stops import Output, Span
 from gateway.tally import derived, joined, predicted
@@ -54,11 +55,12 @@ class Generation:
         held: dict[str, int] | None = None,
         ended: Finish | None = None,
         on_redispatch: Callable[[], None] = lambda: None,
+        on_routed: Callable[[Outcome], None] = lambda outcome: None,
         redispatch_wait_s: float = 10.0,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
         self._upstreams, self._ledger = upstreams, ledger
-        self._held, self._on_redispatch = held or {}, on_redispatch
+        self._held, self._on_redispatch, self._on_routed = held or {}, on_redispatch, on_routed
         self._ended = ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
@@ -115,6 +117,7 @@ class Generation:
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
+        self._on_routed(choice.outcome)
         self._ledger.note(self._entry, verifier=choice.name)
         self._ledger.computed(self._plan.first, (), choice.name)
         return self._upstreams.get(choice.name)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from gateway.requests import Delta, Ending, GenerateRequest
+from gateway.router import Outcome
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
 FAST = (
@@ -69,6 +70,7 @@ class Metrics:
         self._generated = counter("generation_tokens", "Tokens emitted.")
         self._redispatched = counter("redispatch", "Attempts lost and begun anew.")
         self._resumed = counter("requests_resumed", "Requests taken up again by clients.")
+        self._routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
         self._running = gauge("num_requests_running", "Requests at verifiers.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a place.")
         self._ready = gauge("upstream_ready", "Verifiers that take requests.")
@@ -102,6 +104,9 @@ class Metrics:
 
     def redispatched(self) -> None:
         self._redispatched.inc()
+
+    def routed(self, outcome: Outcome) -> None:
+        self._routed.labels(outcome.value).inc()
 
     def resumed(self) -> None:
         self._resumed.inc()

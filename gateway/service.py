@@ -333,6 +333,7 @@ class GatewayService:
             held=held,
             ended=finish_of(record.fields) if record.finished else None,
             on_redispatch=self.metrics.redispatched,
+            on_routed=self.metrics.routed,
             redispatch_wait_s=self.limits.redispatch_wait_s,
         )
 

@@ -299,6 +299,10 @@ async def test_turns_of_a_session_go_to_the_same_verifier():
             await service.collect(GenerateRequest("a", session_id="talk"))
             await asyncio.sleep(0.06)
         assert sorted(len(v.requests) for v in verifiers) == [0, 0, 0, 5]
+        routed = service.metrics.registry.get_sample_value
+        outcomes = ("least_load", "affinity", "fallback")
+        counts = [routed("rootward_route_decisions_total", {"outcome": outcome}) for outcome in outcomes]
+        assert counts == [1.0, 4.0, None]
         assert (await service._store.hints("", [], "talk"))[1]["verifier"]
 
 
