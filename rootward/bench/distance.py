@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigurationError as wrong:
         print(str(wrong).splitlines()[0], file=sys.stderr)
         return wrong.exit_code
-    fits = {name: fit_of(found, given.verify_ms, name) for name in ("traversal", "coupled")}
+    fits = {name: fit_of(found, given.verify_ms, name) for name in ("waiting", "traversal", "coupled")}
     if given.out is not None:
         _write(given, found, fits)
     return 0

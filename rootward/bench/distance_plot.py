@@ -52,10 +52,9 @@ def draw(found: Sequence[Point], fits: dict[str, Fit], given: argparse.Namespace
 
 
 def _predictions(fits: dict[str, Fit]) -> dict[str, Callable[[float], float]]:
-    any_fit = fits["traversal"]
     return {
-        "plain": lambda _: any_fit.plain(),
-        "waiting": any_fit.waiting,
+        "plain": lambda _: fits["waiting"].plain(),
+        "waiting": fits["waiting"].waiting,
         "traversal": fits["traversal"].living,
         "coupled": fits["coupled"].living,
     }
