@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rootward.cli_bench import bench
+from rootward.cli_chat import chat
 from rootward.cli_check_pair import check_pair
 from rootward.cli_generate import generate
 from rootward.cli_keys import keys
@@ -34,7 +35,6 @@ app = typer.Typer(
     name="rootward",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Exit codes: 0 done, 1 internal error, 2 usage or configuration, 3 incompatible models, 4 unavailable.",
@@ -55,6 +55,7 @@ def _root(
 
       rootward serve all
       rootward generate "def fib(n):" --stats
+      rootward chat
 
     [bold]With your models[/bold], each in a terminal or on a machine of its own:
 
@@ -78,6 +79,7 @@ app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
 app.command()(generate)
+app.command()(chat)
 app.command("check-pair")(check_pair)
 app.command()(status)
 
