@@ -36,6 +36,10 @@ class VerifierSettings(ProcessSettings):
     zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    target_adapter: str | None = Field(None, description="folder with a LoRA adapter of the target; the draft has none")
+    quantization: str | None = Field(
+        None, description="JSON of a transformers quantization_config (default: what the checkpoint says)"
+    )
     tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     kv_cache_tokens: int | None = Field(

@@ -31,6 +31,8 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
         max_slots=settings.max_num_seqs,
         max_len=settings.max_model_len,
         kv_cache_tokens=settings.kv_cache_tokens,
+        adapter=settings.target_adapter,
+        quantization=settings.quantization,
         group=group,
     )
 

@@ -39,16 +39,19 @@ def load_model(
     attn: str = "sdpa",
     require_trees: bool = False,
     group: Group | None = None,
+    adapter: str | None = None,
+    quantization: str | None = None,
 ) -> LanguageModel:
     """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
 
     `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
-    `group`: the ranks that share the model; each of them calls this.
+    `group`: the ranks that share the model; each of them calls this. `adapter`, `quantization`: see `weights.read_network`.
     """
     if spec.startswith(TABULAR):
-        if group is not None:
-            raise ConfigurationError(f"tensor_parallel: {spec!r} has no weights to share; use 1")
+        for name, given in (("tensor_parallel", group), ("target_adapter", adapter), ("quantization", quantization)):
+            if given is not None:
+                raise ConfigurationError(f"{name}: {spec!r} has no weights; leave it out")
         return _tabular(spec, max_slots, max_len, kv_cache_tokens)
     require_folder(spec)
     from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
@@ -63,6 +66,8 @@ def load_model(
         attn=attn,
         require_trees=require_trees,
         group=group,
+        adapter=adapter,
+        quantization=quantization,
     )
 
 

@@ -5,12 +5,8 @@ Legend: T wanted rows, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import sys
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,11 +15,12 @@ from rootward.engine.attention import layer_windows
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.memory import MemoryPlan
 from rootward.engine.packed import pack_linears
-from rootward.engine.parallel import Group, LeadingPass, check_shape, follow, part, whole
+from rootward.engine.parallel import Group, LeadingPass, follow
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
+from rootward.engine.weights import fingerprint, num_bytes, read_network
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Rows
 
@@ -31,7 +28,6 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_LEN = 8192
 BLOCK_SIZE = 16  # cells of a KV block
-DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 
 class HuggingFaceModel:
@@ -42,6 +38,7 @@ class HuggingFaceModel:
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
     `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
     `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
+    `adapter`: the folder of what has been merged into `network`.
     """
 
     def __init__(
@@ -57,14 +54,15 @@ class HuggingFaceModel:
         attn: str = "sdpa",
         pack: bool = True,
         group: Group | None = None,
+        adapter: str | None = None,
     ):
         self.network, self.tokenizer, self._group = network.eval().requires_grad_(False), tokenizer, group
         config = network.config.get_text_config()
         wanted = max_len or DEFAULT_MAX_LEN
         max_positions = min(_context(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
-        num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network)
-        num_bytes = sum(part(w).nbytes for w in (*network.parameters(), *network.buffers()))
+        num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network, adapter)
+        weights = num_bytes(network)
         self.num_packed = pack_linears(network, lambda: _sample(network)) if pack and group is None else 0
         try:
             size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
@@ -75,7 +73,7 @@ class HuggingFaceModel:
         agreed = (lambda report: report) if group is None else group.agreed
         self.probe_report = choose_attention(network, attn, max_positions, agreed)
         self._pass = self._make_pass(config)
-        self.memory = MemoryPlan(num_bytes, self.probe_report.bytes_per_token, size)
+        self.memory = MemoryPlan(weights, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
             name=name,
             vocab_size=vocab,
@@ -102,11 +100,15 @@ class HuggingFaceModel:
         pack: bool = True,
         require_trees: bool = False,
         group: Group | None = None,
+        adapter: str | None = None,
+        quantization: str | None = None,
     ) -> HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
-        network = _read(path_or_name, dtype).to(device) if group is None else _read_part(path_or_name, dtype, group)
+        network = read_network(
+            path_or_name, device=device, dtype=dtype, quantization=quantization, adapter=adapter, group=group
+        )
         model = cls(
             network,
             name=path_or_name,
@@ -118,6 +120,7 @@ class HuggingFaceModel:
             attn=attn,
             pack=pack,
             group=group,
+            adapter=adapter,
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
@@ -209,19 +212,6 @@ def eos_ids(network: Any) -> tuple[int, ...]:
     return ()
 
 
-def fingerprint(network: Any) -> str:
-    """sha256 over the configuration and, per weight, its name, shape, type and 64 values. The same in every process."""
-    config = network.config.to_dict()
-    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation", "distributed_config"):
-        config.pop(volatile, None)
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, weight in sorted(network.named_parameters()):
-        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
-        flat = whole(weight.detach()).reshape(-1)
-        digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def _sample(network: Any) -> torch.Tensor:
     """Logits of a few tokens, without a cache."""
     logits: torch.Tensor = network(input_ids=torch.tensor([[1, 2, 3]], device=network.device), use_cache=False).logits
@@ -235,38 +225,3 @@ def _context(config: Any) -> int | None:
         if value:
             return int(value)
     return None
-
-
-def _read_part(path_or_name: str, dtype: str, group: Group) -> Any:
-    """This rank's part of the network. All ranks call it."""
-    from transformers import AutoConfig
-
-    if find_spec("accelerate") is None:
-        raise ConfigurationError("tensor_parallel: needs more packages; run pip install 'rootward[tensor-parallel]'")
-    try:
-        from transformers.distributed import DistributedConfig
-
-        config = AutoConfig.from_pretrained(path_or_name)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
-    check_shape(config.get_text_config(), group.size)
-    return _read(path_or_name, dtype, distributed_config=DistributedConfig(tp_size=group.size))
-
-
-def _read(path_or_name: str, dtype: str, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging as transformers_logging
-
-    if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # a log is no place for a progress bar
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    try:
-        return AutoModelForCausalLM.from_pretrained(path_or_name, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
-
-
-def _unreadable(path_or_name: str, wrong: Exception) -> ConfigurationError:
-    line = (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
-    return ConfigurationError(f"model: {path_or_name!r} cannot be read ({line}); check the path or name")

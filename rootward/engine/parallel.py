@@ -134,9 +134,3 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     """A weight that ranks share, put together: all ranks call it. Any other as it is."""
     gather = getattr(weight, "full_tensor", None)
     return weight if gather is None else gather()
-
-
-def part(weight: torch.Tensor) -> torch.Tensor:
-    """What of a weight lies on this rank."""
-    local = getattr(weight, "to_local", None)
-    return weight if local is None else local()

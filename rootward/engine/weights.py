@@ -1,0 +1,162 @@
+"""Networks as they are read: whole or this rank's part, as published or quantised, alone or with an adapter; and what identifies them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rootward.engine.parallel import Group, check_shape, whole
+from rootward.errors import ConfigurationError
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def read_network(
+    path_or_name: str,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    quantization: str | None = None,
+    adapter: str | None = None,
+    group: Group | None = None,
+) -> Any:
+    """A network of transformers on its device. ConfigurationError, one line, if that cannot be done.
+
+    quantization  JSON of a `quantization_config` of transformers, {"quant_method": …}; None: what the checkpoint says
+    adapter       folder with a LoRA adapter, which is merged into the weights
+    group         the ranks that share the network; all of them call this
+    """
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    options: dict[str, Any] = {"dtype": dtype}
+    if quantization is not None:
+        options |= _quantised(quantization, device)
+    if group is not None:
+        options |= _shared(path_or_name, group)
+    network = _read(path_or_name, options)
+    if group is None and "device_map" not in options:
+        network = network.to(device)
+    return network if adapter is None else _merged(network, adapter, group)
+
+
+def fingerprint(network: Any, adapter: str | None = None) -> str:
+    """sha256 over the configuration and, per weight, its name, shape, type and 64 values; and over the adapter's files.
+
+    The same in every process, and whether or not ranks share the network.
+    """
+    config = network.config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "_attn_implementation", "distributed_config"):
+        config.pop(volatile, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(network.named_parameters()):
+        digest.update(f"{name}{tuple(weight.shape)}{weight.dtype}".encode())
+        for stored in leaves(whole(weight.detach())):
+            flat = stored.reshape(-1)
+            digest.update(flat[:: max(1, len(flat) // 64)][:64].double().cpu().numpy().tobytes())
+    if adapter is not None:
+        digest.update(adapter_digest(adapter).encode())
+    return digest.hexdigest()
+
+
+def adapter_digest(adapter: str) -> str:
+    """sha256 over an adapter's files."""
+    digest = hashlib.sha256()
+    for name in ADAPTER_FILES:
+        digest.update((Path(adapter).expanduser() / name).read_bytes())
+    return digest.hexdigest()
+
+
+def num_bytes(network: Any) -> int:
+    """Of weights and buffers in the memory of this process, as they are stored."""
+    return sum(stored.nbytes for w in (*network.parameters(), *network.buffers()) for stored in leaves(w))
+
+
+def leaves(weight: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors a weight consists of: itself, or the parts of a quantised or shared one."""
+    names = getattr(weight, "__tensor_flatten__", None)
+    if names is None:
+        yield weight
+    else:
+        parts = (getattr(weight, name) for name in names()[0])
+        for stored in parts:
+            if isinstance(stored, torch.Tensor):  # not the ranks that share it
+                yield from leaves(stored)
+
+
+def _read(path_or_name: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # a log is no place for a progress bar
+    try:
+        return AutoModelForCausalLM.from_pretrained(path_or_name, **options)
+    except (OSError, ValueError, ImportError) as wrong:
+        raise _unreadable(path_or_name, wrong) from wrong
+
+
+def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
+    """What makes transformers read this rank's part only."""
+    from transformers import AutoConfig
+
+    if find_spec("accelerate") is None:
+        raise ConfigurationError("tensor_parallel: needs more packages; run pip install 'rootward[tensor-parallel]'")
+    try:
+        from transformers.distributed import DistributedConfig
+
+        config = AutoConfig.from_pretrained(path_or_name)
+    except (OSError, ValueError, ImportError) as wrong:
+        raise _unreadable(path_or_name, wrong) from wrong
+    check_shape(config.get_text_config(), group.size)
+    return {"distributed_config": DistributedConfig(tp_size=group.size)}
+
+
+def _quantised(quantization: str, device: str) -> dict[str, Any]:
+    """What makes transformers quantise while it reads."""
+    from transformers.quantizers import AutoQuantizationConfig
+
+    try:
+        config = AutoQuantizationConfig.from_dict(json.loads(quantization))
+    except Exception as wrong:  # whatever a method makes of what it does not know
+        raise ConfigurationError(f"quantization: {quantization!r} is not valid ({_line(wrong)})") from wrong
+    placed = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
+    return {"quantization_config": config, **placed}
+
+
+def _merged(network: Any, adapter: str, group: Group | None) -> Any:
+    """The network with the adapter's products added to its weights."""
+    folder = Path(adapter).expanduser()
+    missing = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
+    if missing:
+        raise ConfigurationError(f"target_adapter: {adapter!r} holds no {missing[0]}; give a folder written by peft")
+    if group is not None or getattr(network, "is_quantized", False):
+        raise ConfigurationError(
+            "target_adapter: cannot be merged into weights that are quantised or shared between ranks; merge it into the model first"
+        )
+    if find_spec("peft") is None:
+        raise ConfigurationError("target_adapter: needs more packages; run pip install 'rootward[lora]'")
+    from peft import PeftConfig, PeftModel
+
+    try:
+        kind = str(getattr(PeftConfig.from_pretrained(str(folder)).peft_type, "value", ""))
+        if kind != "LORA":
+            raise ConfigurationError(f"target_adapter: {adapter!r} is of kind {kind or 'unknown'}; only LoRA is served")
+        return PeftModel.from_pretrained(network, str(folder)).merge_and_unload(safe_merge=True)
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError) as wrong:
+        raise ConfigurationError(f"target_adapter: {adapter!r} does not fit the model ({_line(wrong)})") from wrong
+
+
+def _unreadable(path_or_name: str, wrong: Exception) -> ConfigurationError:
+    return ConfigurationError(f"model: {path_or_name!r} cannot be read ({_line(wrong)}); check the path or name")
+
+
+def _line(wrong: Exception) -> str:
+    return (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
