@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
 from rootward.engine.slots import CellMoves, Size
+from rootward.engine.triton_attention import Buffers
 
 
 class Running:
@@ -38,9 +39,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, size: Size, window: int | None):
+    def __init__(self, size: Size, window: int | None, buffers: Buffers | None = None):
+        """`buffers`: what kernels need besides, shared by all layers."""
         super().__init__()
-        self.size, self.window = size, window
+        self.size, self.window, self.buffers = size, window, buffers or Buffers()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -103,7 +105,8 @@ class PagedCache:
     """The layers of a network, and what concerns all of them."""
 
     def __init__(self, size: Size, windows: Sequence[int | None]):
-        self.layers = [PagedLayer(size, window) for window in windows]
+        buffers = Buffers()
+        self.layers = [PagedLayer(size, window, buffers) for window in windows]
         self.cache = Cache(layers=self.layers)
 
     def move(self, moves: CellMoves, device: torch.device) -> None:

@@ -22,12 +22,17 @@ class Part(NamedTuple):
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, bias: torch.Tensor | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
 ) -> Part:
-    """query [B, H, R, D] over key and value [B, H, N, D]; `bias` [B, 1, R or 1, N] is added to the scores."""
-    if query.shape[-1] == value.shape[-1] and has_flash(query.dtype):
+    """query [B, H, R, D] over key and value [B, H, N, D]; `bias` [B, 1, R or 1, N] is added to the (capped) scores."""
+    if softcap is None and query.shape[-1] == value.shape[-1] and has_flash(query.dtype):
         return Part(*_flash(query, key, value, attn_mask=bias, scale=scaling))
-    return _plain(query, key, value, scaling, bias)
+    return _plain(query, key, value, scaling, bias, softcap)
 
 
 def attend_all(
@@ -37,18 +42,30 @@ def attend_all(
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scaling)
 
 
-def merged(a: Part, b: Part) -> torch.Tensor:
-    """The values over the keys of both. Either may have seen nothing (a log-sum-exp of −∞ or near the lowest number), not both."""
+def merged(a: Part, b: Part) -> Part:
+    """Over the keys of both. Either may have seen nothing (a log-sum-exp of −∞ or near the lowest number), not both."""
     weight = torch.sigmoid(b.lse - a.lse)[..., None].to(a.out.dtype)
-    return torch.lerp(a.out, b.out, weight)
+    return Part(torch.lerp(a.out, b.out, weight), torch.logaddexp(a.lse, b.lse))
+
+
+def with_sinks(part: Part, sinks: torch.Tensor) -> torch.Tensor:
+    """The values when a logit of its own, sinks [1, H, R], takes part in every row's softmax and carries no value."""
+    return part.out * torch.sigmoid(part.lse - sinks.float())[..., None].to(part.out.dtype)
 
 
 def _plain(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, bias: torch.Tensor | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float,
+    bias: torch.Tensor | None,
+    softcap: float | None = None,
 ) -> Part:
     """In float32 at least."""
     kind = torch.promote_types(query.dtype, torch.float32)
     score = query.to(kind) @ key.to(kind).transpose(-1, -2) * scaling
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
     if bias is not None:
         score = score + bias
     lse = torch.logsumexp(score, -1)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rootward.engine import cpu_attention
+from rootward.engine import tree_attention
 from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
 from rootward.engine.kv_cache import PagedCache, Running, running
@@ -44,7 +44,7 @@ class TreePass:
     def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool):
         self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
         self.kv = PagedCache(size, windows.by_layer)
-        self.reads_storage = network.config._attn_implementation == cpu_attention.NAME
+        self.reads_storage = network.config._attn_implementation in tree_attention.NAMES
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 

@@ -1,7 +1,7 @@
 """The load probe: does this network run token trees correctly? Asked of the network itself, not of a list of names.
 
-A ragged batch of small trees goes through the KV trees and, row by row, through cache-free forwards; then a path is
-committed and one more token decoded. What a short probe cannot see (state that spans the batch or the context) is
+A ragged batch of small trees goes through the KV trees and, row by row, through cache-free forwards with the network's own eager
+attention; then a path is committed and one more token decoded. What a short probe cannot see (state that spans the batch or the context) is
 refused by its mark in the configuration.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rootward.engine import cpu_attention
+from rootward.engine import tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.slots import Size, Slots, kept_rows
@@ -68,10 +68,8 @@ def choose_attention(
 
 def _candidates(network: Any, attn: str) -> list[str]:
     """Attention implementations in the order of preference."""
-    if getattr(network.config.get_text_config(), "attn_logit_softcapping", None):
-        return ["eager"]  # some releases let sdpa drop the cap without a word, in the reference too
-    grouped = [cpu_attention.NAME] if attn == "sdpa" and network.device.type == "cpu" else []
-    return list(dict.fromkeys([*grouped, attn, "eager"]))
+    ours = tree_attention.NAMES if attn == "sdpa" and tree_attention.serves(network.device) else ()
+    return list(dict.fromkeys([*ours, attn, "eager"]))
 
 
 def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
@@ -131,7 +129,9 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float
     for batch, stops in steps:
         kept = kept_rows(batch, [len(r.node) > 2 and r.slot == 2 for r in batch])
         with slots.placed(batch) as entries:
-            got, expected = tree.run(entries, kept).float(), path.run(entries, kept).float()
+            got = tree.run(entries, kept).float()
+            with eager(path.network):
+                expected = path.run(entries, kept).float()
         worst = max(worst, float((got - expected).abs().max()))
         worst = worst if bool(torch.isfinite(got).all()) else float("nan")
         scale = max(scale, float(expected.abs().max()))
@@ -140,6 +140,17 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float
             tree.move(moves)
             path.move(moves)
     return worst, scale
+
+
+@contextmanager
+def eager(network: Any) -> Iterator[None]:
+    """The network's own attention: it drops no cap and no sink, which others do without a word."""
+    before = network.config._attn_implementation
+    network.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        network.set_attn_implementation(before)
 
 
 @contextmanager

@@ -37,6 +37,13 @@ def tokens(num: int, seed: int) -> list[int]:
     return drawn
 
 
+def truth_of(family: Family) -> Any:
+    """The same weights under the network's own eager attention, which shares nothing with ours."""
+    network = network_of(family)
+    network.set_attn_implementation("eager")
+    return network
+
+
 def network_of(family: Family) -> Any:
     if not family.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {family.config}")
@@ -123,11 +130,11 @@ def report() -> Iterator[Callable[..., None]]:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_trees_equal_paths(name: str, report: Callable[..., None]) -> None:
-    network = network_of(SUPPORTED[name])
+    network, truth = network_of(SUPPORTED[name]), truth_of(SUPPORTED[name])
     model = load(network)
     assert model.info.supports_trees, model.probe_report.reason
-    first, after = trees_and_commits(model, network)
-    chain, positions = chain_mask(load(network), network), positions_off(load(network), network)
+    first, after = trees_and_commits(model, truth)
+    chain, positions = chain_mask(load(network), truth), positions_off(load(network), truth)
     report(name, model.probe_report.attention, first, after, chain, positions)
     assert max(first, after) <= TOLERANCE
     assert min(chain, positions) >= POWER
@@ -141,7 +148,7 @@ OPTIONS += [("gemma2", {"attn_logit_softcapping": 2.2}), ("smollm3", {"no_rope_l
 def test_options_of_attention_show(name: str, off: dict[str, Any]) -> None:
     """Control: the truth of the same weights under another window, cap or encoding is not what the engine computes."""
     family = SUPPORTED[name]
-    network, other = network_of(family), replace(family, changes=family.changes | off).network()
+    network, other = network_of(family), truth_of(replace(family, changes=family.changes | off))
     model = load(network)
     session = prefilled(model, network)[0][2]
     rows = session.grow(BRANCHED, tokens(len(BRANCHED), 42))
@@ -161,6 +168,22 @@ def test_what_cannot_branch_is_refused_and_decodes_plainly(name: str) -> None:
         for session in sessions:
             session.commit(0)
     assert wrong <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_caps_and_sinks_take_our_attention(name: str) -> None:
+    assert load(network_of(SUPPORTED[name])).probe_report.attention == "rootward"
+
+
+def test_sinks_show() -> None:
+    """Control: the truth of the same weights with other sinks is not what the engine computes."""
+    network, other = network_of(SUPPORTED["gpt_oss"]), truth_of(SUPPORTED["gpt_oss"])
+    for parameter, weight in other.named_parameters():
+        if parameter.endswith("sinks"):
+            weight.data += 0.1
+    session = prefilled(load(network), network)[0][2]
+    rows = session.grow(BRANCHED, tokens(len(BRANCHED), 43))
+    assert error(session.model.forward([rows]), [session.truth(other, rows)]) >= POWER
 
 
 def test_there_are_enough_families() -> None:

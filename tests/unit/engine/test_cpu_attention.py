@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +33,12 @@ class Case:
     key: torch.Tensor
     value: torch.Tensor
 
-    def error(self, window: int | None, context: PagedContext | None = None) -> float:
-        expected = paged_reference(
-            self.query, self.layer.keys, self.layer.values, context or self.step.paged, scaling=SCALING, window=window
-        )
+    def error(self, window: int | None, context: PagedContext | None = None, **options: Any) -> float:
+        context = context or self.step.paged
+        given = {"scaling": SCALING, "window": window, **options}
+        expected = paged_reference(self.query, self.layer.keys, self.layer.values, context, **given)
         self.layer.window = window
-        got = paged(self.query, self.key, self.value, self.layer, self.step.reach(window), SCALING)
+        got = paged(self.query, self.key, self.value, self.layer, self.step.reach(window), SCALING, **options)
         assert got.shape == expected.shape
         assert torch.isfinite(got).all()
         worst = 0.0
@@ -131,6 +132,33 @@ def test_equals_the_reference(
         assert random_case(seed, lengths, widths, old=bool(seed % 2)).error(window) < TOLERANCE
 
 
+@pytest.mark.parametrize("calls", [0, 256])
+@pytest.mark.parametrize("window", [None, 11])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize(("lengths", "widths"), [SHAPES[0], SHAPES[2], SHAPES[4]])
+def test_caps_and_sinks_equal_the_reference(
+    lengths: tuple[int, ...],
+    widths: tuple[int, ...],
+    softcap: float | None,
+    window: int | None,
+    calls: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reach, "CALL_CELLS", calls)
+    case, sinks = random_case(3, lengths, widths), torch.linspace(-1.0, 2.0, HEADS)
+    for given in ({"softcap": softcap, "sinks": sinks}, {"softcap": softcap}):
+        assert case.error(window, **given) < TOLERANCE
+
+
+def test_sinks_of_other_heads_show() -> None:
+    case, sinks = random_case(3, *SHAPES[4]), torch.linspace(-1.0, 2.0, HEADS)
+    right, wrong = (
+        paged(case.query, case.key, case.value, case.layer, case.step.reach(None), SCALING, sinks=given)
+        for given in (sinks, sinks.roll(1))
+    )
+    assert float((right[0, 0] - wrong[0, 0]).abs().max()) > 1e-3
+
+
 def test_the_cases_have_what_they_are_there_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables in several pieces, tails of new and of older nodes, prefixes that end with shared nodes; short contexts in one call."""
     case = random_case(1, (33, 8, 17, 60), (7, 1, 12, 4))
@@ -194,6 +222,7 @@ def test_parts_merge_whatever_the_cut() -> None:
             partial_softmax.attend(query, key[:, :, s], value[:, :, s], SCALING) for s in (slice(cut), slice(cut, None))
         )
         for got in (partial_softmax.merged(a, b), partial_softmax.merged(b, a)):
-            torch.testing.assert_close(got, whole.out)
+            torch.testing.assert_close(got.out, whole.out)
+            torch.testing.assert_close(got.lse, whole.lse)
     nothing = partial_softmax.Part(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
-    torch.testing.assert_close(partial_softmax.merged(nothing, whole), whole.out, atol=0, rtol=0)
+    torch.testing.assert_close(partial_softmax.merged(nothing, whole).out, whole.out, atol=0, rtol=0)

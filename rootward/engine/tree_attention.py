@@ -1,0 +1,87 @@
+"""The attention that the engine gives a network: paged keys and values, the prefix where it lies, the tree on top.
+
+Registered through the public interfaces of transformers and chosen by the load probe. On a GPU it is the Triton kernel, on a CPU
+`cpu_attention`. Soft caps and sinks of a network are honoured; what is not known is refused.
+
+Legend: B entries, H query heads, H_kv heads of K and V, Q rows, KV keys, D head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from rootward.engine.cpu_attention import paged
+from rootward.engine.kv_cache import running
+from rootward.engine.triton_attention import is_available, tree_attention
+
+NAME = "rootward_sdpa"  # "sdpa" in the name makes transformers ask whether the network supports it
+OTHER_NAME = "rootward"  # for networks that support no sdpa because of their sinks
+NAMES = (NAME, OTHER_NAME)
+
+
+def serves(device: torch.device) -> bool:
+    """Whether there is a way to compute it on this device."""
+    return device.type == "cpu" or is_available(device)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, Q, D]; key and value the new rows' [B, H_kv, Q, D]. Returns [B, Q, H, D]."""
+    if kwargs.get("position_bias") is not None:
+        raise ValueError(f"{NAME} knows no position_bias; use eager")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    now = running.get()
+    if now is None:
+        return without_cache(query, key, value, attention_mask, scale, softcap, s_aux), None
+    layer = now.layer
+    assert layer is not None, "attention without keys and values of its own"
+    if is_available(query.device):
+        context, buffers = now.step.paged, layer.buffers
+        options: dict[str, Any] = {"window": layer.window, "softcap": softcap, "sinks": s_aux, "buffers": buffers}
+        return tree_attention(query, layer.keys, layer.values, context, scaling=scale, **options), None
+    reach = now.step.reach(layer.window)
+    return paged(query, key, value, layer, reach, scale, softcap=softcap, sinks=s_aux), None
+
+
+def without_cache(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """[B, Q, H, D]: a forward over whole texts; `mask` bool[B, 1, Q, KV] or None for a causal one."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    score = query.float() @ key.float().transpose(-1, -2) * scaling
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if mask is None:
+        mask = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).tril()
+    score = score.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        score = torch.cat([score, sinks.float()[None, :, None, None].expand(*score.shape[:-1], 1)], -1)
+    weight = score.softmax(-1)[..., : key.shape[-2]]
+    return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous()
+
+
+for _name in NAMES:
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, sdpa_mask)
