@@ -35,6 +35,7 @@ class VerifierSettings(ProcessSettings):
     advertise: str = Field("", description="host:port that gateways dial (default: the one it listens on)")
     zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
+    cuda_graphs: bool = Field(False, description="record steps as CUDA graphs")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     target_adapter: str | None = Field(None, description="folder with a LoRA adapter of the target; the draft has none")
     quantization: str | None = Field(

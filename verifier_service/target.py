@@ -33,6 +33,7 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
         kv_cache_tokens=settings.kv_cache_tokens,
         adapter=settings.target_adapter,
         quantization=settings.quantization,
+        cuda_graphs=settings.cuda_graphs,
         group=group,
     )
 

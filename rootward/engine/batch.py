@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.reach import Reach, reach
@@ -33,22 +34,12 @@ class Step:
         self.entries, self.size, self.device = entries, size, device
         num, width = len(entries), max(entry.plan.num_rows for entry in entries)
         self.width = width
-        packed = np.empty((3, num, width), dtype=np.int64)  # one array: one copy to the device
+        packed = packed_rows(entries, num, width, size)
         keep = np.zeros((num, width), np.bool_)
-        for b, entry in enumerate(entries):
-            plan, q = entry.plan, entry.plan.num_rows
-            packed[0, b, :q] = entry.rows.token
-            packed[1, b, :q] = plan.positions
-            packed[2, b, :q] = entry.table.cells(plan.cells)
-            if q < width:
-                packed[:2, b, q:] = packed[:2, b, :1]
-                packed[2, b, q:] = size.storage
-            keep[b, kept[b].start : kept[b].stop] = True
-        self.max_position = int(packed[1].max())
-        np.minimum(
-            packed[1], size.max_positions - 1, out=packed[1]
-        )  # rows beyond the network's context carry no meaning
-        self.ids, self.positions, write = torch.from_numpy(packed).to(device).unbind(0)
+        for b, rows in enumerate(kept):
+            keep[b, rows.start : rows.stop] = True
+        self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
+        self.ids, self.positions, write = torch.from_numpy(packed).to(device).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
         self.num_kept = sum(map(len, kept))
         self.keep = None if self.num_kept == num * width else torch.from_numpy(keep).to(device)
@@ -66,6 +57,21 @@ class Step:
         if window not in self._reach:
             self._reach[window] = reach(self.entries, self.width, window)
         return self._reach[window]
+
+
+def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> NDArray[np.int64]:
+    """int64[3, num, width]: ids, positions and cells of the rows. Entries of padding are token 0 at position 0."""
+    packed = np.zeros((3, num, width), dtype=np.int64)
+    packed[2] = size.storage
+    for b, entry in enumerate(entries):
+        plan, q = entry.plan, entry.plan.num_rows
+        packed[0, b, :q] = entry.rows.token
+        packed[1, b, :q] = plan.positions
+        packed[2, b, :q] = entry.table.cells(plan.cells)
+        packed[:2, b, q:] = packed[:2, b, :1]
+    # rows beyond the network's context carry no meaning
+    np.minimum(packed[1], size.max_positions - 1, out=packed[1])
+    return packed
 
 
 def split(widths: Sequence[int], overhead: int) -> list[list[int]]:

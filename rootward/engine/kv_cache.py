@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
+from rootward.engine.graphs import StaticStep
 from rootward.engine.slots import CellMoves, Size
 from rootward.engine.triton_attention import Buffers
 
@@ -25,7 +26,7 @@ from rootward.engine.triton_attention import Buffers
 class Running:
     """A forward that is under way: its step, what is gathered if attention is dense, and the layer that wrote last."""
 
-    def __init__(self, step: Step, view: DenseView | None):
+    def __init__(self, step: Step | StaticStep, view: DenseView | None):
         self.step, self.view = step, view
         self.layer: PagedLayer | None = None
 

@@ -41,6 +41,7 @@ def load_model(
     group: Group | None = None,
     adapter: str | None = None,
     quantization: str | None = None,
+    cuda_graphs: bool = False,
 ) -> LanguageModel:
     """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
 
@@ -68,6 +69,7 @@ def load_model(
         group=group,
         adapter=adapter,
         quantization=quantization,
+        cuda_graphs=cuda_graphs,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rootward.engine.attention import layer_windows
+from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.memory import MemoryPlan
 from rootward.engine.packed import pack_linears
@@ -38,7 +39,7 @@ class HuggingFaceModel:
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
     `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
     `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
-    `adapter`: the folder of what has been merged into `network`.
+    `adapter`: the folder of what has been merged into `network`. `capture`: how steps are recorded (CUDA graphs).
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class HuggingFaceModel:
         pack: bool = True,
         group: Group | None = None,
         adapter: str | None = None,
+        capture: Capture | None = None,
     ):
         self.network, self.tokenizer, self._group = network.eval().requires_grad_(False), tokenizer, group
         config = network.config.get_text_config()
@@ -72,7 +74,7 @@ class HuggingFaceModel:
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
         agreed = (lambda report: report) if group is None else group.agreed
         self.probe_report = choose_attention(network, attn, max_positions, agreed)
-        self._pass = self._make_pass(config)
+        self._pass = self._make_pass(config, capture)
         self.memory = MemoryPlan(weights, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
             name=name,
@@ -102,10 +104,13 @@ class HuggingFaceModel:
         group: Group | None = None,
         adapter: str | None = None,
         quantization: str | None = None,
+        cuda_graphs: bool = False,
     ) -> HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
+        if cuda_graphs and torch.device(device).type != "cuda":
+            raise ConfigurationError(f"cuda_graphs: device {device!r} has none; leave it out")
         network = read_network(
             path_or_name, device=device, dtype=dtype, quantization=quantization, adapter=adapter, group=group
         )
@@ -121,6 +126,7 @@ class HuggingFaceModel:
             pack=pack,
             group=group,
             adapter=adapter,
+            capture=CudaCapture() if cuda_graphs else None,
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
@@ -131,13 +137,13 @@ class HuggingFaceModel:
             log.warning("%s; it decodes plainly, without a KV cache", message)
         return model
 
-    def _make_pass(self, config: Any) -> ForwardPass:
+    def _make_pass(self, config: Any, capture: Capture | None) -> ForwardPass:
         windows = layer_windows(config)
         own: ForwardPass
         if not self.probe_report.ok or windows is None:
             own = PathPass(self.network, self._slots.size)
         else:
-            own = TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged)
+            own = TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged, capture=capture)
         return own if self._group is None or not self._group.leads else LeadingPass(own, self._group)
 
     def follow(self) -> None:

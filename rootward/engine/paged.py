@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from rootward.engine.slots import Entry
@@ -46,37 +47,81 @@ class PagedContext:
     max_length: int
 
 
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Sizes of a context, padding included: B entries of Q rows, blocks of their prefixes, uncommitted nodes."""
+
+    entries: int
+    rows: int
+    blocks: int
+    nodes: int
+
+    @staticmethod
+    def of(entries: Sequence[Entry], rows: int) -> Extents:
+        """The smallest that holds them."""
+        return Extents(
+            len(entries), rows, max(1, *(len(e.table) for e in entries)), max(len(e.plan.node) for e in entries)
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Per entry: block table, length, scratch, scratch positions, words of visibility, positions."""
+        return self.blocks, 1, self.nodes, self.nodes, self.rows * -(-self.nodes // 32), self.rows
+
+    @property
+    def total(self) -> int:
+        return self.entries * sum(self.sizes)
+
+
 def paged_context(entries: Sequence[Entry], width: int, block_size: int, device: torch.device) -> PagedContext:
     """The context of a step of `width` rows an entry: everything in one array, one copy to the device."""
-    num, nodes = len(entries), max(len(e.plan.node) for e in entries)
-    blocks, words = max(1, *(len(e.table) for e in entries)), -(-nodes // 32)
-    sizes = (blocks, 1, nodes, nodes, width * words, width)
-    packed = np.zeros((num, sum(sizes)), dtype=np.int32)
-    table, length, scratch, place, sees, position = np.split(packed, np.cumsum(sizes)[:-1], axis=1)
+    extents = Extents.of(entries, width)
+    on_device = torch.from_numpy(packed_context(entries, extents, trash=0)).to(device)
+    return seen_in(on_device, extents, block_size, max(e.plan.length for e in entries))
+
+
+def packed_context(entries: Sequence[Entry], extents: Extents, trash: int) -> NDArray[np.int32]:
+    """int32[total] for `seen_in`. Entries of padding see the trash cell only."""
+    packed = np.zeros(extents.total, dtype=np.int32)
+    table, length, scratch, place, sees, position = _pieces(packed, extents)
     scratch[:] = -1
+    words = -(-extents.nodes // 32)
     for b, e in enumerate(entries):
         plan, m = e.plan, len(e.plan.node)
         table[b, : len(e.table)] = e.table.blocks
         length[b] = plan.length
         scratch[b, :m] = e.table.cells(plan.scratch)
         place[b, :m] = plan.position
-        seen = np.zeros((width, words * 32), np.bool_)
+        seen = np.zeros((extents.rows, words * 32), np.bool_)
         seen[: plan.num_rows, :m] = plan.sees
         seen[plan.num_rows :, :m] = plan.sees[0]
         sees[b] = np.packbits(seen, axis=1, bitorder="little").view("<i4").reshape(-1)
-        position[b] = np.append(plan.positions, np.full(width - plan.num_rows, plan.positions[0]))
-    on_device = torch.from_numpy(packed).to(device)
-    parts = torch.split(on_device, list(sizes), dim=1)
+        position[b] = np.append(plan.positions, np.full(extents.rows - plan.num_rows, plan.positions[0]))
+    scratch[len(entries) :, 0] = trash
+    sees[len(entries) :, ::words] = 1
+    return packed
+
+
+def seen_in(packed: torch.Tensor, extents: Extents, block_size: int, max_length: int) -> PagedContext:
+    """The context that lies packed in a tensor: views of it, so that new content is a new context."""
+    parts = _pieces(packed, extents)
     return PagedContext(
         block_size=block_size,
         block_table=parts[0],
-        length=parts[1][:, 0].contiguous(),
+        length=parts[1][:, 0],
         scratch=parts[2],
         scratch_position=parts[3],
-        sees=parts[4].reshape(num, width, words),
+        sees=parts[4].reshape(extents.entries, extents.rows, -1),
         position=parts[5],
-        max_length=max(e.plan.length for e in entries),
+        max_length=max_length,
     )
+
+
+def _pieces(packed: Any, extents: Extents) -> list[Any]:
+    """The arrays [B, …] that lie one behind the other in a flat one."""
+    ends = np.cumsum([extents.entries * size for size in extents.sizes]).tolist()
+    starts = [0, *ends[:-1]]
+    return [packed[i:j].reshape(extents.entries, -1) for i, j in zip(starts, ends, strict=True)]
 
 
 def paged_reference(

@@ -18,6 +18,7 @@ import torch
 from rootward.engine import tree_attention
 from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
+from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
 from rootward.engine.slots import CellMoves, Entry, Size
 
@@ -38,14 +39,15 @@ class ForwardPass(Protocol):
 class TreePass:
     """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
 
-    `ragged`: the network takes a mask of the rows whose logits are wanted (the load probe finds out).
+    `ragged`: the network takes a mask of the rows whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
     """
 
-    def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool):
+    def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool, capture: Capture | None = None):
         self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
         self.kv = PagedCache(size, windows.by_layer)
         self.reads_storage = network.config._attn_implementation in tree_attention.NAMES
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
+        self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
@@ -60,11 +62,23 @@ class TreePass:
         return torch.cat([found[i] for i in range(len(entries))])
 
     def _run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+        found = None if self.graphs is None else self.graphs.logits(entries, kept)
+        if found is not None:
+            return found
         step = Step(entries, kept, self.size, self.device)
         view = None if self.reads_storage else DenseView(step.paged)
         token = running.set(Running(step, view))
         try:
             return self._logits(step, self._mask(view))
+        finally:
+            running.reset(token)
+
+    def _recordable(self, step: StaticStep) -> torch.Tensor:
+        """Logits [B, Q, V] of all rows."""
+        view = None if self.reads_storage else DenseView(step.paged)
+        token = running.set(Running(step, view))
+        try:
+            return self._forward(step, self._mask(view))
         finally:
             running.reset(token)
 
@@ -84,7 +98,7 @@ class TreePass:
             return self._forward(step, mask, logits_to_keep=step.keep)
         return self._forward(step, mask)[step.keep]
 
-    def _forward(self, step: Step, mask: Any, **kwargs: Any) -> torch.Tensor:
+    def _forward(self, step: Step | StaticStep, mask: Any, **kwargs: Any) -> torch.Tensor:
         out = self.network(
             input_ids=step.ids,
             position_ids=step.positions,
