@@ -44,11 +44,15 @@ def filled(model: HuggingFaceModel, num_slots: int) -> list[int]:
     return slots
 
 
-def logits_of(path: str, device: str, dtype: str) -> torch.Tensor:
-    """Three trees of different sizes in one forward."""
-    model = HuggingFaceModel.load(path, device=device, dtype=dtype, max_slots=4, max_len=1024)
+def logits_of(path: str, device: str, dtype: str, cuda_graphs: bool = False) -> torch.Tensor:
+    """Three trees of different sizes in one forward; the third time, when it is recorded if it can be."""
+    model = HuggingFaceModel.load(path, device=device, dtype=dtype, max_slots=4, max_len=1024, cuda_graphs=cuda_graphs)
     slots = filled(model, 3)
     batch = [tree_rows(s, n, model.info.vocab_size, n) for s, n in zip(slots, (1, 7, 16), strict=True)]
+    for _ in range(2):
+        model.forward(batch)
+        for slot in slots:
+            model.release(slot)
     return model.forward(batch).float().cpu()
 
 
@@ -90,26 +94,36 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", default=str(demo.paths().target))
+    parser.add_argument("--cuda-graphs", action="store_true", help="record steps and replay them")
     parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
 
-    reference, here = logits_of(args.model, "cpu", "float32"), logits_of(args.model, args.device, args.dtype)
+    reference = logits_of(args.model, "cpu", "float32")
+    here = logits_of(args.model, args.device, args.dtype, args.cuda_graphs)
     error = float((reference - here).norm() / reference.norm())
     model = HuggingFaceModel.load(
-        args.model, device=args.device, dtype=args.dtype, max_slots=max(args.sessions), max_len=1024
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        max_slots=max(args.sessions),
+        max_len=1024,
+        cuda_graphs=args.cuda_graphs,
     )
     weight_bytes = sum(p.numel() * p.element_size() for p in model.network.parameters())
     rate = bandwidth(args.device)
     report = {
         "device": args.device,
         "dtype": args.dtype,
+        "attention": model.probe_report.attention,
+        "cuda_graphs": args.cuda_graphs,
         "parameters": model.info.num_parameters,
         "relative_error": error,
         "bandwidth_GB_s": rate / 1e9,
         "floor_ms": weight_bytes / rate * 1e3,
         "milliseconds": {},
     }
+    print(f"attention: {model.probe_report.attention}")
     print(f"relative error of the logits against float32 on the CPU: {error:.1e}")
     print(f"floor of one step: {report['floor_ms']:.3f} ms ({weight_bytes / 1e6:.0f} MB at {rate / 1e9:.0f} GB/s)")
     for num_sessions in args.sessions:

@@ -74,7 +74,8 @@ def without_cache(
     if softcap is not None:
         score = softcap * torch.tanh(score / softcap)
     if mask is None:
-        mask = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).tril()
+        rows, keys = score.shape[-2:]  # the rows are the last ones of the text
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=score.device).tril(keys - rows)
     score = score.masked_fill(~mask, -math.inf)
     if sinks is not None:
         score = torch.cat([score, sinks.float()[None, :, None, None].expand(*score.shape[:-1], 1)], -1)

@@ -105,8 +105,8 @@ def test_trees_equal_paths(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_networks_without_sdpa_run_eagerly(family: str) -> None:
-    assert load(family).probe_report.attention == "eager"
+def test_networks_without_sdpa_take_ours_too(family: str) -> None:
+    assert load(family).probe_report.attention == "rootward"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "mistral"])

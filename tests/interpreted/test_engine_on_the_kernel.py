@@ -29,7 +29,12 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gpt_oss"])
+LONG = pytest.mark.long  # the interpreter takes its time
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=LONG), pytest.param("mistral", marks=LONG), "gemma2", "gpt_oss"]
+)
 def test_the_probe_finds_it_right(family: str, kernel: list[int]) -> None:
     """Grouped heads, sliding windows, soft caps, sinks."""
     config, changes = FAMILIES[family]
@@ -39,6 +44,7 @@ def test_the_probe_finds_it_right(family: str, kernel: list[int]) -> None:
     assert report.max_error < 1e-5
 
 
+@LONG
 def test_the_probe_refuses_a_kernel_that_is_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     right = tree_attention.tree_attention
 
