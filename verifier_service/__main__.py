@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -14,7 +14,7 @@ import structlog
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
-from rootward.ports import Discovery, LanguageModel
+from rootward.ports import Discovery, Drafter, LanguageModel
 from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
@@ -37,8 +37,9 @@ def build(
     sources: Sequence[tuple[str, Discovery]],
     settings: VerifierSettings,
     cost: StepCost | None = None,
+    drafters: Mapping[str, Drafter] | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. cost: what its steps cost, as measured at start."""
+    """The verifier that these settings describe. cost: what its steps cost, as measured at start. drafters: besides those of the sources."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,
@@ -57,7 +58,7 @@ def build(
     info, metrics = model.info, Metrics()
     return VerifierService(
         model,
-        {},
+        dict(drafters or {}),
         worker=f"verifier-{incarnation:016x}",
         incarnation=incarnation,
         policy=policy,

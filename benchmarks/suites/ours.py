@@ -115,7 +115,7 @@ class Ours:
 @asynccontextmanager
 async def plain(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
     """A verifier without drafters."""
-    async with build_verifier(target_model(pair, sizes), {}, sizes.verifier(pair)) as verifier:
+    async with build_verifier(target_model(pair, sizes), [], sizes.verifier(pair)) as verifier:
         yield Ours(PLAIN, verifier)
 
 
@@ -134,7 +134,7 @@ async def speculation(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
     drafter = build_drafter(OnThreads(draft, sizes.draft_threads), settings)
     target = target_model(pair, sizes)
     cost = measure_cost(target)  # as the service does at its start
-    verifier = build_verifier(target, {"drafter": drafter}, sizes.verifier(pair), cost)
+    verifier = build_verifier(target, [], sizes.verifier(pair), cost, {"drafter": drafter})
     async with drafter, verifier:
         await until_paired(verifier)
         yield Ours(SPECULATION, verifier)
