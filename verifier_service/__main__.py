@@ -39,7 +39,7 @@ def build(
     cost: StepCost | None = None,
     drafters: Mapping[str, Drafter] | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. cost: what its steps cost, as measured at start. drafters: besides those of the sources."""
+    """The verifier that these settings describe. cost: of its steps, as measured at start. drafters: besides those of the sources."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,

@@ -53,6 +53,12 @@ class StepCost:
         self._seconds[at] *= 1.0 + max(OWN, 1.0 / self._steps[at]) * error
         self._highest = list(accumulate(self._seconds, max))
 
+    def at_most(self, rows: int, seconds: float) -> None:
+        """Something dearer of so many rows took so long: these and fewer rows cost no more, whatever was measured."""
+        pairs = zip(self._rows, self._seconds, strict=True)
+        self._seconds = [s if size > rows or s < seconds else (s + seconds) / 2 for size, s in pairs]
+        self._highest = list(accumulate(self._seconds, max))
+
     @property
     def known(self) -> bool:
         return bool(self._rows)
@@ -78,7 +84,7 @@ class Busy:
         self._factor: dict[int, float] = {}  # by the binary logarithm of the rows
 
     def add(self, rows: int, factor: float) -> None:
-        size, factor = rows.bit_length(), min(LARGEST, max(1.0 / LARGEST, factor))
+        size, factor = rows.bit_length(), min(LARGEST, max(1.0, factor))
         old = self._factor.get(size, factor)
         self._factor[size] = old + MEMORY * (factor - old)
 
@@ -103,8 +109,10 @@ class Machine:
 
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step is over. trees: somebody uses them, in this step or not."""
+        plain_s = self.plain.seconds(rows)
         if trees and self.plain.known:
-            self.busy.add(rows, seconds / self.plain.seconds(rows))
+            self.busy.add(rows, seconds / plain_s)
+            self.plain.at_most(rows, seconds)
         else:
             self.plain.add(rows, seconds)
 

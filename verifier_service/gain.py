@@ -32,6 +32,7 @@ TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
 MOST_LOST = 6  # plain steps that a trial may lose before it is over early
 HOPE = 1.5  # a trial is due where trees would pay if the draft were so much better and growth took no time
 SHARE = 0.01  # of plain decoding's time may be lost on trials
+PROVEN = 50  # rounds of every session for which trees have to pay before earlier failures are forgotten
 FIRST_REST, MOST_DOUBLED = 64, 6  # steps of plain decoding between trials at least; how often that doubles
 TRIER_PATIENCE = 64  # plain rounds until a session on trial, whose tree does not come, gives up
 
@@ -111,7 +112,7 @@ class Gain:
         self._on = self._despaired = False
         self._trial: Trial | None = None
         self._rest_s = 0.0  # of plain decoding until the next trial
-        self._failed = self._num_rounds = 0
+        self._failed = self._num_rounds = self._proven = 0
         self._forecast = Forecast(0, [])
         self._forecasts_left = 0
 
@@ -175,6 +176,9 @@ class Gain:
             trial.lost_s += self._lost_s(spent)
         elif self._on and spent.clean:
             self._explain(spent)
+            self._proven += 1
+            if self._proven >= PROVEN * spent.load:
+                self._failed = 0
 
     def gone(self, session: int) -> None:
         """It has ended; another one goes on with its trial."""
@@ -206,8 +210,8 @@ class Gain:
         if self._on and speedup <= LEAVE:
             self._on = False
             self._rest(0.0, load)
-        elif not self._on and known and speedup >= ENTER:
-            self._on, self._trial, self._failed = True, None, 0
+        elif not self._on and known and speedup >= ENTER and (self._trial is not None or self._rest_s <= 0):
+            self._on, self._trial, self._proven = True, None, 0
         elif self._trial is not None and self._trial.over(self._machine.plain.seconds(load)):
             self._fail(load)
 
@@ -215,6 +219,7 @@ class Gain:
         """Begin a trial; without hope only after a long rest, for what is known of large steps may be wrong."""
         if forecast.hopeful or self._despaired:
             self._trial, self._despaired = Trial(session), False
+            self._slow = {bucket: slow**0.5 for bucket, slow in self._slow.items()}  # it need not be so any more
         else:
             self._despaired = True
             self._rest_s = FIRST_REST * 2.0**MOST_DOUBLED * self._machine.plain.seconds(load)
@@ -228,16 +233,13 @@ class Gain:
         least_s = FIRST_REST * self._machine.plain.seconds(load)
         self._rest_s = max(least_s, lost_s / SHARE) * 2.0**self._failed
         self._failed = min(self._failed + 1, MOST_DOUBLED)
-        self._slow = {
-            bucket: slow**0.5 for bucket, slow in self._slow.items()
-        }  # what was slow then need not be so later
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _lost_s(self, spent: Spent) -> float:
         """Engine time that a round on trial took beyond what its tokens would have taken without a tree."""
         plain_s = self._machine.plain.seconds
-        own_s = self._machine.step_s(spent.rows) - plain_s(max(1, spent.rows - spent.cap))
+        own_s = min(self._machine.step_s(spent.rows), spent.seconds) - plain_s(max(1, spent.rows - spent.cap))
         return spent.idle_s + own_s - (spent.tokens - 1) * plain_s(spent.load) / spent.load
 
     def _explain(self, spent: Spent) -> None:
