@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 
 import httpx
 import pytest
@@ -18,7 +17,8 @@ pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
 
 MODEL = "tabular:vocab=40,seed=1"
 DRAFT = "tabular:vocab=40,seed=1"
-LONG = SamplingParams(max_tokens=1500, ignore_eos=True, seed=7)
+LONG = SamplingParams(max_tokens=500, ignore_eos=True, seed=7)
+IN_TIME = [False, pytest.param(True, marks=pytest.mark.long)]
 DRAIN_S = "1"  # the chart's are longer; what comes after them is the same
 
 
@@ -30,15 +30,16 @@ def margin(*path: str) -> float:
     return float(values["drain"]["marginSeconds"])
 
 
-async def ends_within(service: Service, seconds: float) -> None:
-    began = time.monotonic()
+async def ends_well(service: Service, margin_s: float, *, in_time: bool) -> None:
+    """By itself; within the drain timeout and the chart's margin, where the machine is quiet enough to ask for times."""
     assert service.process is not None
     service.process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(service.process.wait, float(DRAIN_S) + seconds) == 0
-    assert time.monotonic() - began <= float(DRAIN_S) + seconds
+    patience_s = float(DRAIN_S) + margin_s if in_time else 100.0
+    assert await asyncio.to_thread(service.process.wait, patience_s) == 0
 
 
-async def test_a_verifier_and_a_drafter_that_are_stopped_under_load_harm_nobody():
+@pytest.mark.parametrize("in_time", IN_TIME)
+async def test_a_verifier_and_a_drafter_that_are_stopped_under_load_harm_nobody(in_time):
     """Two of each; one of each is told to stop in the middle of the same requests."""
     stop = ("--shutdown-timeout-s", DRAIN_S)
     with drafter(DRAFT, *stop) as d1, drafter(DRAFT, *stop) as d2:
@@ -50,10 +51,10 @@ async def test_a_verifier_and_a_drafter_that_are_stopped_under_load_harm_nobody(
         ):
             async with AsyncClient(front.address, timeout=120) as client:
                 undisturbed = await client.generate([1, 2, 3], sampling=LONG)
-                running = [asyncio.create_task(client.generate([1, 2, 3], sampling=LONG)) for _ in range(6)]
+                running = [asyncio.create_task(client.generate([1, 2, 3], sampling=LONG)) for _ in range(4)]
                 await wait_for_load(client, len(running))
-                await ends_within(d1, margin("drafter", "defaults"))
-                await ends_within(v1, margin("verifier"))
+                await ends_well(d1, margin("drafter", "defaults"), in_time=in_time)
+                await ends_well(v1, margin("verifier"), in_time=in_time)
                 results = await asyncio.gather(*running)
     assert {result.token_ids for result in results} == {undisturbed.token_ids}
 
@@ -64,14 +65,15 @@ async def wait_for_load(client: AsyncClient, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_gateway_that_is_stopped_ends_within_its_margin():
+@pytest.mark.parametrize("in_time", IN_TIME)
+async def test_a_gateway_that_is_stopped_ends_within_its_margin(in_time):
     with verifier(MODEL, []) as target, gateway(MODEL, [target.address], "--shutdown-timeout-s", DRAIN_S) as front:
         async with AsyncClient(front.address, timeout=120, max_retries=0) as client:
             task = asyncio.create_task(
                 client.generate([1, 2], sampling=SamplingParams(max_tokens=4000, ignore_eos=True))
             )
             await wait_for_load(client, 1)
-            await ends_within(front, margin("gateway"))
+            await ends_well(front, margin("gateway"), in_time=in_time)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
