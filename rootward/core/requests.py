@@ -25,6 +25,11 @@ _SAMPLING_RANGES = (
     ("presence_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
     ("frequency_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
 )
+# What divides scores: below this float32 overflows, and one request's NaN would cost its neighbours of the step theirs.
+_SMALLEST = (
+    ("temperature", 1e-4, "use 0 to decode greedily"),
+    ("repetition_penalty", 1e-2, "1 is off, less encourages"),
+)
 _FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the output"}
 
 
@@ -96,6 +101,9 @@ class Sampling:
             value = getattr(self, name)
             inside = low <= value <= high and (value > low or "[" in ok)
             _require(math.isfinite(value) and inside, name, value, f"is outside {ok}; {fix}")
+        for name, least, fix in _SMALLEST:
+            value = getattr(self, name)
+            _require(value == 0 or value >= least, name, value, f"is below {least}; {fix}")
         _require(0 <= self.top_k < 2**32, "top_k", self.top_k, "is outside [0, 2^32); use 0 to keep every token")
         object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
         object.__setattr__(self, "allowed_token_ids", tuple(sorted(set(self.allowed_token_ids))))

@@ -1,0 +1,252 @@
+"""Nonsense from outside, at the running services: over HTTP from the published schema, over gRPC as mutated messages.
+
+No crash, no 5xx, no INTERNAL; every refusal names its field; and afterwards a text is what it was before.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import grpc
+import pytest
+import schemathesis
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+from hypothesis import HealthCheck, given, settings
+from hypothesis.errors import Unsatisfiable
+from schemathesis import GenerationMode
+
+from rootward import SamplingParams, demo
+from rootward.v1 import control_pb2, generate_pb2, generate_pb2_grpc
+
+FEW_TOKENS = 4  # a request that is served costs no more
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(stack):
+    wanted = SamplingParams(temperature=0, max_tokens=24)
+    before = stack.client.generate(demo.prompts()[2], sampling=wanted).text
+    yield
+    for service in (stack.gateway, stack.verifier, stack.drafter):
+        assert service.process.poll() is None, service.output()[-2000:]
+    assert stack.client.generate(demo.prompts()[2], sampling=wanted).text == before
+    raised = [line for line in stack.gateway.output().splitlines() if "Unexpected [" in line or "failed" in line]
+    assert all("[DecodeError]" in line for line in raised), raised  # gRPC's own words for what is no message
+    assert "Traceback" not in stack.verifier.output()
+
+
+# -- HTTP ---------------------------------------------------------------------------------------------------------------
+
+
+def check(case) -> None:
+    body = case.body
+    if isinstance(body, dict):
+        for name in ("max_tokens", "max_completion_tokens", "n"):
+            if isinstance(body.get(name), int) and body[name] > FEW_TOKENS:
+                body[name] = FEW_TOKENS
+        if "messages" in body and not body.get("max_completion_tokens"):
+            body.setdefault("max_tokens", FEW_TOKENS)
+    response = case.call()
+    assert response.status_code in (200, 400, 404, 405), (response.status_code, response.text, body)
+    if response.status_code == 400:
+        error = response.json()["error"]
+        assert error["param"], error
+        assert error["message"].startswith(f"{error['param'].split('.')[0].split('[')[0]}") or error["message"]
+
+
+def fuzz(stack, max_examples: int) -> None:
+    """Bodies that fit the published schema and bodies that do not."""
+    described = schemathesis.openapi.from_url(f"{stack.gateway.http}/openapi.json")
+    for found in described.get_all_operations():
+        for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+
+            @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            @given(found.ok().as_strategy(generation_mode=mode))
+            def run(case) -> None:
+                check(case)
+
+            with suppress(Unsatisfiable):  # nothing is wrong for an operation without parameters
+                run()
+
+
+def test_http(stack) -> None:
+    fuzz(stack, 12)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_http_for_long(stack) -> None:
+    fuzz(stack, 1000)
+
+
+def test_the_schema_names_every_field_that_is_read(stack) -> None:
+    with urllib.request.urlopen(f"{stack.gateway.http}/openapi.json", timeout=30) as answer:
+        described = json.load(answer)
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert {"temperature", "seed", "speculation", "prediction", "n", "stop"} <= set(body["properties"])
+
+
+# -- gRPC ---------------------------------------------------------------------------------------------------------------
+
+ODD_NUMBERS = (0, 1, -1, 2, 7, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 2**64 - 1)
+ODD_REALS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("inf"), -float("inf"), float("nan"), 101.0)
+ODD_TEXTS = ("", "x", "é😀", "\x00", "a" * 3000, "{}", "[", "(a|b)*", "start: /x/", "{{", "none", " ", "#")
+
+
+def odd_value(field: FieldDescriptor, rng: random.Random) -> object:
+    if field.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
+        return rng.choice(ODD_REALS)
+    if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
+        return rng.random() < 0.5
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        text = rng.choice(ODD_TEXTS)
+        return text.encode() if field.type == FieldDescriptor.TYPE_BYTES else text
+    return rng.choice(ODD_NUMBERS)
+
+
+def mutate(message: Message, rng: random.Random, depth: int = 0) -> None:
+    """Change one field somewhere in the message."""
+    field = rng.choice(message.DESCRIPTOR.fields)
+    try:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            getattr(message, field.name)[rng.choice(ODD_NUMBERS)] = rng.choice(ODD_REALS)
+        elif field.is_repeated:
+            values = getattr(message, field.name)
+            if field.message_type is None:
+                values.extend(odd_value(field, rng) for _ in range(rng.choice((1, 2, 20, 300))))
+            else:
+                mutate(values.add(), rng, depth + 1)
+        elif field.message_type is not None:
+            child = getattr(message, field.name)
+            child.SetInParent()
+            mutate(child, rng, depth + 1)
+        elif rng.random() < 0.1:
+            message.ClearField(field.name)
+        else:
+            setattr(message, field.name, odd_value(field, rng))
+    except (ValueError, TypeError):
+        pass  # out of the field's own range: it could not be sent
+
+
+def scrambled(data: bytes, rng: random.Random) -> bytes:
+    """A few bytes changed, dropped or put in."""
+    raw = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 5))):
+        at = rng.randrange(len(raw) + 1)
+        raw[at : at + rng.choice((0, 1, 1, 4))] = rng.randbytes(rng.choice((0, 1, 1, 3)))
+    return bytes(raw)
+
+
+def start(rng: random.Random) -> generate_pb2.GenerateRequest:
+    request = generate_pb2.GenerateRequest(text="x = 1")
+    request.stopping.max_tokens = FEW_TOKENS
+    request.sampling.temperature = rng.choice((0.0, 1.0))
+    return request
+
+
+def message_of(rng: random.Random) -> tuple[str, bytes]:
+    """(method, bytes of a request). Every fourth one is mutated below protobuf."""
+    method, request = rng.choice(
+        (
+            ("Inference/Generate", start(rng)),
+            ("Inference/Generate", start(rng)),
+            ("Inference/GenerateStream", start(rng)),
+            ("Inference/Tokenize", generate_pb2.TokenizeRequest(text="x = 1")),
+            ("Inference/Detokenize", generate_pb2.DetokenizeRequest(token_ids=[5, 6])),
+            ("Control/GetModelInfo", control_pb2.GetModelInfoRequest()),
+            ("Control/Abort", control_pb2.AbortRequest(request_ids=["a"])),
+        )
+    )
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        mutate(request, rng)
+    if isinstance(request, generate_pb2.GenerateRequest):  # what is served must not run for long
+        tokens = request.stopping.max_tokens
+        if not request.stopping.HasField("max_tokens") or FEW_TOKENS < tokens < 1000:
+            request.stopping.max_tokens = FEW_TOKENS
+        if FEW_TOKENS < request.sampling.n <= 128:
+            request.sampling.n = FEW_TOKENS
+    data = request.SerializeToString()
+    return method, scrambled(data, rng) if rng.random() < 0.25 else data
+
+
+def refusal_of(call: Callable[[bytes], object], data: bytes, stream: bool) -> grpc.RpcError | None:
+    try:
+        answer = call(data, timeout=60)
+        if stream:
+            for _ in answer:
+                pass
+    except grpc.RpcError as error:
+        return error
+    return None
+
+
+MAY = {"INVALID_ARGUMENT", "NOT_FOUND", "FAILED_PRECONDITION", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"}
+
+
+def throw(channel: grpc.Channel, seed: int, count: int) -> dict[str, int]:
+    """`count` messages; how many ended how."""
+    rng, seen = random.Random(seed), {}
+    for i in range(count):
+        method, data = message_of(rng)
+        stream = method.endswith("Stream")
+        kind = channel.unary_stream if stream else channel.unary_unary
+        error = refusal_of(kind(f"/rootward.v1.{method}"), data, stream)
+        code = "OK" if error is None else error.code().name
+        seen[code] = seen.get(code, 0) + 1
+        where = f"seed {seed}, message {i}, {method}: {code} {error and error.details()}\n{data!r}"
+        unknown = error is not None and "send resume_tokens" in error.details()  # another gateway may know the request
+        if error is None or unknown or _undecodable(method, data):
+            continue
+        assert code in MAY, where
+        if code == "INVALID_ARGUMENT":
+            status = rpc_status.from_call(error)
+            assert status is not None, where
+            bad = [d for d in status.details if d.Is(error_details_pb2.BadRequest.DESCRIPTOR)]
+            assert bad, where
+            (violation,) = error_details_pb2.BadRequest.FromString(bad[0].value).field_violations
+            assert violation.field, where
+    return seen
+
+
+def _undecodable(method: str, data: bytes) -> bool:
+    """What is no message of the kind is refused by gRPC itself."""
+    kinds = {"Tokenize": generate_pb2.TokenizeRequest, "Detokenize": generate_pb2.DetokenizeRequest}
+    kinds |= {"GetModelInfo": control_pb2.GetModelInfoRequest, "Abort": control_pb2.AbortRequest}
+    try:
+        kinds.get(method.split("/")[1], generate_pb2.GenerateRequest).FromString(data)
+    except DecodeError:
+        return True
+    return False
+
+
+def many(stack, count: int) -> None:
+    with ThreadPoolExecutor(8) as pool, grpc.insecure_channel(stack.gateway.address) as channel:
+        seen: dict[str, int] = {}
+        for part in pool.map(lambda seed: throw(channel, seed, count // 8), range(8)):
+            seen = {code: seen.get(code, 0) + part.get(code, 0) for code in {*seen, *part}}
+    assert seen["OK"] > count / 20, seen  # most of the way is walked by some
+    assert seen["INVALID_ARGUMENT"] > count / 20, seen
+
+
+def test_mutated_messages(stack) -> None:
+    many(stack, 2_000)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_fifty_thousand_mutated_messages(stack) -> None:
+    many(stack, 50_000)
+
+
+def test_the_stub_still_works(stack) -> None:
+    with grpc.insecure_channel(stack.gateway.address) as channel:
+        stub = generate_pb2_grpc.InferenceStub(channel)
+        assert stub.Generate(start(random.Random(0)), timeout=30).choices[0].text
