@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from drafter_service.fairness import dealt
 from drafter_service.growing_tree import GrowingTree
-from drafter_service.trees import Heard, heard, shape_fault
+from drafter_service.trees import Heard, heard, largest_token, shape_fault
 from rootward.core.ahead import Ahead, Bets, shared_order
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
@@ -77,10 +77,9 @@ class Grower(Generic[K]):
             return Reject(
                 message.slot, f"prefix of {len(message.prefix)} tokens does not fit the draft context of {limit}"
             )
-        if max(message.prefix) >= self.model.info.vocab_size:
+        if (largest := largest_token(message)) >= self.model.info.vocab_size:
             return Reject(
-                message.slot,
-                f"token {max(message.prefix)} is outside the draft vocabulary of {self.model.info.vocab_size}",
+                message.slot, f"token {largest} is outside the draft vocabulary of {self.model.info.vocab_size}"
             )
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)

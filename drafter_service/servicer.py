@@ -32,6 +32,7 @@ class _Inbound:
         self._messages, self._streams = messages, streams
         self._frames: asyncio.Queue[ToDrafter | None] = asyncio.Queue(1)
         self._number = 0
+        self._heard = True  # somebody takes what is put here
         self.error: InvalidRequest | None = None
 
     async def __aenter__(self) -> Self:
@@ -40,6 +41,7 @@ class _Inbound:
 
     async def __aexit__(self, *_: object) -> None:
         self._streams.pop(self._number, None)
+        self._heard = False
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -61,7 +63,8 @@ class _Inbound:
         except ValueError as error:
             self.error = invalid_request(str(error))
         finally:
-            await self._frames.put(None)
+            if self._heard:  # else the last frame lies there for ever, and so would this
+                await self._frames.put(None)
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):

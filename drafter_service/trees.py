@@ -76,3 +76,9 @@ def shape_fault(message: Open, most_nodes: int) -> str:
     if message.prefix and min(shape.values()) >= 1 and sum(message.caps) <= most_nodes:
         return ""
     return f"prefix of {len(message.prefix)} tokens, {shape}, ahead_cap {message.ahead_cap}: out of range"
+
+
+def largest_token(message: Open) -> int:
+    """Of all that a draft model is told about: its text, and the tokens that its rows favour or allow."""
+    sampling = message.sampling
+    return max((*message.prefix, *sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)))

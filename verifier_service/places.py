@@ -59,12 +59,12 @@ class Places:
         entered = []
         while (session := self._waiting.head()) is not None and self.memory.admits(session, self.running.values()):
             self._waiting.pop()
-            self._away.pop(session.number, None)
             try:
                 session.kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
-                failed(session, error)
+                failed(session, error)  # one that was preempted stays away until `sweep`: it may hold a tree
                 continue
+            self._away.pop(session.number, None)
             session.fed = self.model.length(
                 session.kv_slot
             )  # of a text that begins alike, or its own before it was preempted

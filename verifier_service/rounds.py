@@ -73,6 +73,14 @@ class Rounds:
         """Its clock starts: it has a place, or its truth has advanced."""
         session.committed_s, session.idle_mark_s, session.clean = time.monotonic(), self._idle_s, True
 
+    def launched(self, session: Session, num_nodes: int) -> None:
+        """Its step begins. Whether its tree came too late is settled now: what arrives while the step runs may be kept for the next
+        round, whose cap must not follow from it."""
+        draft = session.draft
+        session.launched_s = time.monotonic()
+        session.missed = draft is not None and not draft.at_rest and bool(session.cap) and not num_nodes
+        session.waited = session.missed and draft is not None and draft.heard
+
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
         self.gains.machine.stepped(rows, seconds, trees=trees)
@@ -83,13 +91,11 @@ class Rounds:
 
     def ended(self, session: Session, outcome: Outcome, rows: int, load: int) -> bool:
         """A verdict: learn from it. rows: of the whole step. Returns whether a tree was waited for in vain."""
-        draft = session.draft
-        missed = draft is not None and not draft.at_rest and bool(session.cap) and not outcome.num_nodes
+        missed = session.missed
         if missed or outcome.num_nodes:
             self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
-        waited = missed and draft is not None and draft.heard
-        cap = session.cap or 0 if outcome.num_nodes or waited else 0
+        cap = session.cap or 0 if outcome.num_nodes or session.waited else 0
         if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
             session.gain.worth.add(cap, outcome.path)
             return missed

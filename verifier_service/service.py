@@ -159,6 +159,8 @@ class VerifierService:
     def start_draining(self, timeout_s: float) -> int:
         """Drain in the background; what still runs after timeout_s is handed back with Unavailable. Returns how many run."""
         self.draining = True
+        if self._drain_task is not None:
+            self._drain_task.cancel()  # the newest limit counts
         self._drain_task = asyncio.create_task(self._drain_within(timeout_s), name="drain")
         return len(self._live)
 
@@ -353,9 +355,9 @@ class VerifierService:
     def _round(self, number: int, cap: int) -> Round:
         session = self._running[number]
         assert session.kv_slot is not None
-        session.launched_s = time.monotonic()
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
+        self.rounds.launched(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
         root, length = session.tokens[-1], len(session.tokens)
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs, session.shared
         return Round(session.kv_slot, root, length, *about)

@@ -105,6 +105,8 @@ class Session:
     launched_s: float = 0.0  # and when the round after that was launched
     deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
+    missed: bool = False  # its round was launched without the tree that it might have had
+    waited: bool = False  # and had waited for it
     idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
     clean: bool = True  # no prefill fell into this round
     leaving: bool = False  # hand the request back after the next commit

@@ -188,3 +188,17 @@ def test_kv_cells_are_given_back() -> None:
     garden.close(1)
     garden.model.check_idle()
     assert garden.model.num_free_slots == 4
+
+
+@pytest.mark.parametrize(
+    "wish", [Sampling(logit_bias=((7, 1.0),)), Sampling(allowed_token_ids=(1, 7))], ids=["bias", "allowed"]
+)
+def test_tokens_that_the_draft_model_does_not_have_cost_their_own_slot_only(wish: Sampling) -> None:
+    """Vocabularies of one tokenizer may be padded to different sizes."""
+    garden = grower()
+    assert garden.open(1, opening(1)) is None
+    refused = garden.open(2, opening(2, sampling=wish))
+    assert refused is not None
+    assert "token 7" in refused.reason
+    assert refused.retry_after_ms == 0
+    assert {key for key, _ in grown(garden)} == {1}

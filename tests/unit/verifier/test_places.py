@@ -113,3 +113,23 @@ def test_one_whom_the_model_will_not_take_costs_nobody_else() -> None:
     assert here.fill(failed) == [good]
     assert bad.done
     assert bad.kv_slot is None
+
+
+def test_one_whom_the_model_will_not_take_back_is_handed_out_for_its_tree_to_be_closed() -> None:
+    here, slots = places()
+    one = session(1)
+    here.wait(one)
+    here.fill(lost)
+    here.preempt([1])
+
+    def open_(tokens, *, salt: str) -> int:
+        raise RuntimeError("no more")
+
+    slots.open = open_  # type: ignore[method-assign]
+
+    def failed(one: Session, error: Exception) -> None:
+        one.done = True
+
+    assert here.fill(failed) == []
+    assert here.sweep() == [one]
+    assert here.sweep() == []

@@ -1,0 +1,47 @@
+"""What a round is given and what is learned from it: settled before anything that the next round may keep has arrived."""
+
+from __future__ import annotations
+
+import pytest
+
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from verifier_service.policy import Policy
+from verifier_service.rounds import Rounds
+from verifier_service.runner import Outcome
+from verifier_service.sessions import Draft, Session
+
+
+class Pool:
+    """What rounds tell the pool."""
+
+    up = ("d",)
+
+    def __init__(self) -> None:
+        self.judged: list[bool] = []
+
+    def judge(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
+        self.judged.append(missed)
+
+    def round(self, session: Session, now_s: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("came_to_rest", [False, True])
+@pytest.mark.parametrize("heard", [False, True])
+def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_rest: bool) -> None:
+    """Growth of that time may be kept for the next round. Whether it came to rest depends on its values, and what is learned decides
+    that round's cap (algorithms.md 6.1, L2)."""
+    wanted = VerifierRequest("r", (1, 2), stopping=Stopping(9))
+    session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    pool = Pool()
+    rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
+    session.gain, session.cap = rounds.gain(session), 4
+    draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
+    rounds.began(session)
+    rounds.launched(session, 0)
+    draft.heard, draft.at_rest = True, came_to_rest
+    before = session.gain.worth.tokens(4)
+    assert rounds.ended(session, Outcome((3,), 0), 1, 1)
+    assert pool.judged == [True]
+    assert (session.gain.worth.tokens(4) < before) is heard  # a wait in vain is a cost of trees
