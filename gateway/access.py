@@ -37,6 +37,12 @@ def tenant(headers: Mapping[str, str]) -> str:
     return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
 
 
+def ends_requests_of() -> str | None:
+    """Whose requests this call may abort: its own tenant's. None: everybody's, for admins and on a gateway without keys."""
+    known = caller()
+    return None if known is None or Scope.ADMIN in known.scopes else known.tenant
+
+
 def rpc_scope(method: str) -> Scope:
     """What a gRPC method needs, as "/package.Service/Method". (Health and reflection are not asked about.)"""
     return Scope.ADMIN if method in ADMIN_RPC else Scope.GENERATE

@@ -13,6 +13,7 @@ from rootward.errors import Overloaded, Unavailable
 
 RETRY_AFTER_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
+MOST_GONE = 64  # places in the heap whose clients have gone
 NEWEST = 0.1  # weight of the newest observation in the mean time between two ends
 
 
@@ -83,6 +84,7 @@ class Admission:
             self.num_waiting -= 1
             self.num_waiting_tokens -= tokens
             place.cancel()
+            self._forget_gone()
             self._note_rest()
 
     def _leave(self) -> None:
@@ -94,6 +96,12 @@ class Admission:
                 self.num_running += 1
                 place.set_result(None)
         self._note_rest()
+
+    def _forget_gone(self) -> None:
+        """Who left the line stays in the heap until it is large: it must not grow with clients that come and go."""
+        if len(self._line) > 2 * self.num_waiting + MOST_GONE:
+            self._line = [waiting for waiting in self._line if not waiting[2].done()]
+            heapq.heapify(self._line)
 
     def _note_end(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -69,8 +69,9 @@ class Generations:
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
                 started = True
-                async for event in _events(answer, first, deltas):
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
+                async with aclosing(_events(answer, first, deltas)) as events:  # it may be waiting for the next delta
+                    async for event in events:
+                        await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             log_bug(error)
             if not started:

@@ -124,7 +124,7 @@ def read_keys(path: Path) -> dict[str, Entry]:
     try:
         content = KeyFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = _without_content(error)
         raise ConfigurationError(f"api_keys: {str(path)!r} cannot be read ({reason}); name a YAML file") from None
     except ValidationError as error:
         first = error.errors(include_input=False)[0]
@@ -134,3 +134,11 @@ def read_keys(path: Path) -> dict[str, Entry]:
     if len(entries) < len(content.keys):
         raise ConfigurationError(f"api_keys: {str(path)!r} has the same key twice; remove one")
     return entries
+
+
+def _without_content(error: Exception) -> str:
+    """Where the file is wrong. YAML's own words quote the line, which may hold a digest or a key."""
+    mark = getattr(error, "problem_mark", None)
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return "no UTF-8" if isinstance(error, UnicodeDecodeError) else f"no YAML, line {mark.line + 1 if mark else 1}"

@@ -35,16 +35,20 @@ def with_seed(plan: Plan, record: Record) -> Plan:
     return plan if seed is None else replace(plan, first=replace(plan.first, seed=int(seed)))
 
 
-def beyond_log(plan: Plan, resume: Resume, log: Run) -> Run:
-    """What the client holds and the log does not, because its gateway died before it was written.
+def beyond_log(plan: Plan, resume: Resume, record: Record) -> Run:
+    """What the client holds and the log does not, because its gateway died before it was written. The plan has the record's seed.
 
     InvalidRequest when they disagree. StreamInterrupted when more was received than is known and could not be repeated."""
+    log = record.output
+    if log and bool(log.logprobs) is (plan.first.logprobs is None):
+        fix = "is not what this request began with; resume it with the same parameters"
+        raise InvalidRequest("logprobs", plan.first.logprobs, fix)
     common = min(len(resume.tokens), len(log))
     if resume.tokens[:common] != log.tokens[:common]:
         raise InvalidRequest("resume_tokens", "given", "are not the output of this request so far")
     more = resume.tokens[common:]
     known = len(log) + len(more)
-    if resume.offset > known and not _repeatable(plan):
+    if resume.offset > known and not _repeatable(plan, record):
         message = f"{resume.offset} tokens were received and {known} are known; send resume_tokens, or a new request"
         raise StreamInterrupted(message, metadata={"emitted": str(resume.offset)})
     # Neither is ever shown: the client has these tokens.
@@ -52,9 +56,10 @@ def beyond_log(plan: Plan, resume: Resume, log: Run) -> Run:
     return Run(more, (False,) * len(more), logprobs)
 
 
-def _repeatable(plan: Plan) -> bool:
-    """The same tokens come again: the text depends on the target and the seed alone."""
-    return plan.first.sampling.greedy or plan.first.speculation.rule is Rule.MATCH
+def _repeatable(plan: Plan, record: Record) -> bool:
+    """The same tokens come again: the text depends on the target and the seed alone, and the seed is that of the beginning."""
+    same_seed = plan.request.seed is not None or "seed" in record.fields
+    return plan.first.sampling.greedy or (plan.first.speculation.rule is Rule.MATCH and same_seed)
 
 
 def finish_to_field(finish: Finish) -> str:

@@ -38,6 +38,9 @@ class Look:
         """Pools that verifiers draw from."""
         return frozenset(pool for worker in self.verifiers.values() for pool in worker.counters)
 
+    def workers(self, role: str, pool: str) -> Mapping[str, Worker]:
+        return self.verifiers if role == "verifier" else self.drafters.get(pool, {})
+
 
 class DemandWatch:
     """`run` looks until cancelled; everything else is a question about what was seen. model: the served name of the verifiers."""
@@ -88,11 +91,16 @@ class DemandWatch:
     def signals(self, pool: str) -> Signals:
         """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if nobody could be asked for too long."""
         new = self._latest(pool)
-        old = self._looks[0]
-        verifiers = [_reading(w, old.verifiers, pool) for w in new.verifiers.values() if pool in w.counters]
-        was = old.drafters.get(pool, {})
-        drafters = [_reading(w, was, pool) for w in new.drafters.get(pool, {}).values()]
-        return signals(verifiers, drafters, new.at_s - old.at_s, self._row_seconds.get(pool))
+        verifiers = [self._reading(w, pool) for w in new.verifiers.values() if pool in w.counters]
+        drafters = [self._reading(w, pool) for w in new.drafters.get(pool, {}).values()]
+        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._row_seconds.get(pool))
+
+    def _reading(self, worker: Worker, pool: str) -> Reading:
+        """It counts from where it was first seen in the window, as `rate` does: one that is new here need not be young. Its registry may
+        have lost it, or nobody asked for its pool."""
+        seen = (look.workers(worker.role, pool).get(worker.id) for look in self._looks)
+        first = next((known for known in seen if known and known.incarnation == worker.incarnation), worker)
+        return Reading(first.counters.get(pool, {}), worker.counters.get(pool, {}))
 
     def _latest(self, pool: str) -> Look:
         latest = self._looks[-1] if self._looks else None
@@ -119,10 +127,3 @@ class DemandWatch:
 
 def by_id(workers: tuple[Worker, ...]) -> dict[str, Worker]:
     return {worker.id: worker for worker in workers}
-
-
-def _reading(worker: Worker, before: Mapping[str, Worker], pool: str) -> Reading:
-    """One that was not there before has counted everything since."""
-    known = before.get(worker.id)
-    same = known is not None and known.incarnation == worker.incarnation
-    return Reading(known.counters.get(pool, {}) if known is not None and same else {}, worker.counters.get(pool, {}))

@@ -197,9 +197,11 @@ class GatewayService:
         check_ids("token_ids", ids, self.model.vocab_size)
         return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
 
-    def abort(self, request_ids: Sequence[str], error: ServiceError | None = None) -> list[str]:
-        """End these generations, with an error if one is given; returns the ids that were running."""
-        found = [i for i in self._live if belongs(i, request_ids)]
+    def abort(
+        self, request_ids: Sequence[str], error: ServiceError | None = None, *, tenant: str | None = None
+    ) -> list[str]:
+        """End these generations, those of a tenant alone if one is given; returns the ids that were running."""
+        found = [i for i, live in self._live.items() if tenant in (None, live.tenant) and belongs(i, request_ids)]
         for request_id in found:
             self._live[request_id].cutoff.abort(error)
         return [i for i in request_ids if any(belongs(live, [i]) for live in found)]
@@ -241,9 +243,9 @@ class GatewayService:
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """Everything a generation holds: its id, a place, a lease; all given back at the end."""
         request_id, described = plan.request.request_id, about(plan)
-        if request_id in self._live:
+        while request_id in self._live:  # again: another one may come back for it meanwhile
             await self._superseded(plan, described["digest"])
-        live = self._live[request_id] = _Live(cutoff, described["digest"])
+        live = self._live[request_id] = _Live(cutoff, described["digest"], plan.first.tenant)
         try:
             async with AsyncExitStack() as held:
                 first = plan.first
@@ -276,13 +278,13 @@ class GatewayService:
         request_id = plan.request.request_id
         if plan.request.resume is None:
             raise duplicate(request_id)
-        if self._live[request_id].digest != digest:
+        live = self._live[request_id]
+        if live.digest != digest:
             raise another_request(request_id)
-        self._live[request_id].cutoff.abort(stale(request_id))
+        live.cutoff.abort(stale(request_id))
         try:
             async with asyncio.timeout(ABORT_S):
-                while request_id in self._live:
-                    await self._live[request_id].over.wait()
+                await live.over.wait()
         except TimeoutError:
             raise duplicate(request_id) from None
         await self._ledger.flush()
@@ -305,7 +307,12 @@ class GatewayService:
             return plan, await self._ledger.begin(request_id, described), Record()
         entry, record = await self._ledger.take_over(request_id, described["digest"])
         plan = with_seed(plan, record)
-        more = beyond_log(plan, resume, record.output)
+        try:
+            more = beyond_log(plan, resume, record)
+        except ServiceError:
+            if entry is not None:  # it was taken, and nobody goes on with it
+                self._ledger.end(entry, INTERRUPTED)
+            raise
         if entry is None and record.finished:
             entry = Entry(Lease(request_id, 0, ""), 0.0)  # nobody drives it
             self._ledger.extend(entry, record.output)
@@ -344,6 +351,7 @@ class _Live:
 
     cutoff: Cutoff
     digest: str
+    tenant: str
     num_generated: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
 

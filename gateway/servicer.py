@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 import rootward
+from gateway.access import ends_requests_of
 from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
 from gateway.planning import check_model, check_name
 from gateway.requests import Chat, Delta, GenerateRequest
@@ -189,7 +190,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.AbortRequest,
         context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
     ) -> control_pb2.AbortResponse:
-        return control_pb2.AbortResponse(aborted=self._service.abort(request.request_ids))
+        aborted = self._service.abort(request.request_ids, tenant=ends_requests_of())
+        return control_pb2.AbortResponse(aborted=aborted)
 
     async def Drain(
         self,

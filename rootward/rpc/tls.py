@@ -1,7 +1,7 @@
 """TLS on both ends of a hop, from PEM files that may be renewed while the process runs.
 
 A role has one certificate, with which it serves and with which it calls. Servers look at the files on every handshake;
-callers when they open a channel, and `Certificates.changed` tells them when to open another.
+callers when they open a channel, and `Certificates.watch` tells them when to open another.
 """
 
 from __future__ import annotations

@@ -143,6 +143,18 @@ async def test_what_drafters_need_is_remembered_when_they_are_lost(cluster: Clus
     assert await cluster.value() == pytest.approx(40 * 0.1 / 0.8)
 
 
+async def test_a_drafter_that_is_new_to_the_registry_is_not_young(cluster: Cluster) -> None:
+    """Redis came back empty, or all verifiers were away: what a drafter did in all its life is not what it did just now."""
+    cluster.scale(2)
+    for _ in range(100):
+        cluster.drafters = [cluster._grown(d, 1000, 0.1) for d in cluster.drafters]
+    await cluster.watch.look()  # nobody is there
+    await cluster.beat(1, sessions=40, draft_s=0.1)
+    await cluster.beat(1, sessions=40, draft_s=0.1)
+    assert await cluster.value("rows") <= 40 * 0.1 / 0.8 / 8
+    assert await cluster.value() == pytest.approx(40 * 0.1 / 0.8)
+
+
 async def test_the_spec_tells_name_and_target(cluster: Cluster) -> None:
     spec = (await cluster.stub.GetMetricSpec(trigger("stall", target="0.1"), timeout=10)).metricSpecs[0]
     assert (spec.metricName, spec.targetSizeFloat, spec.targetSize) == ("rootward-cheap-stall", 0.1, 1)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from support.certificates import Authority, spiffe
 from unit.gateway.service_for_tests import serving
+from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.access import Access
 from gateway.http_api import build_app
@@ -22,6 +23,7 @@ from rootward.clock import FakeClock
 from rootward.errors import (
     APIConnectionError,
     AuthenticationError,
+    ConfigurationError,
     PermissionDenied,
     PermissionDeniedError,
     ServiceError,
@@ -112,10 +114,10 @@ def entry(key: str, name: str, scopes: str = "generate", more: str = "") -> str:
 
 
 @asynccontextmanager
-async def guarded_gateway(path: Path, tls: Certificates | None = None):
+async def guarded_gateway(path: Path, tls: Certificates | None = None, verifier: SpellingVerifier | None = None):
     """(gRPC address, HTTP url) of a gateway with keys."""
     async with AsyncExitStack() as stack:
-        service = await stack.enter_async_context(serving())
+        service = await stack.enter_async_context(serving(*([verifier] if verifier else [])))
         access = Access(Keys(path), "demo")
         front = ServerTls(tls, mutual=False) if tls else None
         server = await stack.enter_async_context(
@@ -187,6 +189,35 @@ async def test_a_key_added_or_withdrawn_counts_without_a_restart(tmp_path: Path)
     await clock.advance(1.0)
     path.write_text("keys: [")  # broken: what was known stays so
     assert keys.caller(f"bearer {second}").name == "second"
+
+
+async def test_a_key_aborts_what_its_tenant_runs(tmp_path: Path) -> None:
+    mine, colleague, stranger, admin = (new_key() for _ in range(4))
+    path = keys_file(
+        tmp_path,
+        entry(mine, "mine", more=", tenant: t"),
+        entry(colleague, "colleague", more=", tenant: t"),
+        entry(stranger, "stranger"),
+        entry(admin, "admin", "admin"),
+    )
+    async with guarded_gateway(path, verifier=SpellingVerifier(run=1, delay_s=0.5)) as (address, _):
+        for name, key, ended in (("a", stranger, ()), ("b", colleague, ("b",)), ("c", admin, ("c",))):
+            async with AsyncClient(f"grpc://{address}", api_key=mine) as client:
+                stream = client.stream("x", request_id=name)
+                deltas = aiter(stream)
+                await anext(deltas)
+                async with AsyncClient(f"grpc://{address}", api_key=key) as other:
+                    assert await other.abort(name) == ended
+                stream.cancel()
+
+
+def test_a_broken_file_of_keys_is_not_quoted(tmp_path: Path) -> None:
+    secret = digest(new_key())
+    path = tmp_path / "keys.yaml"
+    path.write_text(f"keys:\n  - name: a\n   sha256: {secret}\n")
+    with pytest.raises(ConfigurationError, match="line 3") as caught:
+        Keys(path)
+    assert secret not in str(caught.value)
 
 
 async def test_the_gateway_serves_both_faces_with_tls(authority: Authority, tmp_path: Path) -> None:

@@ -118,3 +118,21 @@ async def test_places_are_conserved_under_cancellation(seed):
     await asyncio.gather(*tasks, return_exceptions=True)
     assert await is_at_rest(admission)
     assert (admission.num_running, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
+
+
+async def test_who_left_the_line_is_forgotten():
+    admission = Admission(max_num_seqs=1, max_num_queued_reqs=2)
+    released = asyncio.Event()
+    running = asyncio.create_task(hold(admission, released))
+    await asyncio.sleep(0)
+    for _ in range(500):
+        waiting = asyncio.create_task(hold(admission, released))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert len(admission._line) <= 100
+    last = asyncio.create_task(hold(admission, released))
+    await asyncio.sleep(0)
+    released.set()
+    await asyncio.gather(running, last)
+    assert await is_at_rest(admission)

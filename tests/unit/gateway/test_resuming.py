@@ -9,7 +9,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.requests import GenerateRequest, Resume
 from gateway.sessions import MemoryStore
-from rootward.core.requests import FinishReason
+from rootward.core.requests import FinishReason, Law, Rule, Speculation
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 
 
@@ -226,3 +226,42 @@ async def test_logprobs_come_with_what_is_told_again():
         await asyncio.sleep(0.15)
         told = [span async for delta in two.generate(ask(4, logprobs=2)) for span in delta.spans]
         assert told == list(first.spans[4:])
+
+
+@pytest.mark.parametrize(
+    "wrong", [ask(2, (IDS[0], IDS[0])), ask(2, logprobs=1), ask(200)], ids=["tokens", "logprobs", "offset"]
+)
+async def test_what_is_refused_after_it_was_taken_is_left_to_others(wrong):
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with two_gateways(verifier) as (_, one, two):
+        async with aclosing(one.generate(ask())) as deltas:
+            got = await first_tokens(deltas, 3)
+        await at_rest(one, verifier)
+        with pytest.raises((InvalidRequest, Unavailable)):
+            await two.collect(wrong)
+        await at_rest(two, verifier)
+        ids, _, _ = await rest(two, ask(len(got)))
+        assert (*got, *ids) == IDS
+
+
+async def test_two_that_come_back_at_once_follow_one_another():
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with serving(verifier) as service:
+        deltas = service.generate(ask())
+        got = await first_tokens(deltas, 3)
+        both = [asyncio.create_task(rest(service, ask(len(got)))) for _ in range(2)]
+        old = asyncio.create_task(first_tokens(deltas, 100))
+        ends = await asyncio.gather(*both, old, return_exceptions=True)
+        told = [end for end in ends[:2] if not isinstance(end, Exception)]
+        assert [(*got, *ids) for ids, _, _ in told] == [IDS]
+        assert sum(isinstance(end, StaleEpoch) for end in ends) == 2
+        await at_rest(service, verifier)
+
+
+async def test_shared_noise_of_a_lost_seed_is_not_repeated():
+    coupled = Speculation(rule=Rule.MATCH, law=Law.COUPLED)
+    async with serving() as service:
+        with pytest.raises(Unavailable, match="3 tokens were received and 0 are known"):
+            await service.collect(ask(3, speculation=coupled))
+        ids, _, _ = await rest(service, ask(3, speculation=coupled, seed=7))
+        assert ids == IDS[3:]

@@ -187,7 +187,8 @@ async def test_abort_ends_running_and_waiting_requests():
         waiting = group.create_task(service.collect(GenerateRequest("a", request_id="r2")))
         await asyncio.sleep(0.02)
         assert service.admission.num_waiting == 1
-        assert service.abort(["r2", "unknown"]) == ["r2"]
+        assert service.abort(["r2"], tenant="another") == []
+        assert service.abort(["r2", "unknown"], tenant="") == ["r2"]
         assert (await waiting).ending.reason is FinishReason.ABORTED
         assert service.abort(["r1"]) == ["r1"]
         partial = await running
