@@ -35,7 +35,7 @@ FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if
 async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
     async with AsyncExitStack() as stack:
-        http = HttpServer(settings.http_listen, certificates=settings.certificates)
+        http = HttpServer(settings.http_listen, tls=settings.server_tls)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         access = Access(Keys(settings.api_keys), settings.name) if settings.api_keys else None
         service = await _service(settings, stack)

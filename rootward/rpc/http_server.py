@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from rootward.errors import ConfigurationError
-from rootward.rpc.tls import Certificates
+from rootward.rpc.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
 RENEW_S = 1.0  # between two looks at the certificate
@@ -21,8 +22,8 @@ RENEW_S = 1.0  # between two looks at the certificate
 class HttpServer:
     """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
 
-    def __init__(self, address: str, *, setting: str = "http_listen", certificates: Certificates | None = None):
-        self._certificates = certificates
+    def __init__(self, address: str, *, setting: str = "http_listen", tls: ServerTls | None = None):
+        self._tls = tls
         self._socket = bind(address, setting)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -37,14 +38,15 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
+            http=_admitting(self._tls.peers) if self._tls and self._tls.peers else "auto",
         )
         self._server = _Server(config)
-        if self._certificates is None:
+        if self._tls is None:
             await self._server.serve(sockets=[self._socket])
             return
         config.load()
-        config.ssl = context = _tls_context(self._certificates)
-        renewing = asyncio.create_task(_keep_renewed(context, self._certificates))
+        config.ssl = context = _tls_context(self._tls)
+        renewing = asyncio.create_task(_keep_renewed(context, self._tls))
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
@@ -53,7 +55,7 @@ class HttpServer:
 
     @property
     def scheme(self) -> str:
-        return "https" if self._certificates else "http"
+        return "https" if self._tls else "http"
 
     def stop(self) -> None:
         if self._server is not None:
@@ -67,24 +69,43 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def _tls_context(files: Certificates) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+def _admitting(peers: tuple[str, ...]) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which hangs up on certificates without one of these names: the rule of `peers_only`, for the other face."""
+
+    class Admitting(AutoHTTPProtocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            certificate = transport.get_extra_info("peercert") or {}
+            if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
+                transport.abort()
+
+    return Admitting
+
+
+def _tls_context(tls: ServerTls) -> ssl.SSLContext:
+    context, files = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), tls.certificates
     try:
         context.load_cert_chain(files.certificate, files.key)
+        if tls.mutual:
+            context.load_verify_locations(files.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
     except (OSError, ssl.SSLError) as error:
         message = f"tls_certificate: {str(files.certificate)!r} and tls_key do not load ({error}); check that they belong together"
         raise ConfigurationError(message) from None
     return context
 
 
-async def _keep_renewed(context: ssl.SSLContext, files: Certificates) -> None:
+async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
     """New connections get the certificate that lies there now; half of a new pair waits for the other half."""
+    files = tls.certificates
     watched, pending = files.watch(), False
     while True:
         await asyncio.sleep(RENEW_S)
         if pending := watched.changed() or pending:
             with contextlib.suppress(OSError, ssl.SSLError):
                 context.load_cert_chain(files.certificate, files.key)
+                if tls.mutual:
+                    context.load_verify_locations(files.authority)
                 pending = False
 
 

@@ -22,6 +22,7 @@ from rootward.client import AsyncClient
 from rootward.clock import FakeClock
 from rootward.errors import (
     APIConnectionError,
+    APIError,
     AuthenticationError,
     ConfigurationError,
     PermissionDenied,
@@ -114,19 +115,21 @@ def entry(key: str, name: str, scopes: str = "generate", more: str = "") -> str:
 
 
 @asynccontextmanager
-async def guarded_gateway(path: Path, tls: Certificates | None = None, verifier: SpellingVerifier | None = None):
+async def guarded_gateway(
+    path: Path, tls: Certificates | None = None, verifier: SpellingVerifier | None = None, peers: tuple[str, ...] = ()
+):
     """(gRPC address, HTTP url) of a gateway with keys."""
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(serving(*([verifier] if verifier else [])))
         access = Access(Keys(path), "demo")
-        front = ServerTls(tls, mutual=False) if tls else None
+        front = ServerTls(tls, mutual=bool(peers), peers=peers) if tls else None
         server = await stack.enter_async_context(
             RpcServer("127.0.0.1:0", tls=front, checks=(access.check_rpc,), grace_s=0)
         )
         register(service, server, shutdown_timeout_s=1.0)
         await server.start()
         await server.set_ready(True)
-        http = HttpServer("127.0.0.1:0", certificates=tls)
+        http = HttpServer("127.0.0.1:0", tls=front)
         running = asyncio.create_task(http.run_until_stopped(access.around(build_app(service))))
         try:
             yield server.address, f"{http.scheme}://{http.address}"
@@ -237,3 +240,29 @@ async def test_the_gateway_serves_both_faces_with_tls(authority: Authority, tmp_
                 await client.generate(
                     "x",
                 )
+
+
+async def test_listed_peers_alone_get_in_at_both_faces(authority: Authority, tmp_path: Path) -> None:
+    key = new_key()
+    files, listed, other = (authority.issue(name) for name in ("gateway", "verifier", "drafter"))
+    path = keys_file(tmp_path, entry(key, "user"))
+    async with guarded_gateway(path, files, peers=(spiffe("verifier"),)) as (address, url):
+        for own, gets_in in ((listed, True), (other, False), (None, False)):
+            trust = ssl.create_default_context(cafile=str(authority.file))
+            if own is not None:
+                trust.load_cert_chain(own.certificate, own.key)
+            async with httpx.AsyncClient(base_url=url, verify=trust) as http:
+                ask = http.get("/health/live")
+                if gets_in:
+                    assert (await ask).status_code == 200
+                else:
+                    with pytest.raises(httpx.TransportError):
+                        await ask
+            pair = (own.key.read_bytes(), own.certificate.read_bytes()) if own else (None, None)
+            root = grpc.ssl_channel_credentials(authority.file.read_bytes(), *pair)
+            async with AsyncClient(f"grpcs://{address}", api_key=key, tls=root, max_retries=0) as client:
+                if gets_in:
+                    assert (await client.generate("x")).text
+                else:
+                    with pytest.raises(APIError):
+                        await client.generate("x")

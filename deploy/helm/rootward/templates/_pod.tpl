@@ -153,14 +153,13 @@ tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "verifier")
 {{- .Values.servedModelName | default (base (ternary $m.repo (include "rootward.modelPath" $m) (eq $m.source "hf"))) -}}
 {{- end }}
 
-{{/* Asked once, for scaling moves it: the number that runs now. Nothing when there is no cluster to ask. */}}
+{{/* While an autoscaler decides: the number that runs now, since a field that is dropped falls back to 1. Nothing when there is no cluster to ask. */}}
 {{- define "rootward.replicas" -}}
 {{- if eq .v.autoscaling.mode "none" }}
 replicas: {{ .v.replicas }}
 {{- else if .root.Release.IsUpgrade }}
-{{- $live := lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}
-{{- if and $live (hasKey (dig "metadata" "annotations" dict $live) "rootward.dev/fixed-replicas") }}
-replicas: {{ $live.spec.replicas }}
+{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}
+replicas: {{ .spec.replicas }}
 {{- end }}
 {{- end }}
 {{- end }}

@@ -35,10 +35,6 @@ apiVersion: apps/v1
 kind: Deployment
 metadata:
   {{- include "rootward.metadata" . | nindent 2 }}
-  {{- if and (hasKey $v "autoscaling") (eq (dig "autoscaling" "mode" "none" $v) "none") }}
-  annotations:
-    rootward.dev/fixed-replicas: {{ $v.replicas | quote }}
-  {{- end }}
 spec:
   {{- if hasKey $v "autoscaling" }}
   {{- include "rootward.replicas" (dict "root" $root "v" $v "name" $name) | trim | nindent 2 }}
