@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
 from rootward.core.requests import Law
 from rootward.discovery.sources import parse_sources
 from rootward.process_settings import ProcessSettings
+
+MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 
 
 class VerifierSettings(ProcessSettings):
@@ -51,7 +53,7 @@ class VerifierSettings(ProcessSettings):
     max_num_queued_reqs: int = Field(256, ge=1, description="requests that may wait for a place")
     law: Law = Field(Law.GREEDY, description="how drafters make children when a request does not say")
     law_atoms: int = Field(32, ge=1, le=4096, description="support of a draft law (K)")
-    num_draft_tokens: int = Field(16, ge=1, le=240, description="most nodes verified in a round, root excluded")
+    num_draft_tokens: int = Field(16, ge=1, le=MAX_NODES, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
     num_ahead_tokens: int = Field(
@@ -72,6 +74,16 @@ class VerifierSettings(ProcessSettings):
         entries = [entry.strip() for item in value for entry in str(item).split(",") if entry.strip()]
         parse_sources(entries)
         return entries
+
+    @field_validator("num_ahead_tokens")
+    @classmethod
+    def _fits(cls, value: int, info: ValidationInfo) -> int:
+        drafted = info.data.get("num_draft_tokens", 0)
+        if value + drafted > MAX_NODES:
+            raise ValueError(
+                f"with num_draft_tokens {drafted} it is above {MAX_NODES}, the most that drafters grow; lower one of them"
+            )
+        return value
 
     @property
     def name(self) -> str:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -63,7 +64,10 @@ class Ranks:
         self._closing.set()
         sound = error is None and not self.lost.done()
         if sound:
-            self.group.dismiss()
+            with suppress(
+                RuntimeError
+            ):  # one that ended just now does not hear it; the others must not be left alive for that
+                self.group.dismiss()
         for process in self.processes:
             process.join(GRACE_S if sound else 0.0)
             process.kill()
