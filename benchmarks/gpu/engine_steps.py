@@ -3,7 +3,7 @@
 Right: logits of a ragged batch of trees against the CPU in float32. Cost: median milliseconds of one forward of the target with n rows
 of a tree, for one and for several sessions, next to the floor (weight bytes / measured copy bandwidth). No rpc layer needed.
 
-    python benchmarks/gpu/engine_steps.py --device cuda --dtype bfloat16 --model FOLDER --out steps.json
+    python -m benchmarks.gpu.engine_steps --device cuda --dtype bfloat16 --model FOLDER --out steps.json
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.gpu.measuring import copy_bandwidth, seconds
 from rootward import demo
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
@@ -56,48 +58,31 @@ def logits_of(path: str, device: str, dtype: str, cuda_graphs: bool = False) -> 
     return model.forward(batch).float().cpu()
 
 
-def wait(device: str) -> None:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def milliseconds(model: HuggingFaceModel, slots: list[int], num_rows: int, device: str, repeats: int = 30) -> float:
+def milliseconds(model: HuggingFaceModel, slots: list[int], num_rows: int, device: str, repeats: int) -> float:
     """Median time of one forward over a tree of num_rows in every slot."""
-    times = []
-    for i in range(repeats + 5):
-        batch = [tree_rows(s, num_rows, model.info.vocab_size, i) for s in slots]
-        wait(device)
-        start = time.perf_counter()
-        model.forward(batch)
-        wait(device)
-        times.append((time.perf_counter() - start) * 1e3)
+    batch = [tree_rows(s, num_rows, model.info.vocab_size, s) for s in slots]
+
+    def release() -> None:
         for slot in slots:
             model.release(slot)
-    return statistics.median(times[5:])
+
+    return 1e3 * statistics.median(seconds(lambda: model.forward(batch), device, repeats, release))
 
 
-def bandwidth(device: str, num_bytes: int = 1 << 28) -> float:
-    """Bytes per second of a large copy, read plus write."""
-    source = torch.randn(num_bytes // 4, device=device)
-    times = []
-    for _ in range(10):
-        wait(device)
-        start = time.perf_counter()
-        source.clone()
-        wait(device)
-        times.append(time.perf_counter() - start)
-    return 2 * num_bytes / statistics.median(times)
-
-
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--model", default=str(demo.paths().target))
     parser.add_argument("--cuda-graphs", action="store_true", help="record steps and replay them")
     parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    parser.add_argument("--smoke", action="store_true", help="does it run? Few rows on the CPU; times mean nothing")
+    args = parser.parse_args(argv)
+    if args.smoke:
+        vars(args).update(device="cpu", dtype="float32", cuda_graphs=False, sessions=[1], rows=[1, 4], repeats=2)
 
     reference = logits_of(args.model, "cpu", "float32")
     here = logits_of(args.model, args.device, args.dtype, args.cuda_graphs)
@@ -111,7 +96,7 @@ def main() -> None:
         cuda_graphs=args.cuda_graphs,
     )
     weight_bytes = sum(p.numel() * p.element_size() for p in model.network.parameters())
-    rate = bandwidth(args.device)
+    rate = copy_bandwidth(args.device)
     report = {
         "device": args.device,
         "dtype": args.dtype,
@@ -128,13 +113,14 @@ def main() -> None:
     print(f"floor of one step: {report['floor_ms']:.3f} ms ({weight_bytes / 1e6:.0f} MB at {rate / 1e9:.0f} GB/s)")
     for num_sessions in args.sessions:
         slots = filled(model, num_sessions)
-        line = {n: milliseconds(model, slots, n, args.device) for n in ROWS}
+        line = {n: milliseconds(model, slots, n, args.device, args.repeats) for n in args.rows}
         report["milliseconds"][num_sessions] = line
         print(f"{num_sessions:3d} sessions: " + "  ".join(f"{n} rows {t:.2f}" for n, t in line.items()))
         for slot in slots:
             model.close(slot)
     if args.out:
         args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return report
 
 
 if __name__ == "__main__":

@@ -1,0 +1,148 @@
+"""The GPU checks in their smoke form, on the CPU: they run, count what they should, and need no rpc layer. No times are asserted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+HEAD = {"check", "target", "environment", "device", "dtype", "smoke", "attention", "cuda_graphs", "parameters"}
+TIMES = {"ms", "ms_low", "ms_high"}
+WITHOUT_RPC = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(("grpc", "google.protobuf", "rootward.v1")):
+            raise ImportError(f"{name} belongs to the rpc layer")
+sys.meta_path.insert(0, Blocked())
+from benchmarks.gpu import end_to_end, engine_steps, plain_decoding, verify_rows
+plain_decoding.main(["--smoke", "--out", sys.argv[1]])
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _as_from_the_root():
+    """The benchmarks are no package; and a check turns gradients off."""
+    gradients = torch.is_grad_enabled()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT))
+        yield
+    torch.set_grad_enabled(gradients)
+
+
+def written(path: Path, printed: str, columns: tuple[str, ...]) -> dict:
+    """The report in a file, once its table has been compared with what was printed."""
+    report = json.loads(path.read_text())
+    lines = [line.split(" | ") for line in printed.splitlines() if " | " in line]
+    assert lines[0] == list(columns)
+    assert [len(line) for line in lines] == [len(columns)] * (1 + len(report["rows"]))
+    return report
+
+
+def settings_of(report: dict, *names: str) -> list[tuple]:
+    return [tuple(row[name] for name in names) for row in report["rows"]]
+
+
+def test_plain_decoding_runs_and_nothing_imports_the_rpc_layer(tmp_path):
+    out = tmp_path / "plain.json"
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_RPC, str(out)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    from benchmarks.gpu.plain_decoding import COLUMNS
+
+    report = written(out, done.stdout, COLUMNS)
+    assert set(report) == HEAD | {"bandwidth_GB_s", "weight_bytes_read", "rows", "reached"}
+    assert settings_of(report, "sessions", "temperature") == list(itertools.product((1, 2), (0.0, 1.0)))
+    assert set(report["rows"][0]) == set(COLUMNS) | TIMES
+    embeddings = 256 * 64  # no step reads that table
+    assert report["weight_bytes_read"] == 4 * (report["parameters"] - embeddings)
+    assert "no verdict" in done.stdout
+
+
+def test_verify_rows_compares_every_width_with_one_row(tmp_path, capsys):
+    from benchmarks.gpu import verify_rows
+
+    verify_rows.main(["--smoke", "--out", str(tmp_path / "rows.json")])
+    report = written(tmp_path / "rows.json", capsys.readouterr().out, verify_rows.COLUMNS)
+    assert settings_of(report, "sessions", "temperature", "rows") == list(
+        itertools.product((1, 2), (0.0, 1.0), (1, 32))
+    )
+    assert all(row["ratio"] == row["forward_ratio"] == 1.0 for row in report["rows"] if row["rows"] == 1)
+    assert set(report["rows"][0]) == set(verify_rows.COLUMNS) | TIMES
+
+
+def test_trees_of_a_round_have_the_rows_that_were_asked_for():
+    from benchmarks.gpu.large import TINY, random_network
+    from benchmarks.gpu.measuring import drawn
+    from rootward.engine.model import HuggingFaceModel
+
+    model = HuggingFaceModel(random_network(TINY, "cpu", torch.float32, 64), name="tiny", max_slots=1, pack=False)
+    assert drawn(model, 9, 1, seed=0) is None
+    snapshot = drawn(model, 9, 32, seed=0)
+    assert len(snapshot.tree) == 32
+    inner = set(snapshot.tree.parent[1:].tolist())
+    assert {node for node, row in enumerate(snapshot.rows) if row is not None} == inner
+
+
+def test_end_to_end_runs_both_systems_on_the_same_jobs(tmp_path, capsys):
+    from benchmarks.gpu import end_to_end
+
+    end_to_end.main(["--smoke", "--out", str(tmp_path / "end.json")])
+    printed = capsys.readouterr().out
+    assert "INFLATED" in printed
+    report = written(tmp_path / "end.json", printed, end_to_end.COLUMNS)
+    assert settings_of(report, "temperature", "sessions") == list(itertools.product((0.0, 1.0), (1, 2)))
+    assert report["original_parameters"] < report["parameters"]
+    assert report["largest_difference"] < 1e-4
+    for row in report["rows"]:
+        assert {name: [run["num_tokens"] for run in runs] for name, runs in row["runs"].items()} == {
+            "plain": [8 * row["sessions"]],
+            "speculation": [8 * row["sessions"]],
+        }
+
+
+def test_end_to_end_uses_the_defaults_of_the_services():
+    from benchmarks.gpu.end_to_end import GROWTH, POLICY
+    from drafter_service.settings import DrafterSettings
+    from verifier_service.settings import VerifierSettings
+
+    verifier, drafter = VerifierSettings(model="m"), DrafterSettings(model="m")
+    same = ("law", "num_draft_tokens", "max_depth", "topk", "law_atoms", "num_ahead_tokens")
+    assert [getattr(POLICY, name) for name in same] == [getattr(verifier, name) for name in same]
+    assert (POLICY.draft_wait_s, POLICY.max_rows) == (verifier.draft_wait_ms / 1e3, verifier.max_num_batched_tokens)
+    grown = GROWTH.draws_per_level, GROWTH.acceptance, GROWTH.later
+    assert grown == (drafter.draws_per_level, drafter.acceptance, drafter.later_acceptance)
+
+
+def test_engine_steps_counts_its_rows(tmp_path, capsys):
+    from benchmarks.gpu import engine_steps
+
+    engine_steps.main(["--smoke", "--out", str(tmp_path / "steps.json")])
+    report = json.loads((tmp_path / "steps.json").read_text())
+    assert {n: list(line) for n, line in report["milliseconds"].items()} == {"1": ["1", "4"]}
+    assert report["relative_error"] < 1e-6
+    assert "1 sessions: 1 rows" in capsys.readouterr().out
+
+
+def test_an_inflated_network_with_a_wrong_place_is_refused(monkeypatch):
+    """Heads that lose their head of K and V are the easiest mistake to make."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from benchmarks.gpu import large
+
+    torch.manual_seed(1)
+    wide = large.Shape(128, 64, 3, 16, 4, 16, 80)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 64}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
+    small = LlamaForCausalLM(config).eval()
+    assert large.difference(small, large.inflated_network(small, wide, "cpu", torch.float32)) < 1e-4
+    monkeypatch.setattr(large, "head_rows", lambda old, new: torch.arange(64))
+    with pytest.raises(ValueError, match="differs"):
+        large.difference(small, large.inflated_network(small, wide, "cpu", torch.float32))
