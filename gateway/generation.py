@@ -28,7 +28,7 @@ from rootward.core.requests import (
     TokenLogprob,
     VerifierRequest,
 )
-from rootward.errors import Overloaded, Unavailable
+from rootward.errors import DeadlineExceeded, Overloaded, Unavailable
 from rootward.rpc.streams import closing
 
 log = structlog.get_logger()
@@ -137,6 +137,9 @@ class Generation:
             return await self._cutoff.wait(_next_or_none(stream), "generate")
         except Aborted:
             return None
+        except DeadlineExceeded as error:  # who asks again would pay for these tokens twice
+            error.metadata["emitted"] = str(len(self._entry.tokens))
+            raise
 
     def _request(self) -> VerifierRequest:
         deadline = self._cutoff.deadline

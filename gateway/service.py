@@ -162,7 +162,7 @@ class GatewayService:
         try:
             async with self._running(plan, cutoff, arrived) as generation, aclosing(generation.deltas()) as deltas:
                 async for delta in deltas:
-                    if (new := delta.since(received)).spans or new.ending:
+                    if (new := delta.since(received)).spans or new.ending or new.rounds:
                         yield new
         except Aborted:  # while it waited for a place
             if cutoff.error is not None:

@@ -10,6 +10,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
+from gateway.http_errors import http_error
 from gateway.requests import GenerateRequest
 from gateway.sessions import MemoryStore, StoreUnavailable
 from rootward.core.requests import FinishReason
@@ -327,3 +328,20 @@ async def _outcome(service, request):
         return await service.collect(request)
     except Unavailable as error:
         return error
+
+
+async def test_a_deadline_says_how_much_there_was():
+    async with serving(SpellingVerifier(run=1, delay_s=0.1)) as service:
+        with pytest.raises(DeadlineExceeded) as caught:
+            await service.collect(GenerateRequest("a", deadline_s=1.0))
+        error = http_error(caught.value)
+        assert int(caught.value.metadata["emitted"]) > 0
+        assert (error.status, error.headers["x-should-retry"]) == (504, "false")
+
+
+async def test_rounds_are_told_while_their_text_is_held_back():
+    async with serving() as service:
+        request = GenerateRequest("a", stop=(f"{TEXT}!",), trees=True)
+        deltas = [delta async for delta in service.generate(request)]
+        assert tuple(t for d in deltas for r in d.rounds for t in r.tokens) == IDS
+        assert "".join(d.text for d in deltas) == TEXT
