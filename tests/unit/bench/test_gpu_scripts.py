@@ -21,7 +21,7 @@ class Blocked:
         if name.startswith(("grpc", "google.protobuf", "rootward.v1")):
             raise ImportError(f"{name} belongs to the rpc layer")
 sys.meta_path.insert(0, Blocked())
-from benchmarks.gpu import end_to_end, engine_steps, plain_decoding, verify_rows
+from benchmarks.gpu import end_to_end, engine_steps, plain_decoding, verification, verify_rows
 plain_decoding.main(["--smoke", "--out", sys.argv[1]])
 """
 
@@ -129,6 +129,17 @@ def test_engine_steps_counts_its_rows(tmp_path, capsys):
     assert {n: list(line) for n, line in report["milliseconds"].items()} == {"1": ["1", "4"]}
     assert report["relative_error"] < 1e-6
     assert "1 sessions: 1 rows" in capsys.readouterr().out
+
+
+def test_device_verdicts_are_the_hosts(tmp_path, capsys):
+    from benchmarks.gpu import verification
+
+    report = verification.main(["--smoke", "--out", str(tmp_path / "verdicts.json")])
+    assert json.loads((tmp_path / "verdicts.json").read_text()) == report
+    assert [(row["algorithm"], row["trees"]) for row in report["rows"]] == [("token", 2), ("traversal", 2)]
+    assert all(row["same_stop"] == row["same_bonus"] == 1.0 and row["error"] < 1e-5 for row in report["rows"])
+    assert report["reached"]
+    assert "algorithm | trees | error" in capsys.readouterr().out
 
 
 def test_an_inflated_network_with_a_wrong_place_is_refused(monkeypatch):
