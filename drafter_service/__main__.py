@@ -27,6 +27,7 @@ from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 
+LEAST_LEVELS = 6  # a draft forward is cheap beside a pass of the target: a few nodes are worth most one below the other
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 
@@ -37,6 +38,7 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     policy = Policy(
         Law.SAMPLED,
         draws_per_level=settings.draws_per_level,
+        least_levels=LEAST_LEVELS,
         acceptance=settings.acceptance,
         later=settings.later_acceptance,
     )

@@ -32,7 +32,7 @@ class DrafterSettings(ProcessSettings):
     max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")
     max_num_batched_tokens: int = Field(256, ge=1, description="rows of one draft forward")
     law_atoms: int = Field(64, ge=1, le=4096, description="largest support of a declared row (K)")
-    draws_per_level: int = Field(4, ge=1, description="nodes drawn for a tree after each draft forward")
+    draws_per_level: int = Field(4, ge=1, description="most nodes drawn for a tree after each draft forward")
     acceptance: float = Field(
         0.7, gt=0, lt=1, description="assumed acceptance of a first child: higher grows deeper, lower wider"
     )

@@ -24,7 +24,7 @@ from verifier_service.worth import Worth
 
 MEMORY = 0.1  # weight of the newest round in seconds
 LEVEL = 2  # nodes whose time a tree costs before its first node
-ENTER, LEAVE = 1.04, 1.0  # speed-ups at which all sessions begin to use trees, and stop
+ENTER, LEAVE = 1.04, 0.97  # speed-ups at which all sessions begin to use trees, and stop
 PLAIN_EVERY = 100  # one round in so many is plain, so that what it costs stays current
 PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
@@ -33,7 +33,7 @@ MOST_LOST = 6  # plain steps that a trial may lose before it is over early
 HOPE = 1.5  # a trial is due where trees would pay if the draft were so much better and growth took no time
 SHARE = 0.01  # of plain decoding's time may be lost on trials
 PROVEN = 50  # rounds of every session for which trees have to pay before earlier failures are forgotten
-FIRST_REST, MOST_DOUBLED = 64, 6  # steps of plain decoding between trials at least; how often that doubles
+FIRST_REST, MOST_DOUBLED = 16, 8  # steps of plain decoding between trials at least; how often that doubles
 TRIER_PATIENCE = 64  # plain rounds until a session on trial, whose tree does not come, gives up
 
 

@@ -38,7 +38,8 @@ class Policy:
     node_cap          most live nodes
     max_depth         longest path below the root
     topk              most children per node
-    draws_per_level   nodes drawn after each draft forward
+    draws_per_level   most nodes drawn after each draft forward
+    least_levels      levels that a tree of node_cap nodes should have: a small tree grows deep, not wide
     acceptance        of a first child, in (0, 1)
     later             of a later child, once all before it have failed, in (0, 1)
     family            GREEDY: the probability that the round stops below each child of the root's family, in order of trial; as many
@@ -51,6 +52,7 @@ class Policy:
     max_depth: int = 8
     topk: int = 4
     draws_per_level: int = 4
+    least_levels: int = 1
     acceptance: float = 0.7
     later: float = 0.2
     family: tuple[float, ...] = (0.33, 0.27, 0.11)
@@ -62,11 +64,16 @@ class Policy:
                 raise ValueError(f"{name}: {value} is outside (0, 1)")
         if not self.family or min(self.family) <= 0 or sum(self.family) > 1:
             raise ValueError(f"family: {self.family}; give probabilities above 0 that sum to at most 1")
-        for name in ("node_cap", "max_depth", "topk", "draws_per_level"):
+        for name in ("node_cap", "max_depth", "topk", "draws_per_level", "least_levels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
         if not 0 <= self.match_scale < math.inf:
             raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, 0 for none")
+
+    @property
+    def draws(self) -> int:
+        """Nodes drawn after each draft forward."""
+        return min(self.draws_per_level, -(-self.node_cap // self.least_levels))
 
 
 @dataclass(slots=True)
@@ -182,7 +189,7 @@ class Growth:
     def draw(self, new_words: NewWords) -> list[int]:
         """Give the best places their next child, a level's worth; returns the new ids in draw order."""
         drawn: list[int] = []
-        while len(drawn) < self.policy.draws_per_level and self.room > 0 and self._heap:
+        while len(drawn) < self.policy.draws and self.room > 0 and self._heap:
             _, node, rank = heapq.heappop(self._heap)
             place = self._places.get(node)
             if place is None or place.rank != rank or not self._alive(node):
@@ -241,7 +248,7 @@ class Growth:
         """A GREEDY family, whole: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
         masses, policy = self.policy.family, self.policy
         # More children than a level extends would only take turns: as many chains as draws.
-        size = min(len(masses), policy.draws_per_level, policy.topk, self.room)
+        size = min(len(masses), policy.draws, policy.topk, self.room)
         made = greedy_family(place.row, size, new_words(4))
         del self._places[node]
         self.tree.at(node).row = (made.row.ids, made.row.weight) if len(made.row) else None
