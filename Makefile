@@ -31,7 +31,7 @@ demo: $(STAMP)  ## serve the demo pair on this machine and ask it something
 	$(BIN)/python -m rootward.demo.run
 
 test: $(STAMP)  ## run the tests (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 long: $(STAMP)  ## run the tests that take minutes: kills, fuzzing, soak (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -m long $(ARGS)
