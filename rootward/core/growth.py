@@ -39,12 +39,12 @@ class Policy:
     max_depth         longest path below the root
     topk              most children per node
     draws_per_level   most nodes drawn after each draft forward
-    least_levels      levels that a tree of node_cap nodes should have: a small tree grows deep, not wide
     acceptance        of a first child, in (0, 1)
     later             of a later child, once all before it have failed, in (0, 1)
     family            GREEDY: the probability that the round stops below each child of the root's family, in order of trial; as many
                       children as numbers
     match_scale       COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
+    least_levels      levels that a tree of node_cap nodes should have: a small tree grows deep, not wide
     """
 
     law: Law
@@ -52,11 +52,11 @@ class Policy:
     max_depth: int = 8
     topk: int = 4
     draws_per_level: int = 4
-    least_levels: int = 1
     acceptance: float = 0.7
     later: float = 0.2
     family: tuple[float, ...] = (0.33, 0.27, 0.11)
     match_scale: float = 0.0
+    least_levels: int = 1
 
     def __post_init__(self) -> None:
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
