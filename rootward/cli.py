@@ -18,10 +18,12 @@ from rootward.cli_status import status
 from rootward.errors import (
     APIConnectionError,
     APITimeoutError,
+    AuthenticationError,
     BadRequestError,
     ConfigurationError,
     ConflictError,
     NotFoundError,
+    PermissionDeniedError,
     RateLimitError,
     RootwardError,
     StreamInterruptedError,
@@ -107,7 +109,14 @@ def exit_code(error: Exception) -> int:
         return error.exit_code
     if isinstance(error, APIConnectionError | UnavailableError | RateLimitError | StreamInterruptedError):
         return UNAVAILABLE
-    mistakes = (BadRequestError, NotFoundError, ConflictError, ValueError)
+    mistakes = (
+        BadRequestError,
+        AuthenticationError,
+        PermissionDeniedError,
+        NotFoundError,
+        ConflictError,
+        ValueError,
+    )
     return USAGE if isinstance(error, mistakes) or hasattr(error, "format_message") else INTERNAL
 
 

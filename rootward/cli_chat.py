@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rootward.cli_generate import DEFAULT_URL, Url
+from rootward.cli_generate import DEFAULT_URL, ApiKey, Url
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,6 +67,7 @@ class Conversation:
 
 def chat(
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
     max_tokens: Annotated[
         int | None, typer.Option(help="Most tokens of an answer. (default: what is left of the context)")
@@ -93,7 +94,7 @@ def chat(
     console, notes = Console(), Console(stderr=True)
     if console.is_terminal:
         notes.print(legend(), " · /help")
-    with Client(url, timeout=timeout) as client:
+    with Client(url, api_key=api_key or None, timeout=timeout) as client:
         talk = Conversation(
             client, sampling, Speculation("disabled" if no_speculation else "auto"), system=system, model=model
         )

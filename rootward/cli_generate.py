@@ -17,12 +17,17 @@ class OutputFormat(str, Enum):
 
 
 Url = Annotated[str, typer.Option("--url", help="The gateway: host:port, grpc://host:port or grpcs://host:port.")]
+ApiKey = Annotated[
+    str,
+    typer.Option("--api-key", envvar="ROOTWARD_API_KEY", help="Of a gateway that asks for one.", show_default=False),
+]
 Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one object at the end.")]
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
@@ -82,7 +87,7 @@ def generate(
     )
     speculation = Speculation("disabled" if no_speculation else "auto", verification)
     console, notes = Console(), Console(stderr=True)
-    with Client(url, timeout=timeout) as client:
+    with Client(url, api_key=api_key or None, timeout=timeout) as client:
         stream = client.stream(text, sampling=sampling, speculation=speculation, model=model)
         with stream:
             if output is OutputFormat.text:

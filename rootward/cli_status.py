@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rootward.cli_generate import DEFAULT_URL, Output, OutputFormat, Url
+from rootward.cli_generate import DEFAULT_URL, ApiKey, Output, OutputFormat, Url
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 TIMEOUT_S = 5.0
 
 
-def status(url: Url = DEFAULT_URL, output: Output = OutputFormat.text) -> None:
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
     """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
     from rich.console import Console
 
     from rootward.client import Client
     from rootward.errors import UnavailableError
 
-    with Client(url, timeout=TIMEOUT_S, max_retries=0) as client:
+    with Client(url, api_key=api_key or None, timeout=TIMEOUT_S, max_retries=0) as client:
         info, load = client.server_info(), client.load()
     if output is OutputFormat.json:
         print(_as_json(info, load))

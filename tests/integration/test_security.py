@@ -18,6 +18,7 @@ from gateway.access import Access
 from gateway.http_api import build_app
 from gateway.keys import Keys
 from gateway.servicer import register
+from rootward import cli
 from rootward.client import AsyncClient
 from rootward.clock import FakeClock
 from rootward.errors import (
@@ -176,6 +177,16 @@ async def test_keys_at_both_faces_of_the_gateway(tmp_path: Path, caplog: pytest.
                     await client.generate("x")
     said = caplog.text
     assert not any(secret in said for secret in (user, admin, other, past, "rw-wrong"))
+
+
+async def test_the_command_line_sends_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = new_key()
+    async with guarded_gateway(keys_file(tmp_path, entry(key, "user"))) as (address, _):
+        command = ["generate", "x", "--url", f"grpc://{address}", "--max-tokens", "2"]
+        assert await asyncio.to_thread(cli.main, command) == cli.USAGE
+        monkeypatch.setenv("ROOTWARD_API_KEY", key)
+        assert await asyncio.to_thread(cli.main, command) == cli.OK
+        assert await asyncio.to_thread(cli.main, ["status", "--url", f"grpc://{address}"]) == cli.OK
 
 
 async def test_a_key_added_or_withdrawn_counts_without_a_restart(tmp_path: Path) -> None:
