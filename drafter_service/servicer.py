@@ -62,6 +62,8 @@ class _Inbound:
                 await self.put(from_pb(message))
         except ValueError as error:
             self.error = invalid_request(str(error))
+        except Exception as error:  # bytes that gRPC itself could make no message of
+            self.error = invalid_request(f"frame: cannot be read ({type(error).__name__}); send ToDrafter messages")
         finally:
             if self._heard:  # else the last frame lies there for ever, and so would this
                 await self._frames.put(None)

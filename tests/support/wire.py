@@ -54,11 +54,11 @@ def few(strategy, max_size=3):
 positive = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
 sampling = st.builds(
     Sampling,
-    st.floats(0, 100),
+    st.just(0.0) | st.floats(1e-4, 100),
     top_k=u32,
     top_p=positive,
     min_p=st.floats(0, 1),
-    repetition_penalty=positive,
+    repetition_penalty=st.floats(0.01, 100),
     presence_penalty=st.floats(-2, 2),
     frequency_penalty=st.floats(-2, 2),
     logit_bias=st.dictionaries(u32, st.floats(-100, 100), max_size=4).map(lambda bias: tuple(bias.items())),
