@@ -299,13 +299,20 @@ async def test_turns_of_a_session_go_to_the_same_verifier():
     async with serving(*verifiers) as service:
         for _ in range(5):
             await service.collect(GenerateRequest("a", session_id="talk"))
-            await asyncio.sleep(0.06)
+            async with asyncio.timeout(10):  # until it is known where the turn was, and that its verifier is idle again
+                while not (await service._store.hints("", [], "talk"))[1] or any(_busy(u) for u in service.upstreams):
+                    await asyncio.sleep(0.01)
         assert sorted(len(v.requests) for v in verifiers) == [0, 0, 0, 5]
         routed = service.metrics.registry.get_sample_value
         outcomes = ("least_load", "affinity", "fallback")
         counts = [routed("rootward_route_decisions_total", {"outcome": outcome}) for outcome in outcomes]
         assert counts == [1.0, 4.0, None]
         assert (await service._store.hints("", [], "talk"))[1]["verifier"]
+
+
+def _busy(upstream):
+    """As far as the gateway knows: what verifiers say of themselves is as old as the last poll."""
+    return upstream.num_in_flight > 0 or upstream.info.num_running > 0
 
 
 async def test_draining_refuses_new_requests_lets_others_end_and_then_ends_them():
