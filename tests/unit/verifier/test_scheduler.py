@@ -166,6 +166,12 @@ def test_the_cap_never_depends_on_any_tree(views: list[View], ranks: list[int], 
         assert view.arrived == 0 or not view.drafting or view.cap < 1
 
 
+def whole(view: View) -> int:
+    """Blocks that the session needs in all, for its prompt or its round."""
+    rows = view.prefill_left or 1 + view.cap
+    return view.blocks + -(-max(0, rows - view.room) // 4)
+
+
 def rows_of(step: Plan, by_session: dict[int, View]) -> dict[int, int]:
     rows = dict(step.prefill) | dict.fromkeys(step.decode, 1)
     return rows | {n: 1 + min(cap, by_session[n].arrived) for n, cap in step.verify}
@@ -192,10 +198,11 @@ def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
     views: list[View], ranks: list[int], rows: int, free: int, shared: int
 ) -> None:
     """No deadlock: preempting what the plan says always ends in a step, whatever part of the blocks turns out to be shared."""
-    total = free + sum(v.blocks for v in views)
-    if total < 8:  # the best-ranked alone must fit: that much is refused at admission
-        free += 8 - total
     left = ranked(views, ranks)
+    total = max(
+        [free + sum(v.blocks for v in left), 8, *map(whole, left)]
+    )  # each alone must fit: more is refused at admission
+    free = total - sum(v.blocks for v in left)
     for _ in range(len(views) + 1):
         step = decide(*left, rows=rows, block_size=4, free_blocks=free)
         if not step.preempt:
@@ -205,8 +212,7 @@ def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
             assert gone.rank > min(v.rank for v in left)
             left.remove(gone)
             free += max(0, gone.blocks - shared)
-        if len(left) == 1:
-            free = max(free, 8)
+        free = max(free, total - sum(v.blocks for v in left))  # a block that is not free has a holder
     wants = [v for v in left if decide(v).wait_s is None]
     best = min((v.rank for v in left), default=None)
     if any(v.rank == best for v in wants):
