@@ -1,6 +1,7 @@
 """Values, their schema and their page have one source; what the chart writes are settings that the services take."""
 
-import importlib.util
+import importlib
+import sys
 
 import pytest
 import yaml
@@ -15,10 +16,15 @@ SETTINGS = {"gateway": GatewaySettings, "verifier": VerifierSettings, "drafter":
 
 @pytest.fixture(scope="module")
 def source():
-    spec = importlib.util.spec_from_file_location("values_source", ROOT / "deploy" / "helm" / "values_source.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "deploy" / "helm")
+        return importlib.import_module("values_source")
+
+
+@pytest.fixture(scope="module")
+def own(source):
+    """Settings that the chart computes itself."""
+    return sys.modules["values_words"].OWN
 
 
 def test_what_was_written_is_what_would_be_written(source):
@@ -26,7 +32,7 @@ def test_what_was_written_is_what_would_be_written(source):
         assert path.read_text(encoding="utf-8") == content, f"{path.name}: run python deploy/helm/values_source.py"
 
 
-def test_every_setting_is_the_charts_or_the_users(source):
+def test_every_setting_is_the_charts_or_the_users(own):
     """A new setting of a service appears in the schema by itself; one the chart computes must really be computed."""
     schema = yaml.safe_load((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]
     given = {
@@ -36,7 +42,7 @@ def test_every_setting_is_the_charts_or_the_users(source):
     }
     for role, settings in SETTINGS.items():
         fields = settings.model_fields
-        assert set(given[role]) == set(fields) - source.OWN, role
+        assert set(given[role]) == set(fields) - own, role
         for name, spec in given[role].items():
             default = fields[name].get_default(call_default_factory=True)
             assert spec.get("default") == (default.value if hasattr(default, "value") else default), name

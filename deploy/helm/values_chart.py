@@ -1,0 +1,345 @@
+"""Every value of the chart: what it means, its type, its default. One function for each part; `values` puts them together."""
+
+from __future__ import annotations
+
+from values_words import Schema, choice, flag, free, group, listed, settings_of, share, text, whole
+
+from drafter_service.settings import DrafterSettings
+from gateway.settings import GatewaySettings
+from verifier_service.settings import VerifierSettings
+
+
+def image(meaning: str, name: str) -> Schema:
+    return group(
+        meaning,
+        repository=text("Image without registry and tag.", name, minLength=1),
+        tag=text("Tag; empty is the chart's appVersion."),
+        digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
+        pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
+    )
+
+
+def model(of: str, spec: str) -> Schema:
+    return group(
+        f"Weights of the {of} model.",
+        source=choice(
+            "`spec`: the image or the hub cache has it; `hf`: downloaded by an init container; `pvc`, `image` (OCI volume, "
+            "Kubernetes 1.31+), `host`: mounted read-only.",
+            *("spec", "hf", "pvc", "image", "host"),
+        ),
+        spec=text("`spec`: what the service's `model` setting takes.", spec),
+        repo=text("`hf`: repository."),
+        revision=text("`hf`: commit or tag; pin it.", "main"),
+        secret=text("`hf`: Secret with key `token`, for gated models."),
+        claim=text("`pvc`: claim that holds the folder."),
+        image=text("`image`: OCI image reference."),
+        hostPath=text("`host`: folder on the node."),
+        subPath=text("Folder below the mount."),
+        sizeLimit=text("`hf`: most disk for the download.", "200Gi"),
+    )
+
+
+def drain(pre_stop: int, timeout: int, margin: int) -> Schema:
+    return group(
+        "terminationGracePeriodSeconds = preStop + timeout + margin.",
+        preStopSleepSeconds=whole("Time for peers to stop sending before SIGTERM.", pre_stop),
+        timeoutSeconds=whole("The service's shutdown_timeout_s.", timeout),
+        marginSeconds=whole("For what the service does once the timeout has passed.", margin, 1),
+    )
+
+
+def pdb(most: int | str) -> Schema:
+    percent = {"type": ["integer", "string"], "description": "Evicted at one time.", "default": most}
+    return group(
+        "PodDisruptionBudget; rendered only where there is more than one replica.",
+        enabled=flag("Render it.", True),
+        maxUnavailable=percent,
+    )
+
+
+def probes(failures: int) -> Schema:
+    return group(
+        "HTTP probes on the admin port.",
+        startupFailureThreshold=whole("× 10 s: longer than the slowest start, model load included.", failures, 1),
+        livenessFailureThreshold=whole("× 10 s until a hung process is restarted.", 6, 1),
+    )
+
+
+def placement() -> dict[str, Schema]:
+    return {
+        "nodeSelector": free("Labels of nodes."),
+        "tolerations": listed("Taints that are tolerated."),
+        "affinity": free("Affinity, as in a pod."),
+        "priorityClassName": text("Priority class."),
+        "runtimeClassName": text("Runtime class, as `nvidia`."),
+        "resourceClaims": listed("Dynamic resource claims of the pod (Kubernetes 1.34+)."),
+        "podAnnotations": free("Annotations of pods."),
+        "extraEnv": listed("More variables of the service, as in a container."),
+        "serviceAccountAnnotations": free("Annotations of the ServiceAccount."),
+    }
+
+
+def cpu(request: str, memory: str) -> Schema:
+    return free("As in a container.", {"requests": {"cpu": request, "memory": memory}, "limits": {"memory": memory}})
+
+
+def pool() -> Schema:
+    return group(
+        "One pool of drafters.",
+        replicas=whole("Drafters, while no autoscaler decides.", 1),
+        model=model("draft", "/opt/rootward/demo/draft"),
+        rows=whole(
+            "Rows of one draft forward (`max_num_batched_tokens`): what one replica counts for in scaling.", 64, 1
+        ),
+        resources=cpu("1", "2Gi"),
+        settings=settings_of(DrafterSettings),
+        spot=flag("Tolerate the usual taints of preemptible nodes.", False),
+        gpuToleration=flag("Tolerate nvidia.com/gpu:NoSchedule.", True),
+        shm=text("Size of /dev/shm; empty is the runtime's."),
+        autoscaling=group(
+            "How many drafters; see docs/operations/autoscaling.md.",
+            mode=choice("`keda-push` needs `gateway.scaler.port`.", "none", "hpa", "keda", "keda-push"),
+            minReplicas=whole("`hpa` needs at least 1.", 1),
+            maxReplicas=whole("From the verifiers' capacity.", 8, 1),
+            targetUtilization=share("u: share of rows that demand may fill.", 0.7),
+            guardUtilization=share("Share of rows busy that adds drafters whatever the demand says.", 0.85),
+            stallTarget=share("Share of rounds spent queueing at drafters that adds drafters.", 0.10),
+            behavior=free(
+                "As in an HPA v2.",
+                {
+                    "scaleUp": {
+                        "stabilizationWindowSeconds": 0,
+                        "selectPolicy": "Max",
+                        "policies": [
+                            {"type": "Percent", "value": 100, "periodSeconds": 15},
+                            {"type": "Pods", "value": 4, "periodSeconds": 15},
+                        ],
+                    },
+                    "scaleDown": {
+                        "stabilizationWindowSeconds": 180,
+                        "selectPolicy": "Min",
+                        "policies": [
+                            {"type": "Pods", "value": 2, "periodSeconds": 60},
+                            {"type": "Percent", "value": 20, "periodSeconds": 60},
+                        ],
+                    },
+                },
+            ),
+            pollingIntervalSeconds=whole("KEDA: between two questions while there are no drafters.", 15, 1),
+            cooldownSeconds=whole("KEDA: idle time before the last drafter goes.", 300),
+        ),
+        drain=drain(0, 20, 5),
+        pdb=pdb("25%"),
+        probes=probes(60),
+        **placement(),
+    )
+
+
+def redis() -> Schema:
+    return group(
+        "Leases, sessions, the registry of workers. Losing it stops no running request.",
+        mode=choice("`single`: one of ours; `external`: yours.", "single", "external"),
+        image=group(
+            "Image of our own.",
+            repository=text("Image.", "docker.io/library/redis", minLength=1),
+            tag=text("Tag.", "7.4-alpine"),
+            digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
+            pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
+        ),
+        auth=group(
+            "Users gateway, verifier and drafter, each with rights on its own keys.",
+            existingSecret=text(
+                "`single`: Secret with keys gateway, verifier, drafter, users.acl; empty: generated once."
+            ),
+        ),
+        resources=cpu("100m", "256Mi"),
+        external=group(
+            "`external`: where it is.",
+            url=text(
+                "redis://host:6379/0, rediss:// for TLS, redis+sentinel://…; without a password.",
+                pattern="^((redis|rediss)(\\+[a-z]+)?://[^@]*)?$",
+            ),
+            existingSecret=text("Secret with the whole URL, password included, under `urlKey`; wins over `url`."),
+            urlKey=text("Key in that Secret.", "url"),
+            port=whole("For the NetworkPolicy.", 6379, 1),
+            caSecret=text(
+                "Secret with `ca.crt` of the server; the URL then ends in ?ssl_ca_certs=/etc/rootward/redis/ca.crt."
+            ),
+        ),
+    )
+
+
+def tls() -> Schema:
+    return group(
+        "Mutual TLS between gateway, verifiers and drafters.",
+        mode=choice(
+            "`certManager`: certificates of an issuer; `existingSecret`: yours.",
+            "none",
+            "existingSecret",
+            "certManager",
+        ),
+        issuerRef=free("`certManager`: {name, kind, group}."),
+        trustDomain=text("Of the SPIFFE identities in certificates.", "cluster.local"),
+        duration=text("`certManager`: lifetime of certificates.", "2160h"),
+        existingSecrets=group(
+            "`existingSecret`: kubernetes.io/tls Secrets with `ca.crt`, one per role.",
+            gateway=text(
+                "Of the gateway. Names: spiffe://DOMAIN/ns/NAMESPACE/sa/RELEASE-gateway, and where clients find it."
+            ),
+            verifier=text("Of verifiers. Names: spiffe://…-verifier, and RELEASE-verifier as DNS name."),
+            drafter=text("Of drafters. Names: spiffe://…-drafter, and RELEASE-drafter as DNS name."),
+        ),
+    )
+
+
+def gateway() -> Schema:
+    return group(
+        "The face to clients.",
+        replicas=whole("Gateways, while no autoscaler decides.", 2),
+        resources=cpu("500m", "1Gi"),
+        settings=settings_of(GatewaySettings),
+        autoscaling=group(
+            "By CPU: tokenising and detokenising is what costs here.",
+            mode=choice("Who decides.", "none", "hpa"),
+            minReplicas=whole("At least.", 2, 1),
+            maxReplicas=whole("At most.", 8, 1),
+            targetCPU=whole("Percent of the request.", 70, 1),
+        ),
+        service=group(
+            "Where clients connect.",
+            type=choice("Kind of Service.", "ClusterIP", "NodePort", "LoadBalancer"),
+            grpcPort=whole("gRPC.", 50051, 1),
+            httpPort=whole("OpenAI-compatible HTTP.", 8000, 1),
+            annotations=free("Annotations."),
+        ),
+        route=group(
+            "Gateway API: a GRPCRoute and an HTTPRoute.",
+            enabled=flag("Render them.", False),
+            parentRefs=listed("Gateways they attach to."),
+            hostnames=listed("Host names.", "string"),
+        ),
+        ingress=group(
+            "Ingress for HTTP.",
+            enabled=flag("Render it.", False),
+            className=text("Ingress class."),
+            host=text("Host name."),
+            tlsSecret=text("Secret with its certificate."),
+            annotations=free("Annotations."),
+        ),
+        auth=group(
+            "API keys, see `rootward keys`.",
+            existingSecret=text("Secret with the file of keys under `keys.yaml`; empty: open to all."),
+        ),
+        scaler=group(
+            "KEDA's external scaler.",
+            port=whole("Port of the gRPC API; 0 is off.", 0),
+        ),
+        drain=drain(5, 30, 10),
+        pdb=pdb(1),
+        probes=probes(30),
+        **placement(),
+    )
+
+
+def verifier() -> Schema:
+    return group(
+        "The target model.",
+        replicas=whole("Verifiers.", 1, 1),
+        model=model("target", "/opt/rootward/demo/target"),
+        rows=whole("Rows of one target forward (`max_num_batched_tokens`).", 256, 2),
+        resources=cpu("1", "2Gi"),
+        settings=settings_of(VerifierSettings),
+        gpuToleration=flag("Tolerate nvidia.com/gpu:NoSchedule.", True),
+        shm=text("Size of /dev/shm; empty is the runtime's."),
+        drain=drain(5, 60, 10),
+        pdb=pdb(1),
+        probes=probes(180),
+        **placement(),
+    )
+
+
+def network_policy() -> Schema:
+    return group(
+        "Default deny; exactly the calls that the parts make.",
+        enabled=flag("Render them.", True),
+        clients=listed("Peers (`from` entries) that may call the gateway; empty: everybody."),
+        prometheusNamespaceSelector=free("Namespaces that may read the admin ports; empty: all."),
+        kedaNamespaceSelector=free(
+            "Namespaces that may ask the scaler.", {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}
+        ),
+        extraEgress=listed("More egress rules of every part."),
+    )
+
+
+def monitoring() -> Schema:
+    def switch(meaning: str, **more: Schema) -> Schema:
+        return group(meaning, enabled=flag("Render it.", False), labels=free("What your operator selects by."), **more)
+
+    return group(
+        "For the Prometheus operator and Grafana.",
+        podMonitor=switch("PodMonitor: it also scrapes pods that drain.", interval=text("Between scrapes.", "15s")),
+        rules=switch("PrometheusRule with the tested recording and alert rules."),
+        dashboards=switch("ConfigMaps with dashboards."),
+        prometheus=group(
+            "Used by `keda`.",
+            serverAddress=text("URL.", "http://prometheus-operated.monitoring.svc:9090"),
+        ),
+    )
+
+
+def values() -> Schema:
+    top = group(
+        "Values of the chart.",
+        **{
+            "global": group(
+                "For everything.",
+                imageRegistry=text("Registry before every repository of ours."),
+                imagePullSecrets=listed("As in a pod."),
+                commonLabels=free("Labels of every object."),
+                logLevel=choice("Least severity that is logged.", "info", "debug", "warning", "error"),
+            )
+        },
+        image=group(
+            "Images.",
+            slim=image("Gateway, SDK, command line.", "rootward/slim"),
+            worker=image("Verifier and drafter.", "rootward/worker"),
+        ),
+        discovery=group(
+            "How gateways find verifiers and verifiers find drafters.",
+            mode=choice(
+                "`redis`: the registry; `kubernetes`: EndpointSlices (one Role); `dns`: headless Services; "
+                "`static`: the lists below alone.",
+                *("redis", "kubernetes", "dns", "static"),
+            ),
+            verifiers=listed("More verifiers, as host:port, in any mode.", "string"),
+            drafters=listed("More drafters, as pool=host:port, in any mode.", "string"),
+        ),
+        servedModelName=text("What clients call the model; empty: the last part of its path."),
+        gateway=gateway(),
+        verifier=verifier(),
+        drafter=group(
+            "Pools of drafters, by name. Each pool takes over `defaults` and overrides what differs.",
+            defaults=pool(),
+            pools={
+                "type": "object",
+                "description": "Name → what differs from `defaults`.",
+                "default": {"default": {}},
+                "propertyNames": {"pattern": "^[a-z]([-a-z0-9]{0,20}[a-z0-9])?$"},
+                "additionalProperties": pool(),
+            },
+        ),
+        redis=redis(),
+        tls=tls(),
+        networkPolicy=network_policy(),
+        monitoring=monitoring(),
+        rbac=group("Rights.", create=flag("Render Roles (only `discovery.mode: kubernetes` needs one).", True)),
+        tests=group("`helm test`.", enabled=flag("Render the test pod.", True)),
+        extraManifests=listed("More objects; strings are templates.", "string"),
+    )
+    for scaling in (
+        top["properties"]["drafter"]["properties"]["defaults"]["properties"]["autoscaling"],
+        top["properties"]["drafter"]["properties"]["pools"]["additionalProperties"]["properties"]["autoscaling"],
+    ):
+        scaling["if"] = {"properties": {"mode": {"const": "hpa"}}, "required": ["mode"]}
+        scaling["then"] = {"properties": {"minReplicas": {"minimum": 1}}}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **top}
