@@ -156,14 +156,19 @@ def redis() -> Schema:
         external=group(
             "`external`: where it is.",
             url=text(
-                "redis://host:6379/0, rediss:// for TLS, redis+sentinel://…; without a password.",
+                "redis://host:6379/0, redis+sentinel://host:26379/NAME/0, redis+cluster://…; rediss for TLS; without a password.",
                 pattern="^((redis|rediss)(\\+[a-z]+)?://[^@]*)?$",
             ),
             existingSecret=text("Secret with the whole URL, password included, under `urlKey`; wins over `url`."),
             urlKey=text("Key in that Secret.", "url"),
-            port=whole("For the NetworkPolicy.", 6379, 1),
+            perRole=flag(
+                "The Secret has three URLs, under `gateway`, `verifier`, `drafter`: users of least rights (docs/operations/redis.md).",
+                False,
+            ),
+            ports=listed("For the NetworkPolicy; Sentinels and servers, as [26379, 6379].", "integer", [6379]),
             caSecret=text(
-                "Secret with `ca.crt` of the server; the URL then ends in ?ssl_ca_certs=/etc/rootward/redis/ca.crt."
+                "Secret with `ca.crt` of the server, and `tls.crt`, `tls.key` if it asks for a certificate: files in /etc/rootward/redis, "
+                "named by the URL as ?ssl_ca_certs=/etc/rootward/redis/ca.crt."
             ),
         ),
     )
@@ -217,6 +222,10 @@ def gateway() -> Schema:
             enabled=flag("Render them.", False),
             parentRefs=listed("Gateways they attach to."),
             hostnames=listed("Host names.", "string"),
+            caCertificateRef=free(
+                "With `tls`: the authority for the BackendTLSPolicy, as {group, kind, name}; every implementation takes a ConfigMap with "
+                "`ca.crt`, many the Secret of the gateway, which is the default."
+            ),
         ),
         ingress=group(
             "Ingress for HTTP.",
@@ -333,7 +342,11 @@ def values() -> Schema:
         networkPolicy=network_policy(),
         monitoring=monitoring(),
         rbac=group("Rights.", create=flag("Render Roles (only `discovery.mode: kubernetes` needs one).", True)),
-        tests=group("`helm test`.", enabled=flag("Render the test pod.", True)),
+        tests=group(
+            "`helm test`.",
+            enabled=flag("Render the test pod.", True),
+            apiKeySecret=text("With `gateway.auth`: Secret with an API key, itself, under `key`."),
+        ),
         extraManifests=listed("More objects; strings are templates.", "string"),
     )
     for scaling in (

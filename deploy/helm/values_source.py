@@ -74,8 +74,9 @@ helm install rootward deploy/helm/rootward            # the demo pair on CPUs; n
 helm test rootward                                    # drafts are accepted, and the greedy text equals plain decoding
 ```
 
-Values for other cases are in [`ci/`](ci): two drafter pools, external Redis with TLS, mutual TLS, HPA, KEDA with and without
-Prometheus, no drafters, a small machine. How to size, upgrade and watch it: [`docs/operations`](../../../docs/operations).
+Values for other cases are in [`ci/`](ci): two drafter pools, external Redis with TLS, Sentinels and API keys, mutual TLS, HPA,
+KEDA with and without Prometheus, no drafters, a small machine.
+How to size, upgrade and watch it: [`docs/operations`](../../../docs/operations).
 This page is written by `deploy/helm/values_source.py`, as are `values.yaml` and `values.schema.json`.
 
 | value | type | default | meaning |

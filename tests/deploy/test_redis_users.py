@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import redis
-from support.helm import named, of_kind
+from support.helm import ROOT, named, of_kind
 from support.processes import free_port, wait_until
 
 from gateway.local_redis import redis_command
@@ -87,6 +87,14 @@ async def test_a_drafter_reaches_nothing_but_its_own_entry(urls):
         ):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 client.execute_command(*command)
+
+
+def test_the_page_names_the_same_users(secret):
+    page = (ROOT / "docs" / "operations" / "redis.md").read_text(encoding="utf-8")
+    ours = secret["users.acl"]
+    for role in ("gateway", "verifier", "drafter"):
+        ours = ours.replace(secret[role], "PASSWORD")
+    assert set(ours.splitlines()) - {"user default off"} <= set(page.splitlines())
 
 
 def test_passwords_are_drawn_and_differ(helm, secret):

@@ -45,6 +45,7 @@ BY_TEMPLATE = {
         "gateway.autoscaling.minReplicas",
     ),
     "an external Redis nowhere": ("redis: {mode: external}", "redis.external.url"),
+    "a test that would be turned away": ("gateway: {auth: {existingSecret: keys}}", "tests.apiKeySecret"),
     "nobody to find": ("discovery: {mode: static}", "discovery.verifiers"),
     "a claim without a name": ("verifier: {model: {source: pvc}}", "model.claim"),
     "a certificate that is missing": ("tls: {mode: existingSecret}", "tls.existingSecrets."),

@@ -1,5 +1,9 @@
-"""What `helm test` runs: speculation works, and it changes nothing. `check.py HOST:PORT [CA.crt]`; exit code 0 or 1."""
+"""What `helm test` runs: speculation works, and it changes nothing. `check.py HOST:PORT [CA.crt]`; exit code 0 or 1.
 
+ROOTWARD_API_KEY: the key, for a gateway that asks for one.
+"""
+
+import os
 import sys
 
 import grpc
@@ -19,7 +23,8 @@ def credentials(authority: str) -> grpc.ChannelCredentials | None:
 
 def main(url: str, authority: str = "") -> int:
     accepted = 0
-    with Client(url, timeout=120.0, tls=credentials(authority)) as client:
+    key = os.environ.get("ROOTWARD_API_KEY")
+    with Client(url, api_key=key, timeout=120.0, tls=credentials(authority)) as client:
         pools = client.server_info().drafters
         for prompt in PROMPTS:
             plain = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode="disabled"))

@@ -1,9 +1,5 @@
 {{/* Who finds whom, as entries of the services' settings. */}}
 
-{{- define "rootward.redisUrl" -}}
-{{- if eq .Values.redis.mode "external" }}{{ .Values.redis.external.url }}{{ else }}redis://{{ include "rootward.name" . }}-redis.{{ .Release.Namespace }}.svc:6379/0{{ end }}
-{{- end }}
-
 {{/* Variables that carry the address of Redis with its password: (root, role) */}}
 {{- define "rootward.redisEnv" -}}
 {{- $redis := .root.Values.redis -}}
@@ -20,7 +16,7 @@
   valueFrom:
     secretKeyRef:
       name: {{ $redis.external.existingSecret }}
-      key: {{ $redis.external.urlKey }}
+      key: {{ ternary .role $redis.external.urlKey $redis.external.perRole }}
 {{- else }}
 - name: ROOTWARD_REDIS_URL
   value: {{ required "redis.external.url: is empty; give it, or redis.external.existingSecret" $redis.external.url | quote }}

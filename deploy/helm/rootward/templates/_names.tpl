@@ -36,6 +36,11 @@ labels:
   {{- include "rootward.labels" . | nindent 2 }}
 {{- end }}
 
+{{/* appProtocol of a gRPC port: plain HTTP/2, or TLS, where HTTP/2 is agreed on in the handshake */}}
+{{- define "rootward.grpcProtocol" -}}
+{{ ternary "kubernetes.io/h2c" "https" (eq .Values.tls.mode "none") }}
+{{- end }}
+
 {{/* (root, image) → reference; the digest wins */}}
 {{- define "rootward.image" -}}
 {{- $registry := .registry | default "" -}}

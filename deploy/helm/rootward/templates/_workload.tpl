@@ -201,5 +201,5 @@ spec:
   selector:
     {{- include "rootward.selector" . | nindent 4 }}
   ports:
-    - {name: grpc, port: {{ .port }}, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+    - {name: grpc, port: {{ .port }}, targetPort: grpc, appProtocol: {{ include "rootward.grpcProtocol" .root }}}
 {{- end }}
