@@ -35,7 +35,7 @@ class LinkMetrics:
         self._lost = self._counter("drafter_resyncs", "Trees that ended before their session did.", "reason")
         self._transport = self._seconds("draft_transport", "Commit to its first growth, less what the drafter took.")
         self._queue = self._seconds("draft_wait", "What the drafter took for the first growth after a commit.")
-        self._compute = self._seconds("draft_compute", "What the drafter computed for a frame.")
+        self._compute = self._seconds("draft_frame", "What the drafter computed for a frame.")
 
     def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
         return Counter(f"rootward_{name}", meaning, labels, registry=self._registry)

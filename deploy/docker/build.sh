@@ -4,7 +4,7 @@
 #   deploy/docker/build.sh [slim|worker ...]      images rootward/slim:TAG, rootward/worker:TAG, and OUT/TARGET.oci.tar if OUT is set
 #
 # BASE: base image (default: python:3.11-slim from the registry; "debootstrap" makes one from Debian's packages)
-# TAG (default: the version in pyproject.toml), MIRROR (of Debian), PIP_ENV (file with PIP_* lines for the build), FLAGS (more of buildah's)
+# TAG (default: the version in pyproject.toml), MIRROR (of Debian), FLAGS (more of buildah's, as --volume /etc/pip.conf:/etc/pip.conf:ro)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 TAG=${TAG:-$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)}

@@ -26,7 +26,17 @@ SPECULATION: list[Panel] = [
             )
         ],
     ),
-    ("Tokens per second", "none", [(f"sum by (job) (rate(rootward_generation_tokens_total{{{N}}}[5m]))", "{{job}}")]),
+    (
+        "Tokens per second",  # gateways count them as well: one of the target's a round, and the drafts that were accepted
+        "none",
+        [
+            (
+                f"sum(rate(rootward_spec_decode_rounds_total{{{N}}}[5m]))"
+                f" + sum(rate(rootward_spec_decode_num_accepted_tokens_total{{{N}}}[5m]))",
+                "committed",
+            )
+        ],
+    ),
     (
         "Share of draft tokens accepted",
         "percentunit",
@@ -84,8 +94,8 @@ SERVING: list[Panel] = [
         "Running and waiting",
         "none",
         [
-            (f"sum by (job) (rootward_num_requests_running{{{N}}})", "running {{job}}"),
-            (f"sum by (job) (rootward_num_requests_waiting{{{N}}})", "waiting {{job}}"),
+            (f"rootward_num_requests_running{{{N}}}", "running {{pod}}"),
+            (f"rootward_num_requests_waiting{{{N}}}", "waiting {{pod}}"),
         ],
     ),
     ("KV memory in use", "percentunit", [(f"rootward_kv_cache_usage_ratio{{{N}}}", "{{pod}}")]),

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,32 @@ def alerts():
     return [rule for group in groups for rule in group["rules"]]
 
 
+def test_the_cost_of_the_page_is_that_of_the_tokens(promtool, tmp_path):
+    """Two verifiers at 10.00 and four drafters at 0.70 an hour, 60 rounds and 40 accepted drafts a second: 100 tokens a second."""
+    page = (ROOT / "docs" / "operations" / "sizing.md").read_text(encoding="utf-8")
+    query = re.sub(r"#.*", "", re.search(r"```promql\n(.*?)```", page, re.S)[1])
+    query = query.replace("p_verifier", "10").replace("p_drafter", "0.7")
+    counters = {
+        "rounds_total{kind='tree'": 600,
+        "rounds_total{kind='plain'": 300,
+        "num_accepted_tokens_total{pod='v0'": 600,
+    }
+    series = [(f"rootward_spec_decode_{name},namespace='llm'}}", f"0+{step}x480") for name, step in counters.items()]
+    series += [(f"rootward_kv_cache_usage_ratio{{namespace='llm',pod='v{n}'}}", "0.5x480") for n in range(2)]
+    series += [(f"rootward_drafter_rows{{namespace='llm',pod='d{n}'}}", "16x480") for n in range(4)]
+    series += [("rootward_drafter_rows{namespace='other'}", "16x480")]
+    test = {
+        "interval": "15s",
+        "input_series": [{"series": name, "values": values} for name, values in series],
+        "promql_expr_test": [
+            {"expr": f"round({query}, 0.01)", "eval_time": "90m", "exp_samples": [{"labels": "{}", "value": 63.33}]}
+        ],
+    }
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump({"tests": [test]}), encoding="utf-8")
+    done = run(promtool, "test", "rules", str(tmp_path / "test.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_alert_is_tested_and_has_a_runbook():
     tested = (CASES / "alerts_test.yaml").read_text(encoding="utf-8")
     runbook = (ROOT / "docs" / "operations" / "runbook.md").read_text(encoding="utf-8")
@@ -74,28 +101,42 @@ def test_every_alert_is_tested_and_has_a_runbook():
         assert alert["annotations"]["runbook"] == f"docs/operations/runbook.md#{alert['alert'].lower()}"
 
 
-def exported() -> set[str]:
-    """Names of all samples that running services export."""
+def families() -> dict[str, list[tuple[str, str]]]:
+    """(name, kind) of everything that a running service exports, by role."""
     demand = CollectorRegistry()
     demand.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
     gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), DrafterMetrics()
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
     drafter.watch(lambda: dict.fromkeys(OF_DRAFTER, 0.0))
-    text = b"".join(
-        generate_latest(r) for r in (demand, gateway.registry, verifier.registry, drafter.registry)
-    ).decode()
-    families = re.findall(r"^# TYPE (\S+) (\w+)", text, re.M)
-    histograms = {
-        f"{name}_{end}" for name, kind in families if kind == "histogram" for end in ("bucket", "sum", "count")
+    registries = {"gateway": [gateway.registry], "verifier": [verifier.registry], "drafter": [drafter.registry, demand]}
+    text = {role: "".join(generate_latest(r).decode() for r in some) for role, some in registries.items()}
+    return {role: re.findall(r"^# TYPE (\S+) (\w+)", some, re.M) for role, some in text.items()}
+
+
+def test_a_name_means_one_thing():
+    """What two roles export under one name is the same thing seen from both, as in vLLM."""
+    seen = Counter(name for role in families().values() for name, _ in role)
+    assert {name.removesuffix("_created") for name, count in seen.items() if count > 1} == {
+        "rootward_generation_tokens_total",
+        "rootward_generation_tokens",
+        "rootward_num_requests_running",
+        "rootward_num_requests_waiting",
     }
-    summaries = {f"{name}_{end}" for name, kind in families if kind == "summary" for end in ("sum", "count")}
-    return {name for name, _ in families} | histograms | summaries
+
+
+def exported() -> set[str]:
+    """Names of all samples that running services export."""
+    every = [family for role in families().values() for family in role]
+    histograms = {f"{name}_{end}" for name, kind in every if kind == "histogram" for end in ("bucket", "sum", "count")}
+    summaries = {f"{name}_{end}" for name, kind in every if kind == "summary" for end in ("sum", "count")}
+    return {name for name, _ in every} | histograms | summaries
 
 
 def test_every_metric_that_is_asked_for_is_exported(helm):
     names = exported()
     recorded = set(re.findall(r"record: rootward:(\w+)", (RULES / "drafter.yaml").read_text(encoding="utf-8")))
-    files = [*rule_files(), *(ROOT / "deploy" / "dashboards").glob("*.json")]
+    pages = (ROOT / "docs" / "operations").glob("*.md")
+    files = [*rule_files(), *(ROOT / "deploy" / "dashboards").glob("*.json"), *pages]
     for path in files:
         text = path.read_text(encoding="utf-8")
         assert set(NAME.findall(text)) <= names, path.name
