@@ -44,6 +44,12 @@ def drafters(ctx: typer.Context) -> None:
     _become("drafters", ctx)
 
 
+@bench.command("rounds", context_settings=_OWN_FLAGS)
+def rounds(ctx: typer.Context) -> None:
+    """What a round costs on real services, by sessions per drafter: the worker model of the autoscaling simulation."""
+    _become("rounds", ctx)
+
+
 def _become(name: str, ctx: typer.Context) -> None:
     if find_spec("torch") is None:
         raise ConfigurationError(f"bench {name}: needs more packages; run pip install 'rootward[worker]'")

@@ -22,7 +22,8 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod."""
+    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod; width: rows that a session
+    fills while it drafts; draft_crowd: what each further session of the same pod adds to drafting, as a share."""
 
     draft_s: float = 0.2
     draft_fixed: float = 0.5
@@ -30,6 +31,13 @@ class Work:
     verify_fixed: float = 0.7
     rows: int = 4
     overlap: bool = False
+    width: float = 1.0
+    draft_crowd: float = 0.0
+
+    @property
+    def seats(self) -> int:
+        """Sessions that a pod drafts for at once."""
+        return max(1, int(self.rows / self.width))
 
     def draw(self, mean: float, fixed: float, rng: random.Random) -> float:
         return mean * (fixed + (1 - fixed) * rng.expovariate(1.0))
@@ -37,13 +45,16 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What happens: sessions wanted by time, pods at the start, how long a pod takes to start, whether sessions may move."""
+    """What happens: sessions wanted by time, pods at the start, how long a pod takes to start, whether sessions may move, whether the pod
+    with the fewest goes first (else the youngest, as a ReplicaSet does by itself)."""
 
     sessions: Callable[[float], int]
     end_s: float = 2400.0
     pods: int = 2
     start_s: tuple[float, float] = (45.0, 55.0)
     rebalance: bool = True
+    emptiest_goes: bool = False
+    scrape_s: float = SCRAPE_S
 
 
 @dataclass(slots=True)
@@ -210,8 +221,8 @@ class Pool:
             seen = Seen(self.scrapes[0], self.scrapes[-1], self.work)
             self._resize(self.autoscaler.sync(self.now_s, len(self.pods), len(ready), self.signal(seen)))
         self._trace.append((self.now_s, self.num_sessions, len(self.pods), len(ready)))
-        self.pod_s += SCRAPE_S * len(self.pods)
-        self.at(self.now_s + SCRAPE_S, self.scrape)
+        self.pod_s += self.plan.scrape_s * len(self.pods)
+        self.at(self.now_s + self.plan.scrape_s, self.scrape)
 
     def _populate(self) -> None:
         for _ in range(self.plan.sessions(self.now_s) - self.num_sessions):
@@ -221,13 +232,17 @@ class Pool:
     def _resize(self, wanted: int) -> None:
         while len(self.pods) < wanted:
             self.pods.append(Pod(self.now_s + self.rng.uniform(*self.plan.start_s)))
-        for pod in sorted(self.pods, key=lambda p: (p.ready_s <= self.now_s, p.sessions))[: len(self.pods) - wanted]:
+        for pod in sorted(self.pods, key=self._stays)[: len(self.pods) - wanted]:
             self.pods.remove(pod)
             pod.leaving = True
             while pod.queue:  # it drains: what waits here waits elsewhere
                 session, since_s = pod.queue.popleft()
                 self._leave(session)
                 self._request(session, since_s)
+
+    def _stays(self, pod: Pod) -> tuple[bool, float]:
+        """The smaller goes first: those that are not ready yet, then as the plan says."""
+        return pod.ready_s <= self.now_s, pod.sessions if self.plan.emptiest_goes else -pod.ready_s
 
     # -- one session --------------------------------------------------------------------------------------------------
 
@@ -267,8 +282,8 @@ class Pool:
 
     def _better(self, mine: Pod, least: Pod) -> bool:
         """Mine is full or queues, holds clearly more, and the other has room."""
-        full = bool(mine.queue) or mine.busy >= self.work.rows
-        return full and mine.sessions > 1.25 * least.sessions + 1 and least.busy < self.work.rows
+        full = bool(mine.queue) or mine.busy >= self.work.seats
+        return full and mine.sessions > 1.25 * least.sessions + 1 and least.busy < self.work.seats
 
     def _leave(self, session: Session) -> None:
         if session.pod is not None:
@@ -281,14 +296,15 @@ class Pool:
         if session.pod is None:
             session.grown_s = self.now_s
             self.at(self.now_s + session.verified_s, lambda: self._committed(session))
-        elif session.pod.busy < self.work.rows:
+        elif session.pod.busy < self.work.seats:
             self._grow(session, session.pod, since_s)
         else:
             session.pod.queue.append((session, since_s))
 
     def _grow(self, session: Session, pod: Pod, since_s: float) -> None:
         pod.busy += 1
-        seconds = self.work.draw(self.work.draft_s, self.work.draft_fixed, self.rng) + session.extra_s
+        draft_s = self.work.draft_s * (1 + self.work.draft_crowd * max(0, pod.sessions - 1))
+        seconds = self.work.draw(draft_s, self.work.draft_fixed, self.rng) + session.extra_s
         session.extra_s = 0.0
         self.counters.queue_s += self.now_s - since_s
         session.grown_s = since_s + seconds
@@ -296,7 +312,7 @@ class Pool:
 
     def _grown(self, session: Session, pod: Pod, seconds: float) -> None:
         pod.busy -= 1
-        self.counters.row_s += seconds
+        self.counters.row_s += self.work.width * seconds
         self.counters.growths += 1
         if pod.queue:
             waiting, since_s = pod.queue.popleft()

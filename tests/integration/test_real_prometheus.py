@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes running services; the recording rules compute there what the formula gives from the same counters."""
+"""A real Prometheus scrapes running services; the HPA's query returns there what formula and simulation give from the same counters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from support.helm import CHART
 from support.processes import drafter, free_port, gateway, verifier, wait_until
 
 from rootward import AsyncClient, SamplingParams, Speculation
+from rootward.bench.scaling import Plan, Pool, Seen, Work
 from rootward.demand import Reading, signals
 
 pytestmark = [pytest.mark.services, pytest.mark.long, pytest.mark.timeout(300)]
@@ -33,6 +35,7 @@ COUNTERS = {  # sample → name in `rootward.demand`
     "rootward_drafter_rows": "drafter_rows",
     "rootward_draft_row_seconds_total": "draft_row_seconds_wanted",
     "rootward_draft_compute_seconds_count": "draft_compute_seconds_count",
+    "rootward_draft_compute_seconds_sum": "draft_compute_seconds_sum",
 }
 
 
@@ -80,6 +83,31 @@ def counters(address: str) -> dict[str, float]:
     }
 
 
+def asked(signal: str) -> str:
+    """The query behind an external metric of the HPA, as prometheus-adapter makes it."""
+    (rule,) = yaml.safe_load((CHART / "files" / "rules" / "adapter.yaml").read_text(encoding="utf-8"))["externalRules"]
+    series = rule["metricsQuery"].replace("<<.Series>>", f"rootward:{signal}")
+    return series.replace("<<.LabelMatchers>>", 'namespace="test",pool="default"')
+
+
+def simulated(verifier: Reading, drafter: Reading, sessions: int) -> float | None:
+    """Demand in the simulation with times of rounds as the services had them."""
+    rounds, growths = verifier.increase("round_seconds_count"), drafter.increase("draft_compute_seconds_count")
+    draft_s = drafter.increase("draft_compute_seconds_sum") / growths
+    stall_s = verifier.increase("draft_stall_seconds_sum") / rounds
+    work = Work(
+        draft_s=draft_s,
+        draft_fixed=1.0,
+        verify_s=verifier.increase("round_seconds_sum") / rounds - stall_s - draft_s,
+        verify_fixed=1.0,
+        rows=int(drafter.now("drafter_rows")),
+        width=drafter.increase("draft_row_seconds_wanted") / growths / draft_s,
+    )
+    pool = Pool(work, Plan(lambda now_s: sessions, end_s=90.0, pods=1), None, None, 1)
+    pool.run()
+    return Seen(pool.scrapes[0], pool.scrapes[-1], work).demand
+
+
 async def keep_busy(client: AsyncClient, stop: asyncio.Event) -> None:
     wanted = SamplingParams(max_tokens=400, ignore_eos=True)
     while not stop.is_set():
@@ -109,7 +137,7 @@ async def test_the_rules_compute_on_real_services_what_the_formula_says(tmp_path
             seconds = time.monotonic() - began
             await asyncio.sleep(2)  # one scrape and one evaluation
             seen = {
-                name: await asyncio.to_thread(query, prom, f"rootward:{name}")
+                name: await asyncio.to_thread(query, prom, asked(name))
                 for name in ("drafter_demand", "drafter_rows_busy", "drafter_stall", "speculating_sessions")
             }
             stop.set()
@@ -118,6 +146,8 @@ async def test_the_rules_compute_on_real_services_what_the_formula_says(tmp_path
         assert expected.demand > 0
         assert seen["speculating_sessions"] == pytest.approx(SESSIONS, abs=2)
         assert seen["drafter_demand"] == pytest.approx(expected.demand, rel=0.4)
+        foretold = simulated(Reading(old[1], new[1]), Reading(old[0], new[0]), SESSIONS)
+        assert seen["drafter_demand"] == pytest.approx(foretold, rel=0.4)
         assert seen["drafter_rows_busy"] == pytest.approx(expected.rows, rel=0.4, abs=0.02)
         assert seen["drafter_stall"] == pytest.approx(expected.stall, abs=0.08)
         await asyncio.sleep(WINDOW_S / 2)
