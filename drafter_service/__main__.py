@@ -27,7 +27,9 @@ from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 
-LEAST_LEVELS = 6  # a draft forward is cheap beside a pass of the target: a few nodes are worth most one below the other
+LEAST_LEVELS = (
+    4  # a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step
+)
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 

@@ -20,7 +20,7 @@ from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
 from rootward.core.ahead import Ahead, Bets, shared_order
 from rootward.core.drafting.lookup import Prediction
-from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
+from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law, Sampling
@@ -149,15 +149,12 @@ class Grower(Generic[K]):
             growing.compute_s += 0.0 if growing.betting else seconds
 
     def _planted(self, message: Open) -> GrowingTree:
-        hash_ = 0
-        for token in message.prefix:
-            hash_ = extend_hash(hash_, token)
         info = self.model.info
         eos = message.eos_ids
         node_cap, ahead_cap = message.caps
         tree = LivingTree(
             len(message.prefix),
-            hash_,
+            prefix_hash(message.prefix),
             vocab_size=info.vocab_size,
             node_cap=node_cap,
             eos_ids=eos,
@@ -175,6 +172,8 @@ class Grower(Generic[K]):
             source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, begun_s)
         planted.source, planted.orders = source, orders
+        if message.node_budget is not None:
+            planted.allow(message.node_budget)
         if message.sampling.penalised:
             planted.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         return planted

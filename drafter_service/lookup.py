@@ -17,7 +17,7 @@ import numpy as np
 
 from drafter_service.trees import Heard, K, heard, shape_fault
 from rootward.core.drafting.lookup import Shape, Source, Successors, extend_tree
-from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, extend_hash
+from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.living_tree import LivingTree
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
@@ -80,11 +80,10 @@ class Lookup(Generic[K]):
                 f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are held here, "
                 "see --max-model-len",
             )
-        hash_ = 0
-        for token in message.prefix:
-            hash_ = extend_hash(hash_, token)
         cap = message.caps[0]
-        tree = LivingTree(len(message.prefix), hash_, vocab_size=1 << 32, node_cap=cap, eos_ids=message.eos_ids)
+        tree = LivingTree(
+            len(message.prefix), prefix_hash(message.prefix), vocab_size=1 << 32, node_cap=cap, eos_ids=message.eos_ids
+        )
         tree.root.token = message.prefix[-1]
         shape = Shape(cap, message.max_depth, message.topk, self.least_score)
         source = self._sources(message, self._shared(self._group(key)))

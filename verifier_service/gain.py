@@ -8,7 +8,7 @@ With n nodes while L sessions share a step, a round yields and costs
 
 so its speed-up over plain decoding is E(n)·p / s(n). `slow` is what the sum does not explain, by load. Trees are used while the
 best n is faster than plain decoding. Where they are not, one session at a time tries them now and then: if there is hope, and when the
-engine has decoded plainly for so long that what the last trial lost is SHARE of it; each trial that fails doubles that.
+engine has decoded plainly for so long that what they lost last time, on trial or in use, is SHARE of it; each failure doubles that.
 
 Looks at past rounds, clocks and load only, never at a tree that has arrived: for such reasons a plain round is always allowed, and so is
 a cap that is fixed when the round begins.
@@ -109,9 +109,11 @@ class Gain:
             Mean(),
             Mean(),
         )  # of tree rounds: tokens, and plain rounds that fit into their time
+        self.usual_nodes = 0  # of a round that is not the last one of its request
         self._on = self._despaired = False
         self._trial: Trial | None = None
         self._rest_s = 0.0  # of plain decoding until the next trial
+        self._loss_s = 0.0  # of the engine's time since trees are in use; negative: they gained
         self._failed = self._num_rounds = self._proven = 0
         self._forecast = Forecast(0, [])
         self._forecasts_left = 0
@@ -135,7 +137,8 @@ class Gain:
 
     def nodes(self, session: int, most: int, load: int) -> int:
         """Cap of a round that begins now: at most `most` nodes, while `load` sessions share a step. 0: decode plainly."""
-        if most < 1 or not self._machine.plain.known:
+        resting = not self._on and self._trial is None and self._rest_s > 0
+        if most < 1 or resting or not self._machine.plain.known:
             return 0
         forecast = self._forecast_for(most, load)
         best = forecast.best[most]
@@ -175,6 +178,7 @@ class Gain:
             trial.left -= 1
             trial.lost_s += self._lost_s(spent)
         elif self._on and spent.clean:
+            self._loss_s += (spent.seconds - spent.tokens * plain_s) / spent.load
             self._explain(spent)
             self._proven += 1
             if self._proven >= PROVEN * spent.load:
@@ -209,9 +213,9 @@ class Gain:
         known = self._tokens.count >= TRIAL
         if self._on and speedup <= LEAVE:
             self._on = False
-            self._rest(0.0, load)
+            self._rest(self._loss_s, load)
         elif not self._on and known and speedup >= ENTER and (self._trial is not None or self._rest_s <= 0):
-            self._on, self._trial, self._proven = True, None, 0
+            self._on, self._trial, self._proven, self._loss_s = True, None, 0, 0.0
         elif self._trial is not None and self._trial.over(self._machine.plain.seconds(load)):
             self._fail(load)
 

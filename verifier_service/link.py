@@ -159,6 +159,7 @@ class Link:
             len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,
             traceparent=traceparent_of(session.span),
+            node_budget=None if session.required else session.gain.usual_nodes or None,
         )
 
     def commit(self, draft: Draft, tokens: Sequence[int], node_budget: int | None = None) -> None:

@@ -55,6 +55,8 @@ class Rounds:
             session.cap = 0
         else:
             session.cap = session.gain.nodes(session.number, most, self.load)
+            if 0 < session.cap < session.tokens_left - 1:
+                session.gain.usual_nodes = session.cap
             if not self.drafts(session):
                 self.pool.close(session, "does not pay")
 

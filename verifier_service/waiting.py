@@ -30,6 +30,8 @@ class Applicant(Protocol):
 
 A = TypeVar("A", bound=Applicant)
 
+FEW_CLOCKS = 64
+
 
 class Tenants(Generic[A]):
     """Those of one priority. `_clock`: work asked for by each tenant that waits or was served since somebody waits, on one scale."""
@@ -38,6 +40,7 @@ class Tenants(Generic[A]):
         self._lines: dict[str, deque[A]] = {}
         self._clock: dict[str, float] = {}
         self._now = 0.0
+        self._most_clocks = FEW_CLOCKS  # from so many on those that say nothing are looked for
 
     def __iter__(self) -> Iterator[A]:
         for line in self._lines.values():
@@ -77,7 +80,14 @@ class Tenants(Generic[A]):
         self._clock[one.tenant] += one.work
         if not line:
             del self._lines[one.tenant]
+        if len(self._clock) >= self._most_clocks:
+            self._forget()
         return one
+
+    def _forget(self) -> None:
+        """A tenant that does not wait and is not ahead would start at the present anyway."""
+        self._clock = {name: at for name, at in self._clock.items() if name in self._lines or at > self._now}
+        self._most_clocks = max(FEW_CLOCKS, 2 * len(self._clock))
 
 
 class WaitingLine(Generic[A]):

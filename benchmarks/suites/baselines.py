@@ -55,11 +55,17 @@ class Counted:
     def __init__(self, network: Any):
         self.network = network
         self.widths: list[int] = []
+        self.first_s = 0.0  # when the first of them ended
         network.register_forward_pre_hook(self._count, with_kwargs=True)
+        network.register_forward_hook(self._time)
 
     def _count(self, network: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = args[0] if args else kwargs["input_ids"]
         self.widths.append(int(ids.shape[1]))
+
+    def _time(self, *_: Any) -> None:
+        if len(self.widths) == 1:
+            self.first_s = time.perf_counter()
 
 
 class Worker:
@@ -125,7 +131,8 @@ class Baseline:
         start_s = time.perf_counter()
         out = network.generate(input_ids=ids, attention_mask=mask, **kwargs)
         tokens = out[:, ids.shape[1] :].tolist()
-        return self._counted(Run(tokens, time.perf_counter() - start_s), int(ids.shape[1]))
+        run = Run(tokens, time.perf_counter() - start_s, first_s=self._target.first_s - start_s, first=len(tokens))
+        return self._counted(run, int(ids.shape[1]))
 
     def _kwargs(self, job: Job) -> dict[str, Any]:
         setting = self.variants[self.chosen]

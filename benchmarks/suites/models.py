@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Pair:
     num_draft: int
     num_original: int
     largest_difference: float = 0.0  # of logits, inflated against original, on real prompts
+    positions: int = 0  # longest text, by a changed configuration; 0: what the models were made for
 
     @property
     def inflated(self) -> bool:
@@ -48,6 +49,11 @@ class Pair:
         """What every table must say about its models."""
         draft = f"draft {short_name(str(self.draft))} ({self.num_draft / 1e6:.2f} M parameters)"
         name = short_name(str(self.original))
+        if self.positions:
+            draft += (
+                f"; both **extended** to {self.positions} positions by their configuration alone: they were trained on shorter texts, and "
+                "what they write beyond, like its acceptance, is that of the extended models"
+            )
         if not self.inflated:
             return f"Target {name} ({self.num_target / 1e6:.2f} M parameters), {draft}."
         return (
@@ -79,8 +85,37 @@ def width_for(config: dict[str, Any], num_layers: int, wanted: int) -> int:
     return int(-(-width // 64) * 64)
 
 
-def prepare(target: Path, draft: Path, inflate: str | None, num_layers: int, work: Path) -> Pair:
-    """The pair as folders; an inflated target is written to `work` and compared with the original on real prompts."""
+def prepare(
+    target: Path, draft: Path, inflate: str | None, num_layers: int, work: Path, positions: int | None = None
+) -> Pair:
+    """The pair as folders, inflated and extended as asked for: what is changed is written to `work`."""
+    pair = _prepared(target, draft, inflate, num_layers, work)
+    if positions is None:
+        return pair
+    longer = {folder: extended(folder, positions, work) for folder in {pair.target, pair.draft, pair.original}}
+    return replace(
+        pair,
+        target=longer[pair.target],
+        draft=longer[pair.draft],
+        original=longer[pair.original],
+        positions=positions,
+    )
+
+
+def extended(folder: Path, positions: int, work: Path) -> Path:
+    """The same weights under a configuration with so many positions."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    there = work / f"{positions}-positions" / folder.parent.name / folder.name
+    there.mkdir(parents=True, exist_ok=True)
+    for file in folder.iterdir():
+        if file.name != "config.json" and not (there / file.name).exists():
+            (there / file.name).symlink_to(file.resolve())
+    (there / "config.json").write_text(json.dumps(config | {"max_position_embeddings": positions}), encoding="utf-8")
+    return there
+
+
+def _prepared(target: Path, draft: Path, inflate: str | None, num_layers: int, work: Path) -> Pair:
+    """An inflated target is compared with the original on real prompts."""
     draft_size = num_parameters(draft)
     original_size = num_parameters(target)
     if inflate is None:

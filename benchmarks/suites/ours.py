@@ -87,8 +87,10 @@ class Ours:
         requests = [self._request(job, i) for i in range(len(job.prompts))]
         start_s = time.perf_counter()
         answers = await asyncio.gather(*(self._collect(request) for request in requests))
-        run = Run([tokens for tokens, _ in answers], time.perf_counter() - start_s)
-        for _, finish in answers:
+        run = Run([tokens for tokens, *_ in answers], time.perf_counter() - start_s)
+        run.first_s = max(at_s for *_, at_s in answers) - start_s
+        for _, finish, first, _ in answers:
+            run.first += first
             stats = finish.stats
             run.passes += stats.num_spec_steps + stats.num_plain_steps
             run.drafted += stats.num_draft_tokens
@@ -102,14 +104,17 @@ class Ours:
         seed = job.seed * 1000 + i
         return VerifierRequest(f"job-{next(_numbers)}", job.prompts[i], Sampling(job.temperature), stopping, seed=seed)
 
-    async def _collect(self, request: VerifierRequest) -> tuple[list[int], Finish]:
+    async def _collect(self, request: VerifierRequest) -> tuple[list[int], Finish, int, float]:
+        """Tokens, how it ended, how many came first, and when."""
         tokens: list[int] = []
-        finish = None
+        finish, first, first_s = None, 0, 0.0
         async for run in self.verifier.generate(request):
+            if not tokens:
+                first, first_s = len(run.tokens), time.perf_counter()
             tokens += run.tokens
             finish = run.finish
         assert finish is not None
-        return tokens, finish
+        return tokens, finish, first, first_s
 
 
 @asynccontextmanager

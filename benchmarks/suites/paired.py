@@ -34,6 +34,7 @@ class Run:
     passes    forwards of the target that made tokens, per session and summed (a batched forward counts for each of its sessions)
     drafted, accepted   draft tokens verified, and accepted
     speculated   passes that verified at least one draft token
+    first_s   until every session had its first tokens, first of them in all: what the prompts cost. 0: not known
     """
 
     tokens: list[list[int]]
@@ -42,6 +43,8 @@ class Run:
     drafted: int = 0
     accepted: int = 0
     speculated: int = 0
+    first_s: float = 0.0
+    first: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -51,9 +54,15 @@ class Run:
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.seconds
 
+    @property
+    def later_per_s(self) -> float:
+        """Tokens per second after the first ones, the prompts behind them."""
+        return (self.num_tokens - self.first) / (self.seconds - self.first_s)
+
     def numbers(self) -> dict[str, Any]:
         """Everything but the tokens, for a file."""
-        counts = {name: getattr(self, name) for name in ("passes", "drafted", "accepted", "speculated")}
+        names = ("passes", "drafted", "accepted", "speculated", "first_s", "first")
+        counts = {name: getattr(self, name) for name in names}
         return {"seconds": self.seconds, "num_tokens": self.num_tokens, **counts}
 
 
@@ -104,6 +113,13 @@ class Paired:
         """Of tokens per second, repetition by repetition."""
         pairs = zip(self.runs[name], self.runs[to], strict=True)
         return interval([run.tokens_per_s / other.tokens_per_s for run, other in pairs])
+
+    def later_ratio(self, name: str, to: str) -> Interval | None:
+        """The same of what comes after the first tokens; None where that is not known."""
+        pairs = list(zip(self.runs[name], self.runs[to], strict=True))
+        if not all(run.first for pair in pairs for run in pair):
+            return None
+        return interval([run.later_per_s / other.later_per_s for run, other in pairs])
 
     def tokens_per_pass(self, name: str) -> float:
         """Block efficiency: tokens per target forward, over all repetitions."""

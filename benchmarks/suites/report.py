@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from benchmarks.suites.baselines import ASSISTED, GENERATE
@@ -77,7 +78,8 @@ def markdown(head: dict[str, Any], found: Sequence[Measured], picture: bool) -> 
         head["pair_sentence"],
         "",
         f"{options['pairs']} repetitions, systems interleaved in rotating order, {options['max_tokens']} tokens a session, end of text "
-        "ignored; the same prompts and seeds for all, no prompt twice. Times are of whole requests, prefill included. Medians; ratios "
+        "ignored; the same prompts and seeds for all, no prompt twice. Times are of whole requests, prefill included; *later* is without "
+        "the prompt and the first tokens. Medians; ratios "
         f"within a repetition, with the interval of the median (coverage {coverage(found):.0%}).",
         "transformers settings were chosen on other jobs of the same setting before, all taking turns; assisted generation and prompt "
         "lookup take one sequence at a time and are missing where there are more.",
@@ -110,7 +112,8 @@ def _caption(head: dict[str, Any]) -> str:
 def _table(measured: Measured) -> str:
     paired = measured.paired
     references = {key: name for key, name in REFERENCES.items() if name in paired.runs}
-    header = ["system", "tokens/s", *(f"× {key}" for key in references), "tokens a pass", "acceptance"]
+    header = ["system", "tokens/s", *(f"× {key}" for key in references), "first token, s", "later × plain"]
+    header += ["tokens a pass", "acceptance"]
     greedy = measured.setting.temperature == 0 and PLAIN in paired.runs
     header += ["text as plain"] * greedy
     rows = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
@@ -119,6 +122,7 @@ def _table(measured: Measured) -> str:
         acceptance = paired.acceptance(name)
         row = [f"{name} ({chosen})" if chosen else name, f"{paired.tokens_per_s(name):.1f}"]
         row += [_ratio(paired.ratio(name, to)) if name != to else "1" for to in references.values()]
+        row += [_first(paired, name), _later(paired, name)]
         row += [f"{paired.tokens_per_pass(name):.2f}", "" if acceptance is None else f"{acceptance:.2f}"]
         row += [f"{paired.same_text(name, PLAIN):.0%}"] * greedy
         rows.append("| " + " | ".join(row) + " |")
@@ -127,6 +131,15 @@ def _table(measured: Measured) -> str:
 
 def _ratio(ratio: Interval) -> str:
     return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
+
+
+def _first(paired: Paired, name: str) -> str:
+    return f"{median(run.first_s for run in paired.runs[name]):.2f}"
+
+
+def _later(paired: Paired, name: str) -> str:
+    found = paired.later_ratio(name, PLAIN) if PLAIN in paired.runs else None
+    return "" if found is None else _ratio(found)
 
 
 def _trials(measured: Measured) -> list[str]:

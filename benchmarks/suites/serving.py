@@ -7,6 +7,7 @@ repository:
     python -m benchmarks.suites.serving --out OUT                         # the demo pair, one session, T = 0 and 1
     python -m benchmarks.suites.serving --inflate 300M --out OUT          # at the cost of a larger target
     python -m benchmarks.suites.serving --sessions 1 4 16 --out OUT       # load
+    python -m benchmarks.suites.serving --positions 4352 --contexts 4096 --out OUT  # beyond the length they were trained on
     python -m benchmarks.suites.serving --quick --out OUT                 # does it run?
 """
 
@@ -47,6 +48,11 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft", type=Path, default=paths.draft, help="folder of the draft (default: demo)")
     parser.add_argument(
         "--inflate", metavar="N", help="parameters of the inflated target, such as 300M (default: as it is)"
+    )
+    parser.add_argument(
+        "--positions",
+        type=int,
+        help="extend the models to so many positions by their configuration (default: as they are)",
     )
     parser.add_argument("--layers", type=int, default=24, help="layers of the inflated target")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["plain", "speculation", "transformers"])
@@ -206,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             work = options.work or Path(folder)
-            pair = prepare(options.target, options.draft, options.inflate, options.layers, work)
+            pair = prepare(options.target, options.draft, options.inflate, options.layers, work, options.positions)
             asyncio.run(run(options, pair))
     except ConfigurationError as wrong:
         print(f"serving: {wrong}", file=sys.stderr)

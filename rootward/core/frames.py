@@ -7,6 +7,7 @@ slot; parent 0 is the root of the frame's base.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -15,17 +16,32 @@ from numpy.typing import NDArray
 
 from rootward.core.requests import Law, Sampling
 
-PROTOCOL = 1  # version of the verifier ↔ drafter protocol spoken by this code
+PROTOCOL = 2  # version of the verifier ↔ drafter protocol spoken by this code
 
 _MASK = (1 << 64) - 1
+_BASE = 0x5851F42D4C957F2D  # odd
+_CHUNK = 4096
+_POWERS = np.multiply.accumulate(np.array([1] + [_BASE] * (_CHUNK - 1), dtype=np.uint64))[::-1]
 
 
 def extend_hash(value: int, token: int) -> int:
-    """Rolling 64-bit hash of a token sequence: splitmix64 of (hash so far + token + 1). The empty prefix has hash 0."""
-    z = (value + 0x9E3779B97F4A7C15 * (token + 1)) & _MASK
+    """Rolling 64-bit hash of a token sequence: hash so far times a constant, plus splitmix64 of the token. The empty prefix has hash 0."""
+    z = (0x9E3779B97F4A7C15 * (token + 1)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    return (value * _BASE + (z ^ (z >> 31))) & _MASK
+
+
+def prefix_hash(tokens: Sequence[int], value: int = 0) -> int:
+    """`extend_hash` by one token after the other, for long prefixes: a polynomial, so it is summed in chunks."""
+    for at in range(0, len(tokens), _CHUNK):
+        z = np.asarray(tokens[at : at + _CHUNK], dtype=np.int64).astype(np.uint64) + np.uint64(1)
+        z *= np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z ^= z >> np.uint64(31)
+        value = (value * pow(_BASE, len(z), 1 << 64) + int(np.dot(z, _POWERS[-len(z) :]))) & _MASK
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +95,7 @@ class Open:
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
     tenant: int = 0  # who asks, as a 64-bit number: tenants share rows alike
+    node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
 
     @property
     def caps(self) -> tuple[int, int]:

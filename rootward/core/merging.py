@@ -14,7 +14,8 @@ from rootward.core.frames import Commit, Grow, Open
 
 def opened_at(message: Open, commit: Commit) -> Open:
     """The tree may as well begin where the truth is by now."""
-    return replace(message, prefix=(*message.prefix, *commit.tokens))
+    budget = message.node_budget if commit.node_budget is None else commit.node_budget
+    return replace(message, prefix=(*message.prefix, *commit.tokens), node_budget=budget)
 
 
 def cumulative(earlier: Commit, later: Commit) -> Commit:

@@ -149,6 +149,7 @@ def _open_to_pb(value: Open) -> drafter_pb2.Open:
         num_prompt=value.num_prompt,
         traceparent=value.traceparent,
         tenant=value.tenant,
+        node_budget=value.node_budget,
     )
 
 
@@ -173,6 +174,7 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         num_prompt=pb.num_prompt,
         traceparent=pb.traceparent,
         tenant=pb.tenant,
+        node_budget=pb.node_budget if pb.HasField("node_budget") else None,
     )
 
 

@@ -298,6 +298,7 @@ class Open(_message.Message):
     NUM_PROMPT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    NODE_BUDGET_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -327,6 +328,8 @@ class Open(_message.Message):
     """W3C trace context of the session; empty = none"""
     tenant: _builtins.int
     """who asks, as a number that says nothing else: tenants share rows alike"""
+    node_budget: _builtins.int
+    """nodes that the first round may verify; absent = all that may be alive"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -362,14 +365,20 @@ class Open(_message.Message):
         num_prompt: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         tenant: _builtins.int = ...,
+        node_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "bonus_key", b"bonus_key", "decoding", b"decoding", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "bonus_key", b"bonus_key", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
     _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015
+    _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
+    _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bonus_key) -> _WhichOneofReturnType__bonus_key | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_budget) -> _WhichOneofReturnType__node_budget | None: ...
 
 Global___Open: _TypeAlias = Open  # noqa: Y015
 

@@ -92,6 +92,7 @@ opens = st.builds(
     u32,
     text,
     u64,
+    st.none() | u32,
 )
 commits = st.builds(
     lambda slot, base, run, hash_, once, budget: Commit(

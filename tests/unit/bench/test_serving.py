@@ -94,7 +94,7 @@ async def test_counts_of_our_runs_are_those_of_the_service():
 
     run = await Ours("ours", Verifier()).run(Job(((7,), (8,)), 1.0, 6, 3))
     assert run.tokens == [[7, 2, 3, 4, 5, 6], [8, 2, 3, 4, 5, 6]]
-    assert (run.passes, run.speculated, run.drafted, run.accepted) == (6, 4, 16, 6)
+    assert (run.passes, run.speculated, run.drafted, run.accepted, run.first) == (6, 4, 16, 6, 6)
 
 
 def test_every_system_made_every_token_in_every_repetition(results):
@@ -116,6 +116,34 @@ def test_ratios_are_those_of_the_raw_runs(results):
                 ratios = [b["seconds"] / a["seconds"] for a, b in zip(system["runs"], other, strict=True)]
                 assert ratio["median"] == pytest.approx(statistics.median(ratios))
                 assert (ratio["low"], ratio["high"]) == pytest.approx((min(ratios), max(ratios)))
+
+
+def test_what_comes_after_the_first_tokens_is_timed_apart(results):
+    for setting in results[0]["settings"]:
+        for system in setting["systems"].values():
+            for run in system["runs"]:
+                assert 0 < run["first_s"] < run["seconds"]
+                assert setting["sessions"] <= run["first"] < run["num_tokens"]
+
+
+def test_later_tokens_are_compared_without_what_the_prompt_took():
+    from benchmarks.suites.paired import Paired, Run
+
+    slow = Run([[0] * 11], 20.0, first_s=10.0, first=1)
+    fast = Run([[0] * 11], 13.0, first_s=10.0, first=5)
+    assert Paired({"a": [fast], "b": [slow]}).later_ratio("a", "b")[0] == 2.0
+    assert Paired({"a": [fast], "b": [Run([[0] * 11], 20.0)]}).later_ratio("a", "b") is None
+
+
+def test_models_are_extended_by_their_configuration_alone(pair, tmp_path):
+    from benchmarks.suites.models import largest_difference, prepare
+
+    longer = prepare(pair / "target", pair / "draft", None, 0, tmp_path, positions=500)
+    assert json.loads((longer.target / "config.json").read_text())["max_position_embeddings"] == 500
+    assert largest_difference(pair / "target", longer.target, [[1, 2, 3]]) == 0
+    assert "**extended** to 500 positions" in longer.sentence()
+    again = prepare(pair / "target", pair / "draft", None, 0, tmp_path, positions=500)
+    assert again == longer
 
 
 def test_greedy_texts_agree_across_systems(results):

@@ -156,6 +156,16 @@ def test_no_budget_no_work() -> None:
     assert garden.model.forwards > before
 
 
+def test_the_first_tree_is_no_larger_than_its_verifier_said() -> None:
+    garden = grower()
+    garden.open(1, ahead(node_budget=2, ahead_cap=0))
+    grown(garden)
+    assert len(garden.trees[1].tree) == 2
+    garden.commit(1, Commit(1, 3, (4,), hash_of((*PREFIX, 4)), node_budget=4))
+    grown(garden)
+    assert len(garden.trees[1].tree) == 4
+
+
 @pytest.mark.parametrize("law", list(Law))
 def test_the_path_a_client_expects_is_in_the_tree(law: Law) -> None:
     garden, verifier = grower(), replica(node_cap=8)

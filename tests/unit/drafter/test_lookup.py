@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from drafter_service.lookup import Lookup
 from drafter_service.pairing import with_model, without_model
 from rootward.core.drafting.lookup import Prediction, Successors, parse_recipe
-from rootward.core.frames import Commit, Grow, Hello, NeedSync, Open, extend_hash
+from rootward.core.frames import PROTOCOL, Commit, Grow, Hello, NeedSync, Open, extend_hash
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Sampling
 from rootward.ports import ModelInfo
@@ -247,7 +247,7 @@ def test_a_drafter_without_a_model_loads_no_torch() -> None:
 # -- who may work together --------------------------------------------------------------------------------------------
 
 
-def hello(vocab: int = 50, tokenizer: str = "abc", protocol: int = 1) -> Hello:
+def hello(vocab: int = 50, tokenizer: str = "abc", protocol: int = PROTOCOL) -> Hello:
     return Hello("verifier", 1, tokenizer, vocab, 4096, protocol)
 
 

@@ -63,6 +63,17 @@ async def test_commits_of_a_slot_merge_into_one() -> None:
     assert frame.commits[0].hash_after == one.draft.tree.hash
 
 
+async def test_a_tree_begins_with_the_nodes_that_rounds_of_its_kind_have() -> None:
+    one, busy = session(), up(link())
+    opened(busy, one)
+    assert next(iter(busy.outbox._opens.values())).node_budget is None  # nothing is known yet
+    one.gain.usual_nodes = 4
+    draft = opened(busy, one)
+    assert busy.outbox._opens[draft.slot].node_budget == 4
+    busy.commit(draft, (3,), node_budget=6)
+    assert busy.outbox._opens[draft.slot].node_budget == 6
+
+
 async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() -> None:
     one, busy = session(), up(link())
     opened(busy, one)

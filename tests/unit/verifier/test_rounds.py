@@ -6,6 +6,7 @@ import pytest
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from verifier_service.cost import StepCost
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
@@ -45,3 +46,20 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     assert rounds.ended(session, Outcome((3,), 0), 1, 1)
     assert pool.judged == [True]
     assert (session.gain.worth.tokens(4) < before) is heard  # a wait in vain is a cost of trees
+
+
+def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
+    cost = StepCost()
+    for rows in (1, 2, 4, 8, 16):
+        cost.add(rows, 1.0)
+    wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
+    session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
+    rounds.count(64)
+    session.gain = rounds.gain(session)
+    rounds.begin(session)
+    usual = session.gain.usual_nodes
+    assert usual == session.cap > 3
+    session.tokens += [3] * 37
+    rounds.begin(session)
+    assert 0 < (session.cap or 0) < usual == session.gain.usual_nodes

@@ -71,6 +71,23 @@ def test_being_away_saves_nothing_up() -> None:
     assert 4 <= names.count("back") <= 6
 
 
+def test_clocks_of_tenants_that_came_and_went_are_not_kept() -> None:
+    """Somebody always waits, so the line never begins anew; who is ahead of the others stays so."""
+    waiting = line(One("always"), One("ahead", work=10_000))
+    assert [waiting.pop().tenant, waiting.pop().tenant] == ["always", "ahead"]
+    waiting.push(One("always"))
+    for i in range(2000):
+        waiting.push(One(f"guest {i}"))
+        waiting.push(One("always"))
+        waiting.pop()
+        waiting.pop()
+    (tenants,) = waiting._fresh.values()
+    assert len(tenants._clock) < 200
+    waiting.push(One("ahead"))
+    waiting.push(One("new"))
+    assert [one.tenant for one in drained(waiting)][-1] == "ahead"
+
+
 def test_the_preempted_come_first_but_not_before_a_better_priority() -> None:
     fresh, urgent, old, older = One(), One(priority=-1), One(number=-1), One(number=-2)
     waiting = line(fresh, urgent)
