@@ -29,6 +29,6 @@ def test_long_prefixes_are_hashed_in_chunks(num: int) -> None:
 
 def test_what_differs_in_one_token_one_place_or_the_order_has_another_hash() -> None:
     text = tuple(i % 7 for i in range(300))
-    others = {(*text[:i], 9, *text[i + 1:]) for i in range(300)} | {text[:i] for i in range(300)}
-    others |= {(*text[:i], text[i + 1], text[i], *text[i + 2:]) for i in range(298)}
+    others = {(*text[:i], 9, *text[i + 1 :]) for i in range(300)} | {text[:i] for i in range(300)}
+    others |= {(*text[:i], text[i + 1], text[i], *text[i + 2 :]) for i in range(298)}
     assert len({prefix_hash(other) for other in (text, *others)}) == len({text, *others})
