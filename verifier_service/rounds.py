@@ -81,7 +81,7 @@ class Rounds:
         draft = session.draft
         session.launched_s = time.monotonic()
         session.missed = draft is not None and not draft.at_rest and bool(session.cap) and not num_nodes
-        session.waited = session.missed and draft is not None and draft.heard
+        session.waited = session.missed and draft is not None and (draft.heard or session.required)
 
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
@@ -93,15 +93,14 @@ class Rounds:
 
     def ended(self, session: Session, outcome: Outcome, rows: int, load: int) -> bool:
         """A verdict: learn from it. rows: of the whole step. Returns whether a tree was waited for in vain."""
-        missed = session.missed
-        if missed or outcome.num_nodes:
-            self.pool.judge(session, missed=missed, tokens=len(outcome.tokens))
+        if session.missed or outcome.num_nodes:
+            self.pool.judge(session, missed=session.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
         cap = session.cap or 0 if outcome.num_nodes or session.waited else 0
         if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
-            session.gain.worth.add(cap, outcome.path)
-            return missed
+            session.gain.worth.add(cap if outcome.num_nodes else 0, outcome.path)
+            return session.waited
         seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s
         spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, cap, outcome.path, session.clean)
         session.gain.add(session.number, spent)
-        return missed
+        return session.waited

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.cost import StepCost
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
@@ -43,8 +43,8 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     rounds.launched(session, 0)
     draft.heard, draft.at_rest = True, came_to_rest
     before = session.gain.worth.tokens(4)
-    assert rounds.ended(session, Outcome((3,), 0), 1, 1)
-    assert pool.judged == [True]
+    assert rounds.ended(session, Outcome((3,), 0), 1, 1) is heard  # before the first growth nobody waits
+    assert pool.judged == [True]  # though a drafter that never says anything must be found out
     assert (session.gain.worth.tokens(4) < before) is heard  # a wait in vain is a cost of trees
 
 
@@ -63,3 +63,16 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
     session.tokens += [3] * 37
     rounds.begin(session)
     assert 0 < (session.cap or 0) < usual == session.gain.usual_nodes
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard: bool) -> None:
+    wish = Speculation(SpeculationMode.REQUIRED)
+    session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    rounds = Rounds(Policy(), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
+    session.cap, session.draft = 4, Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
+    before = session.gain.worth.tokens(4)
+    rounds.began(session)
+    rounds.launched(session, 0)
+    assert rounds.ended(session, Outcome((3,), 0), 1, 1)
+    assert session.gain.worth.tokens(4) == before  # which says nothing of the nodes of trees that come
