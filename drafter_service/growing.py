@@ -170,12 +170,13 @@ class Grower(Generic[K]):
         begun_s, source = time.monotonic(), None
         if message.prediction and max(message.prediction) < info.vocab_size:
             source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
+        history = None
+        if message.sampling.penalised:
+            history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, begun_s)
-        planted.source, planted.orders = source, orders
+        planted.source, planted.orders, planted.history = source, orders, history
         if message.node_budget is not None:
             planted.allow(message.node_budget)
-        if message.sampling.penalised:
-            planted.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         return planted
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:

@@ -21,7 +21,7 @@ from drafter_service.pairing import Agree, with_model
 from drafter_service.spans import Spans
 from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
-from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Reject, ToDrafter
+from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import Law
 from rootward.demand import DemandCollector
 from rootward.discovery.sources import DEFAULT_POOL
@@ -32,6 +32,7 @@ from rootward.rpc.info import DrafterInfo
 log = structlog.get_logger("drafter")
 
 Key = tuple[int, int]  # (stream, slot)
+Answer = tuple[Stream, Grow | NeedSync | Reject]
 
 MAX_FAILURES = 5  # levels in a row that failed
 RETRY_MS = 1000  # what a refused verifier is asked to wait, at least
@@ -76,7 +77,7 @@ class DrafterService:
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
-        self._num_streams = 0
+        self._num_streams = self._num_failures = 0
         self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._loop_task: asyncio.Task[None] | None = None
@@ -195,7 +196,7 @@ class DrafterService:
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
     async def _grow_forever(self) -> None:
-        loop, failures = asyncio.get_running_loop(), 0
+        loop = asyncio.get_running_loop()
         while True:
             if not self._mailbox and self.grower.idle:
                 self._wake.clear()
@@ -203,25 +204,14 @@ class DrafterService:
             mail, self._mailbox = self._mailbox, []
             for stream, _, _ in mail:
                 stream.heard()
-            try:
-                with self.heart.beat():
-                    frames = await loop.run_in_executor(self._thread, self._turn, mail)
-                failures = 0
-            except Exception:
-                # A bug must cost the trees, not the drafter: verifiers decode plainly and open new ones.
-                log.exception("level_failed")
-                failures += 1
-                if failures >= MAX_FAILURES:
-                    raise  # a model that never recovers: the process ends, and whoever supervises it starts another
-                frames = await loop.run_in_executor(self._thread, self._uproot)
+            with self.heart.beat():
+                frames = await loop.run_in_executor(self._thread, self._turn, mail)
             for stream, message in frames:
                 stream.put(message)
 
-    def _turn(
-        self, mail: list[tuple[Stream, ToDrafter | None, float]]
-    ) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+    def _turn(self, mail: list[tuple[Stream, ToDrafter | None, float]]) -> list[Answer]:
         """Apply the mail, then grow one level (worker thread)."""
-        out: list[tuple[Stream, Grow | NeedSync | Reject]] = []
+        out: list[Answer] = []
         now_s = time.monotonic()
         for stream, frame, came_s in mail:
             if frame is None:
@@ -232,7 +222,22 @@ class DrafterService:
             keys = [(stream.number, slot) for slot in slots]
             self._waited |= {key: now_s - came_s for key in keys if key in self.grower.trees}
             self._queue_s += QUEUE_MEMORY * (now_s - came_s - self._queue_s)
-        for key, grow in self.grower.level():
+        return out + self._grown()
+
+    def _grown(self) -> list[Answer]:
+        """One level. A bug in it must cost the trees, not the drafter: verifiers decode plainly and open new ones."""
+        try:
+            frames = self.grower.level()
+        except Exception:
+            log.exception("level_failed")
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES:
+                raise  # a model that never recovers: the process ends, and whoever supervises it starts another
+            return self._uproot()
+        if frames:  # a level of no trees proves nothing
+            self._num_failures = 0
+        out: list[Answer] = []
+        for key, grow in frames:
             if (owner := self._streams.get(key[0])) is not None:
                 told = replace(grow, queue_us=int(1e6 * self._waited.pop(key, 0.0)))
                 self._spans.grew(key, told)
@@ -240,53 +245,63 @@ class DrafterService:
         return out
 
     def _gone(self, stream: Stream) -> None:
-        self._spans.left(stream.number)
         for key in [k for k in self.grower.trees if k[0] == stream.number]:
+            self._close(key)
+        self._spans.left(stream.number)
+
+    def _close(self, key: Key) -> None:
+        try:
             self.grower.close(key)
-        self._waited = {key: waited_s for key, waited_s in self._waited.items() if key[0] != stream.number}
+        except Exception:
+            log.exception("close_failed")
+        self._spans.closed(key)
+        self._waited.pop(key, None)
 
-    def _apply(self, stream: Stream, frame: ToDrafter) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+    def _apply(self, stream: Stream, frame: ToDrafter) -> list[Answer]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
-        out: list[Grow | NeedSync | Reject] = []
-        given_up: list[tuple[Stream, Grow | NeedSync | Reject]] = []
+        out: list[Answer] = []
         for close in frame.closes:
-            self.grower.close((stream.number, close.slot))
-            self._spans.closed((stream.number, close.slot))
-            self._waited.pop((stream.number, close.slot), None)
-        for commit in frame.commits:
-            out += self.grower.commit((stream.number, commit.slot), commit)
-        for message in frame.opens:
-            if not self.draining and len(self.grower.trees) >= self.capacity:
-                given_up += self._make_room(stream.number)
-            if self.draining or len(self.grower.trees) >= self.capacity:
-                out.append(Reject(message.slot, "draining" if self.draining else "capacity", retry_after_ms=RETRY_MS))
-            elif (refused := self.grower.open((stream.number, message.slot), message)) is not None:
-                out.append(refused)
-            else:
-                self._spans.opened((stream.number, message.slot), message)
-        return given_up + [(stream, message) for message in out]
+            self._close((stream.number, close.slot))
+        messages: tuple[Commit | Open, ...] = (*frame.commits, *frame.opens)
+        for message in messages:
+            try:
+                out += self._open(stream, message) if isinstance(message, Open) else self._commit(stream, message)
+            except Exception:
+                log.exception("message_failed", kind=type(message).__name__)
+                self._close((stream.number, message.slot))
+                out.append((stream, Reject(message.slot, "internal error", retry_after_ms=RETRY_MS)))
+        return out
 
-    def _make_room(self, asking: int) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+    def _commit(self, stream: Stream, message: Commit) -> list[Answer]:
+        return [(stream, answer) for answer in self.grower.commit((stream.number, message.slot), message)]
+
+    def _open(self, stream: Stream, message: Open) -> list[Answer]:
+        if message.num_atoms > self.max_atoms:  # one tree's row would be everybody's time
+            fault = f"num_atoms: {message.num_atoms} is above {self.max_atoms}; ask for no more than the HelloAck says"
+            return [(stream, Reject(message.slot, fault))]
+        out: list[Answer] = []
+        if not self.draining and len(self.grower.trees) >= self.capacity:
+            out = self._make_room(stream.number)
+        if self.draining or len(self.grower.trees) >= self.capacity:
+            reason = "draining" if self.draining else "capacity"
+            return [*out, (stream, Reject(message.slot, reason, retry_after_ms=RETRY_MS))]
+        if (refused := self.grower.open((stream.number, message.slot), message)) is not None:
+            return [*out, (stream, refused)]
+        self._spans.opened((stream.number, message.slot), message)
+        return out
+
+    def _make_room(self, asking: int) -> list[Answer]:
         """Who holds most gives up its newest tree for a verifier that holds fewer. It drafts elsewhere, or decodes plainly."""
         loser = gives_up(Counter(number for number, _ in self.grower.trees), asking)
         if loser is None:
             return []
-        slot = max(slot for number, slot in self.grower.trees if number == loser)
-        self.grower.close((loser, slot))
-        self._spans.closed((loser, slot))
-        self._waited.pop((loser, slot), None)
-        owner = self._streams.get(loser)
-        return [] if owner is None else [(owner, Reject(slot, "fair share", retry_after_ms=RETRY_MS))]
+        return self._given_up((loser, max(slot for number, slot in self.grower.trees if number == loser)), "fair share")
 
-    def _uproot(self) -> list[tuple[Stream, Grow | NeedSync | Reject]]:
+    def _uproot(self) -> list[Answer]:
         """Give up every tree after a failure of the model."""
-        out: list[tuple[Stream, Grow | NeedSync | Reject]] = []
-        for key in list(self.grower.trees):
-            try:
-                self.grower.close(key)
-            except Exception:
-                log.exception("close_failed")
-            self._spans.closed(key)
-            if (stream := self._streams.get(key[0])) is not None:
-                out.append((stream, Reject(key[1], "internal error", retry_after_ms=RETRY_MS)))
-        return out
+        return [answer for key in list(self.grower.trees) for answer in self._given_up(key, "internal error")]
+
+    def _given_up(self, key: Key, reason: str) -> list[Answer]:
+        self._close(key)
+        owner = self._streams.get(key[0])
+        return [] if owner is None else [(owner, Reject(key[1], reason, retry_after_ms=RETRY_MS))]

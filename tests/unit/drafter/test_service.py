@@ -1,0 +1,147 @@
+"""What is wrong with one message costs its slot; what is wrong with a level costs the trees, and nobody waits for an answer in vain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
+
+import pytest
+from support.services import drafter_of, until
+from unit.drafter.test_growing import Counting, hash_of, opening
+
+import drafter_service.service as module
+from drafter_service.service import DrafterService
+from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
+
+HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))
+
+
+class Peer:
+    """A verifier's end of a stream: what it says, and what it was told of each slot."""
+
+    def __init__(self, drafter: DrafterService) -> None:
+        self._drafter, self._said = drafter, asyncio.Queue[ToDrafter]()
+        self.told: dict[int, list[str]] = {}
+        self.say(HELLO)
+
+    def say(self, frame: ToDrafter) -> None:
+        self._said.put_nowait(frame)
+
+    async def __aenter__(self) -> Peer:
+        self._task = asyncio.create_task(self._listen())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _inbound(self) -> AsyncIterator[ToDrafter]:
+        while True:
+            yield await self._said.get()
+
+    async def _listen(self) -> None:
+        async with aclosing(self._drafter.session(self._inbound())) as frames:
+            async for frame in frames:
+                self._note(frame)
+
+    def _note(self, frame: FromDrafter) -> None:
+        for grow in frame.grows:
+            self.told.setdefault(grow.slot, []).append("at rest" if grow.at_rest else "grow")
+        for need in frame.need_syncs:
+            self.told.setdefault(need.slot, []).append("need sync")
+        for reject in frame.rejects:
+            self.told.setdefault(reject.slot, []).append(reject.reason)
+
+    async def heard(self, slot: int, what: str) -> None:
+        await until(lambda: what in self.told.get(slot, ()))
+
+
+class Faulty:
+    """Stands in for a method: raises for one slot, or the first so many times."""
+
+    def __init__(self, real, slot: int = 0, times: int = 0) -> None:
+        self.real, self.slot, self.left, self.calls = real, slot, times, Counter[int]()
+
+    def __call__(self, *args):
+        message = args[-1] if args else None
+        if message is not None and message.slot == self.slot:
+            raise RuntimeError("a bug")
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("a bug")
+        return self.real(*args)
+
+
+def advance(slot: int, token: int = 1) -> Commit:
+    return Commit(slot, 3, (token,), hash_of((1, 2, 3, token)))
+
+
+@pytest.fixture
+async def drafter():
+    async with drafter_of(Counting(5, seed=3, max_slots=8), capacity=8) as running:
+        yield running
+
+
+@pytest.mark.parametrize("call", ["open", "commit"])
+async def test_a_message_that_breaks_something_costs_its_slot_and_nothing_else(drafter, monkeypatch, call) -> None:
+    async with Peer(drafter) as one, Peer(drafter) as other:
+        other.say(ToDrafter(opens=(opening(9),)))
+        one.say(ToDrafter(opens=(opening(1),)))
+        await other.heard(9, "at rest")
+        await one.heard(1, "at rest")
+        monkeypatch.setattr(drafter.grower, call, Faulty(getattr(drafter.grower, call), slot=2))
+        one.say(ToDrafter(opens=(opening(2), opening(3)), commits=(advance(1),)))
+        if call == "commit":
+            await one.heard(2, "at rest")
+            one.told.clear()
+            one.say(ToDrafter(commits=(advance(2), advance(3))))
+        await one.heard(2, "internal error")
+        await one.heard(3, "at rest")
+        other.say(ToDrafter(commits=(advance(9),)))
+        await until(lambda: other.told[9].count("at rest") == 2)
+        assert {slot for _, slot in drafter.grower.trees} == {1, 3, 9}
+        assert other.told.keys() == {9}
+
+
+async def test_a_level_that_fails_costs_the_trees_and_all_mail_of_its_turn_is_answered(drafter, monkeypatch) -> None:
+    async with Peer(drafter) as peer:
+        peer.say(ToDrafter(opens=(opening(1),)))
+        await peer.heard(1, "at rest")
+        monkeypatch.setattr(drafter.grower, "level", Faulty(drafter.grower.level, times=1))
+        peer.say(ToDrafter(opens=(opening(2),), commits=(advance(1), advance(7))))
+        await peer.heard(1, "internal error")
+        await peer.heard(2, "internal error")
+        await peer.heard(7, "need sync")
+        assert not drafter.grower.trees
+        peer.say(ToDrafter(opens=(opening(3),)))
+        await peer.heard(3, "at rest")
+        drafter.model.check_idle()
+
+
+async def test_a_model_that_never_recovers_ends_the_drafter(drafter, monkeypatch) -> None:
+    """Mail between two failures, with nothing to grow, is no recovery."""
+    async with Peer(drafter) as peer:
+        level = drafter.grower.level
+        monkeypatch.setattr(drafter.grower, "level", lambda: level() if not drafter.grower.trees else 1 / 0)
+        for slot in range(1, module.MAX_FAILURES):
+            peer.say(ToDrafter(opens=(opening(slot),)))
+            await peer.heard(slot, "internal error")
+            peer.say(ToDrafter(commits=(advance(100 + slot),)))
+            await peer.heard(100 + slot, "need sync")
+        assert drafter.alive
+        peer.say(ToDrafter(opens=(opening(99),)))
+        await until(lambda: drafter.ended.done())
+        assert isinstance(drafter.ended.exception(), ZeroDivisionError)
+
+
+async def test_more_atoms_than_the_drafter_offers_are_refused(drafter) -> None:
+    async with AsyncExitStack() as stack:
+        peer = await stack.enter_async_context(Peer(drafter))
+        peer.say(ToDrafter(opens=(replace(opening(1), num_atoms=1 << 31), opening(2))))
+        await peer.heard(2, "at rest")
+        (reason,) = peer.told[1]
+        assert "num_atoms" in reason
+        assert str(drafter.max_atoms) in reason
