@@ -51,10 +51,10 @@ class Bets:
     hits: tuple[float, ...] = (0.6, 0.15, 0.08, 0.05)
 
     def __post_init__(self) -> None:
-        if self.nodes < 0 or min(self.share, self.draws_per_level) < 1:
+        if self.nodes < 0 or self.share < 2 or self.draws_per_level < 1:
             raise ValueError(
                 f"nodes, share, draws_per_level: {self.nodes}, {self.share}, {self.draws_per_level}; "
-                "give at least 0, 1 and 1"
+                "give at least 0, 2 (a guess with nothing below it gains nothing) and 1"
             )
 
     @property
@@ -192,12 +192,11 @@ class Ahead:
     def _head(self, node: int, token: int) -> int:
         guess = self.tree.draw(node, token, sampled=False, guess=True)
         own, bets = self.own, self.bets
-        if bets.share > 1:
-            cap = min(bets.share - 1, own.policy.node_cap)  # as the root's it must keep within the tree's own
-            policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level)
-            self._guesses.append(
-                Growth(self.tree, policy, max_positions=own.max_positions, calibration=own.calibration, head=guess)
-            )
+        cap = min(bets.share - 1, own.policy.node_cap)  # as the root's it must keep within the tree's own
+        policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level)
+        self._guesses.append(
+            Growth(self.tree, policy, max_positions=own.max_positions, calibration=own.calibration, head=guess)
+        )
         return guess
 
     def _below_guesses(self, max_rows: int) -> list[int]:

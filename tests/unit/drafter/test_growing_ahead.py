@@ -193,3 +193,9 @@ def test_under_matching_growing_ahead_is_growing_on() -> None:
     grown(garden)
     assert len(garden.trees[1].tree) == 28
     assert garden.trees[1].tree.num_ahead == 0
+
+
+def test_a_guess_with_nothing_below_it_is_refused() -> None:
+    """Were it right, the root that it became would have no growth."""
+    with pytest.raises(ValueError, match="share"):
+        Bets(nodes=4, share=1)
