@@ -178,6 +178,7 @@ class DrafterPool:
         self._drop()
         self._num_ticks += 1
         self._next_tick_s = now_s + jittered(TICK_S, self._hello().incarnation, self._num_ticks)
+        self._give_up(sessions)
         waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
         for move in moves([link.view() for link in self.links], most=MOVES, most_urgent=URGENT_MOVES):
             young_s = 0.0 if move.urgent else SETTLED_S
@@ -197,6 +198,13 @@ class DrafterPool:
                 session.next_draft = self._open(move.target, session)
                 self.num_moves += 1
                 log.debug("session_moves", source=move.source, target=move.target)
+
+    def _give_up(self, sessions: Iterable[Session]) -> None:
+        """Moves that lead nowhere: the new drafter says nothing. No round waits for its tree, so none would find out."""
+        for session in sessions:
+            coming = session.next_draft
+            if coming is not None and (link := _link(coming)) is not None and link.overdue(coming.asked_s):
+                link.judge(coming, missed=True)
 
     def _open(self, name: str, session: Session) -> Draft:
         link = next(link for link in self.links if link.name == name)
@@ -247,7 +255,7 @@ class DrafterPool:
     def judge(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
         """A round ended for which a tree was wanted; with a tree it gave so many tokens."""
         if session.draft is not None and (link := _link(session.draft)) is not None:
-            link.judge(missed=missed, tokens=tokens)
+            link.judge(session.draft, missed=missed, tokens=tokens)
 
     def flush(self) -> None:
         for link in self.links:

@@ -36,6 +36,7 @@ STEADY_S = (
 )
 REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
 SILENT_S = 1.0  # a drafter that owes an answer and says nothing for so long is not merely slow
+READ_S = 2e-3  # or for so long for every token that it may have to read first
 FRESH_S = 1.0  # how long what a drafter said of its load is news
 LONGEST_FULL_S = 30.0  # between two Opens that a full drafter refuses
 MEMORY = 0.2  # weight of the newest latency and gain
@@ -95,6 +96,13 @@ class Link:
             return 0
         return self.breaker.admits(max(0, self.ack.capacity - self.used), len(self.drafts), now_s)
 
+    def overdue(self, asked_s: float | None) -> bool:
+        """What it has owed since then it should have given by now, even if it had to read all texts that it was given."""
+        if asked_s is None:
+            return False
+        unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.heard)
+        return time.monotonic() - asked_s > SILENT_S + READ_S * unread
+
     def view(self) -> DrafterView:
         return DrafterView(
             self.name,
@@ -129,6 +137,7 @@ class Link:
         )
         shared = message.bonus_key is not None
         draft = self.drafts[slot] = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic())
+        draft.asked_s = draft.opened_s
         self.outbox.open(message)
         return draft
 
@@ -168,12 +177,15 @@ class Link:
         walked = draft.tree.commit(tokens)
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
+        draft.asked_s = draft.asked_s or draft.committed_s
         self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
 
     def close(self, draft: Draft, reason: str) -> None:
         """Nobody wants this tree any more."""
         if self.drafts.pop(draft.slot, None) is not None:
             self.outbox.close(draft.slot, reason)
+            if not self.drafts:  # it owes nothing any more, and may not even answer
+                self.asked_s = None
         draft.link = None
 
     def orphan(self, slot: int, reason: str) -> Draft | None:
@@ -185,17 +197,16 @@ class Link:
             draft.at_rest = True
         return draft
 
-    def judge(self, *, missed: bool, tokens: int = 0) -> None:
-        """A session waited for this drafter, in vain or not; with its tree the round gave so many tokens."""
+    def judge(self, draft: Draft, *, missed: bool, tokens: int = 0) -> None:
+        """A round was launched without this tree, or with it and gave so many tokens."""
         if not missed:
             self.breaker.served()
             if tokens:
                 self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
-            return
-        now_s = time.monotonic()
-        silent = self.asked_s is not None and now_s - self.asked_s > SILENT_S
-        if self.breaker.missed(now_s, silent=silent):
+        elif self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
             self._leave_alone("late")
+        elif self.overdue(draft.asked_s):  # whatever it does for others
+            self.orphan(draft.slot, "forgotten")
 
     def _leave_alone(self, reason: str) -> None:
         log.warning("drafter_left_alone", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
@@ -292,7 +303,7 @@ class Link:
             self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
         if not draft.heard:  # what it was asked for last it has taken
             self._num_refusals = 0
-        draft.heard = True
+        draft.heard, draft.asked_s = True, None
         draft.at_rest = grow.at_rest and current
 
     def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:

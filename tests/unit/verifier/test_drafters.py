@@ -12,8 +12,9 @@ import numpy as np
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
+from verifier_service.breaker import MAX_MISSES
 from verifier_service.drafters import DrafterPool
-from verifier_service.link import Link, Shape
+from verifier_service.link import SILENT_S, Link, Shape
 from verifier_service.sessions import Draft, Session
 
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
@@ -149,20 +150,54 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
     busy, one = up(link()), session()
     opened(busy, one)
     for _ in range(20):
-        busy.judge(missed=True)
+        busy.judge(one.draft, missed=True)
     assert busy.room > 0  # slower than patience, but alive
-    busy.judge(missed=False)
+    busy.judge(one.draft, missed=False)
     busy.asked_s = time.monotonic() - 60
     for _ in range(4):
-        busy.judge(missed=True)
-    busy.judge(missed=False)
+        busy.judge(one.draft, missed=True)
+    busy.judge(one.draft, missed=False)
     for _ in range(5):
         assert busy.room > 0
-        busy.judge(missed=True)
+        busy.judge(one.draft, missed=True)
     assert busy.room == 0
     assert one.draft.link is None
     busy.breaker.until_s = 0.0
     assert busy.room == 1  # one session, to see
+
+
+def long_ago(asked_s: float) -> float:
+    return asked_s - 60
+
+
+def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get() -> None:
+    busy, one, other = up(link()), session(1, law=Law.TOP_K), session(2, law=Law.TOP_K)
+    opened(busy, one)
+    opened(busy, other)
+    grown(busy, one.draft)
+    busy.commit(one.draft, (2,))
+    for _ in range(20):
+        busy.judge(one.draft, missed=True)
+    assert one.draft.link is busy  # it may still come
+    one.draft.asked_s = long_ago(one.draft.asked_s)
+    grown(busy, other.draft)
+    busy.judge(other.draft, missed=False)
+    busy.judge(one.draft, missed=True)
+    assert one.draft.link is None
+    assert one.draft.at_rest  # what has arrived is verified once more
+    assert other.draft.link is busy
+    assert busy.room > 0
+
+
+def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:
+    busy, one = up(link()), session()
+    one.tokens = [1] * 10_000
+    opened(busy, one)
+    busy.flush()
+    assert not busy.overdue(busy.asked_s - SILENT_S)
+    assert busy.overdue(long_ago(busy.asked_s))
+    busy.close(one.draft, "ended")
+    assert not busy.overdue(busy.asked_s)  # nothing is owed
 
 
 def test_a_lost_link_leaves_its_sessions_to_others() -> None:
@@ -239,6 +274,31 @@ def test_a_move_whose_target_dies_is_forgotten_and_one_whose_source_dies_is_done
     assert one.draft.at_rest  # an orphan: what has arrived is verified once more
     pool.commit(one, (1,))
     assert (one.draft, one.next_draft) == (coming, None)
+
+
+def test_a_move_to_a_drafter_that_says_nothing_is_given_up() -> None:
+    """Its rounds have the old tree, so none of them waits in vain: without an end of its own the move would never end."""
+    pool, _, new, one = moving()
+    first = one.draft
+    for _ in range(MAX_MISSES):
+        assert one.next_draft.drafter == "new"
+        new.flush()
+        one.next_draft.asked_s = new.asked_s = long_ago(new.asked_s)
+        due(pool, one)
+        pool.commit(one, (1,))
+        assert (one.draft, one.next_draft) == (first, None)
+        due(pool, one)
+    assert one.next_draft is None  # it is left alone
+    third = up(link("third"))
+    pool.links.append(third)
+    pool._known.add("third")
+    due(pool, one)
+    assert one.next_draft.drafter == "third"
+
+
+def due(pool: DrafterPool, one: Session) -> None:
+    pool._next_tick_s = 0.0
+    pool.balance([one])
 
 
 def test_a_session_that_ends_while_it_moves_leaves_neither_tree() -> None:
