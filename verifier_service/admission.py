@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from rootward.core.requests import VerifierRequest
+from rootward.core.requests import Rule, VerifierRequest
 from rootward.errors import (
     ContextLengthExceeded,
     DuplicateRequest,
@@ -26,7 +26,7 @@ class Admission:
     def __init__(self, info: ModelInfo, policy: Policy) -> None:
         self._info, self._policy = info, policy
         self.live: dict[str, Session] = {}
-        self._epochs: OrderedDict[str, int] = OrderedDict()
+        self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and the seed of the newest attempt
 
     def check(self, request: VerifierRequest, *, num_queued: int, closed: str) -> None:
         """Raises what speaks against the request. closed: why nothing at all is let in, "" if it is not so."""
@@ -46,18 +46,23 @@ class Admission:
                 f"shorten the prompt or ask for at most {max(0, info.max_positions - len(request.prompt))}",
             )
 
-    def fence(self, request: VerifierRequest) -> None:
-        """An epoch lower than one seen is refused; a higher one ends the older attempt (protocol.md 3)."""
-        seen = self._epochs.get(request.request_id, 0)
+    def fence(self, request: VerifierRequest, rule: Rule) -> None:
+        """An epoch lower than one seen is refused; a higher one ends the older attempt (protocol.md 3). The same one again would toss
+        the same coins, of whose verdicts a drafter may have heard (algorithms.md 9); matching tosses none."""
+        seen, seed = self._epochs.get(request.request_id, (0, 0))
         live = self.live.get(request.request_id)
         if request.epoch < seen:
             raise StaleEpoch(f"epoch: {request.epoch} of request {request.request_id!r} is older than {seen}")
         if live is not None and request.epoch == seen:
             raise DuplicateRequest(f"request_id: {request.request_id!r} is running already; use a new id")
+        if rule is not Rule.MATCH and (request.epoch, request.seed) == (seen, seed):
+            raise StaleEpoch(
+                f"epoch: {seen} of request {request.request_id!r} was used with this seed; give a higher epoch or a new id"
+            )
         if live is not None:
             live.done = True
             live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} moved on to epoch {request.epoch}"))
-        self._epochs[request.request_id] = request.epoch
+        self._epochs[request.request_id] = request.epoch, request.seed
         self._epochs.move_to_end(request.request_id)
         if len(self._epochs) > MAX_EPOCHS_REMEMBERED:
             self._epochs.popitem(last=False)

@@ -217,12 +217,12 @@ class VerifierService:
 
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)
-        self.admission.fence(request)
         rule, law = choose_rule(request, self.policy.law)
         mode = request.speculation.mode
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible
         if mode is SpeculationMode.REQUIRED and not self.pool.up:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
+        self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
         session = Session(self._num_sessions, request, rule, law if wanted else None, eos)

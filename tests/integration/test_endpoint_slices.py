@@ -140,6 +140,23 @@ async def test_what_was_said_last_holds_while_the_server_is_away_or_refuses() ->
             await watched.last(FIRST, SECOND)
 
 
+async def test_an_event_of_a_thousand_pods_is_read() -> None:
+    many = recorded(READY)
+    many["endpoints"] *= 1000
+    for number, endpoint in enumerate(many["endpoints"]):
+        many["endpoints"][number] = endpoint | {"addresses": [f"10.245.{number // 250}.{number % 250}"]}
+    assert len(json.dumps(many)) > 1 << 17
+    async with api_server() as server:
+        await server.apply(recorded(READY))
+        async with watching(server) as watched:
+            await watched.last(FIRST)
+            await server.apply(many)
+            await until(lambda: len(watched.seen[-1]) == 1000)
+            await server.apply(recorded(READY, READY))
+            await watched.last(FIRST, SECOND)
+        assert server.num_lists == 1
+
+
 async def test_it_lists_again_now_and_then(monkeypatch) -> None:
     monkeypatch.setattr(module, "RESYNC_S", 0.0)
     async with api_server() as server:

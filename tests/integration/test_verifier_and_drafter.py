@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -143,6 +144,26 @@ async def test_epochs_fence_older_owners() -> None:
         with pytest.raises(StaleEpoch):
             async for _ in old:
                 pass
+        await assert_at_rest(system)
+
+
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN, Rule.MATCH])
+async def test_one_epoch_never_tosses_its_coins_twice(rule: Rule) -> None:
+    """What a drafter grows after a verdict may have heard of it: were the stream lost and the verdict not committed, the same coins
+    would meet a tree that follows them. Matching tosses none: asked again it says the same again."""
+    target, draft = tabular_pair()
+    async with in_process(target, draft) as system:
+        wanted = request("x", rule=rule, seed=5, epoch=2)
+        text, _ = await collect(system.verifier, wanted)
+        if rule is Rule.MATCH:
+            again, _ = await collect(system.verifier, wanted)
+            assert again == text
+        else:
+            for committed in ((), text[:3]):
+                with pytest.raises(StaleEpoch):
+                    await collect(system.verifier, replace(wanted, committed=tuple(committed)))
+        for fresh in (replace(wanted, epoch=3), replace(wanted, epoch=3, seed=6), replace(wanted, request_id="y")):
+            assert len((await collect(system.verifier, fresh))[0]) == len(text)
         await assert_at_rest(system)
 
 
