@@ -82,6 +82,7 @@ REASONS = (
     "gap",
     "stale_base",
     "late",
+    "forgotten",
     "quarantine",
 )  # a drafter's own words would be unbounded
 

@@ -158,6 +158,7 @@ class LivingTree:
             self.broken = reason
             return Received(stale=size, reason=reason)
         try:
+            self._check_size(frame)
             return self._apply(frame)
         except MalformedFrame:
             self.broken = "malformed"
@@ -218,6 +219,13 @@ class LivingTree:
             return "stale_base"
         return ""
 
+    def _check_size(self, frame: Grow) -> None:
+        """What was drawn under one base was alive there: more is time and memory that nobody has asked for."""
+        most = self.node_cap + self.ahead_cap
+        if max(len(frame.token), len(frame.rows) - 1) > most:
+            size = f"{len(frame.token)} nodes and {len(frame.rows)} rows"
+            raise MalformedFrame(f"frame: {size} of one base exceed the cap of {most} live nodes")
+
     def _apply(self, frame: Grow) -> Received:
         self._last_base = frame.base_len
         # Frames of this base or later name nodes deeper than the base only, so shorter spine entries are never asked for again.
@@ -246,11 +254,17 @@ class LivingTree:
                 kept += 1
             else:
                 if place is not None and not live and self._walked(place, token, guess):
-                    self._spine[node] = place + 1
+                    self._spell(node, place + 1)
                 stale += 1
         for parent, row in rows.items():
             self._set_row(parent, frame.base_len, *row)
         return Received(kept, stale)
+
+    def _spell(self, node: int, length: int) -> None:
+        """The node was walked over before it arrived."""
+        if length in self._spine.values():
+            raise MalformedFrame(f"token: node {node} repeats the token of a sibling that was walked over")
+        self._spine[node] = length
 
     def _walked(self, place: int, token: int, guess: bool) -> bool:
         """Whether the truth went from a prefix of this length over a node with this token."""

@@ -83,6 +83,27 @@ def test_what_arrived_before_a_gap_is_still_verified() -> None:
     assert replica.snapshot(8).tree.path(1) == (0,)
 
 
+def test_what_was_walked_over_is_named_once() -> None:
+    """Or nodes under an old base could go on for ever, and every one of them be remembered."""
+    replica = tree()
+    replica.commit([1])
+    replica.receive(grow(1, [0, 1], [1, 0], rows={0: ROW, 1: ROW}))
+    assert len(replica) == 1
+    with pytest.raises(MalformedFrame, match="walked over"):
+        replica.receive(grow(3, [0], [1]))
+
+
+@pytest.mark.parametrize("nodes", [9, 1 << 20])
+def test_a_frame_of_more_nodes_than_one_base_may_have_is_not_even_looked_at(nodes: int) -> None:
+    replica = tree()
+    replica.commit([1])
+    with pytest.raises(MalformedFrame, match="cap of 8"):
+        replica.receive(grow(1, [0] * nodes, [0] * nodes))
+    with pytest.raises(MalformedFrame, match="cap of 8"):
+        tree().receive(grow(1, [0], [0], rows={node: ROW for node in range(nodes + 1)}))
+    assert len(replica) == 0
+
+
 def test_duplicates_are_harmless() -> None:
     replica = tree()
     frame = grow(1, [0, 1], [0, 1], rows={0: ROW, 1: ROW})
