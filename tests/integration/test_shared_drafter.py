@@ -39,13 +39,15 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
     draft = Watched(6, seed=4, max_slots=2 * SESSIONS)
     forwards = draft.watch()
     drafter = drafter_of(draft)
-    level, per_level, most = drafter.grower.level, [], 0
+    level, per_level, most, left_out = drafter.grower.level, [], 0, set()
 
     def counted():
         nonlocal most
-        before = len(forwards)
+        before, trees = len(forwards), drafter.grower.trees.values()
+        wanting = {g.kv_slot for g in trees if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))}
         frames = level()
         per_level.append(len(forwards) - before)
+        left_out.update(wanting - set().union(*forwards[before:]))
         most = max(most, len(drafter.grower.trees))
         return frames
 
@@ -72,6 +74,7 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
     assert all(len(tokens) == 40 for tokens, _ in results)
     assert most == 2 * SESSIONS  # every session of both had its tree here at one time
     assert max(per_level) == 1
+    assert not left_out  # whoever wants a row is in it, whosever it is
     sessions_per_forward = [len(slots) for slots in forwards]
     assert max(sessions_per_forward) > SESSIONS  # of both verifiers in one
     assert sum(sessions_per_forward) > 3 * len(forwards)

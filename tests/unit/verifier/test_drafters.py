@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 
 import numpy as np
+import pytest
 
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
@@ -299,6 +300,52 @@ def test_a_move_to_a_drafter_that_says_nothing_is_given_up() -> None:
 def due(pool: DrafterPool, one: Session) -> None:
     pool._next_tick_s = 0.0
     pool.balance([one])
+
+
+class Virtual:
+    """A clock that a test moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def until(self, condition: Callable[[], object], step: Callable[[], object]) -> float:
+        """Seconds until it holds; something is done every 10 ms."""
+        begun_s = self.now_s
+        while not condition():
+            assert self.now_s < begun_s + 60
+            self.now_s += 0.01
+            step()
+        return self.now_s - begun_s
+
+
+def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_one_that_drains_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, old, new = Virtual(monkeypatch), up(link("old"), 16), up(link("new"), 16)
+    pool, running = pool_of(old), [session(number, law=Law.TOP_K) for number in range(12)]
+    pool.place(running)
+    clock.now_s += 10
+
+    def step() -> None:
+        for drafter in pool.links:
+            heard_load(drafter, len(drafter.drafts), 16, draining=drafter is old and leaving)
+        pool.balance(running)
+        for one in running:
+            for draft in (one.draft, one.next_draft):
+                grown(draft.link, draft, 1) if draft is not None else None
+            pool.commit(one, (1,))
+
+    def at(name: str) -> int:
+        return sum(one.draft.drafter == name for one in running)
+
+    leaving = False
+    pool.links.append(new)
+    assert clock.until(lambda: at("new"), step) < 1.0
+    assert clock.until(lambda: at("new") == 5, step) < 1.0  # as even as hysteresis lets them be
+    leaving = True
+    assert clock.until(lambda: at("new") == 12, step) < 1.0
+    assert not old.drafts
 
 
 def test_a_session_that_ends_while_it_moves_leaves_neither_tree() -> None:
