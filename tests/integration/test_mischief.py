@@ -8,8 +8,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import resource
 import tracemalloc
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
@@ -17,12 +22,17 @@ from support.services import collect, drafter_of, request, tabular_pair, until, 
 
 import verifier_service.breaker
 import verifier_service.link
+from drafter_service.growing import MAX_NODES
+from drafter_service.service import DrafterService
 from drafter_service.servicer import DrafterServicer
+from drafter_service.streams import MOST_UNHEARD, MOST_UNSENT
 from rootward.core.requests import Law, Rule, SpeculationMode
 from rootward.engine.tabular import TabularModel
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.server import RpcServer
+from verifier_service.link import Link
+from verifier_service.service import VerifierService
 
 WISHES = (
     {"temperature": 0.0},
@@ -30,7 +40,10 @@ WISHES = (
     {"temperature": 1.0},  # sampled: its text has no oracle here, its rows are the richest frames
 )
 GROWTH_BYTES = 3 << 20  # of a verifier's or drafter's memory while it is sent nonsense
+GROWTH_RATIO = 1.1  # the same, of the whole process as the system sees it
 SESSIONS = 6
+TOKENS = 40  # of each
+NODES = 8  # of a tree
 
 
 @pytest.fixture(autouse=True)
@@ -47,25 +60,78 @@ class Memory:
 
     def __init__(self) -> None:
         tracemalloc.start(6)
-        self._start = self._now()
+        self._start, self._resident = self._now(), resident_bytes()
 
     @staticmethod
     def _now() -> int:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    def growth(self) -> int:
-        return self._now() - self._start
-
     def stop(self) -> None:
+        """It has not grown."""
+        growth = self._now() - self._start
         tracemalloc.stop()
+        assert growth < GROWTH_BYTES
+        assert resident_bytes() < GROWTH_RATIO * self._resident
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+class Most:
+    """The largest that each size was, looked at after every frame."""
+
+    def __init__(self) -> None:
+        self.seen: Counter[str] = Counter()
+
+    def note(self, **sizes: int) -> None:
+        self.seen |= Counter(sizes)
+
+    def watch_verifier(self, verifier: VerifierService) -> None:
+        for link in verifier.pool.links:
+            link._receive = self._after(link._receive, lambda link=link: self._of_link(link))  # type: ignore[method-assign]
+
+    def _of_link(self, link: Link) -> None:
+        trees = [draft.tree for draft in link.drafts.values()]
+        self.note(
+            drafts=len(trees),
+            outbox=len(link.outbox),
+            nodes=max((len(tree.nodes) for tree in trees), default=0),
+            remembered=max((len(tree._spine) for tree in trees), default=0),
+        )
+
+    def watch_drafter(self, drafter: DrafterService) -> None:
+        drafter._turn = self._after(drafter._turn, lambda: self._of_drafter(drafter))  # type: ignore[method-assign]
+
+    def _of_drafter(self, drafter: DrafterService) -> None:
+        streams = list(drafter._streams.values())
+        self.note(
+            trees=len(drafter.grower.trees),
+            waited=len(drafter._waited),
+            mailbox=len(drafter._mailbox),
+            unsent=max((len(s.grows) + len(s.need_syncs) + len(s.rejects) for s in streams), default=0),
+            nodes=max((len(g.tree.nodes) for g in drafter.grower.trees.values()), default=0),
+        )
+
+    @staticmethod
+    def _after(act: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
+        def acted(*args: Any) -> Any:
+            result = act(*args)
+            note()
+            return result
+
+        return acted
 
 
 async def texts_without_drafters() -> list[list[int]]:
     target, _ = tabular_pair()
     async with verifier_of(target, {}) as alone:
         mode = SpeculationMode.DISABLED
-        return [(await collect(alone, request(f"o{i}", **wish, mode=mode)))[0] for i, wish in enumerate(WISHES[:2])]
+        return [
+            (await collect(alone, request(f"o{i}", **wish, mode=mode, max_tokens=TOKENS)))[0]
+            for i, wish in enumerate(WISHES[:2])
+        ]
 
 
 async def served(verifier, wanted: list[list[int]], names: itertools.count, *, over) -> int:
@@ -77,7 +143,8 @@ async def served(verifier, wanted: list[list[int]], names: itertools.count, *, o
             number = next(names)
             kind = number % len(WISHES)
             await until(lambda: verifier.pool.up)  # a stream that was broken is dialled again
-            text, last = await collect(verifier, request(f"r{number}", **WISHES[kind], mode=SpeculationMode.REQUIRED))
+            wish = request(f"r{number}", **WISHES[kind], mode=SpeculationMode.REQUIRED, max_tokens=TOKENS)
+            text, last = await collect(verifier, wish)
             assert kind >= len(wanted) or text == wanted[kind]
             rounds += last.finish.stats.num_spec_steps
         return rounds
@@ -108,14 +175,17 @@ async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
         await until(lambda: len(verifier.pool.up) == 2)
         names = itertools.count()
         await served(verifier, wanted, names, over=lambda: mischief.num_sent > num_frames // 3)
-        memory = Memory()
+        memory, most = Memory(), Most()
+        most.watch_verifier(verifier)
         rounds = await served(verifier, wanted, names, over=lambda: mischief.over)
-        growth = memory.growth()
         memory.stop()
         assert mischief.num_sent >= num_frames
         assert rounds > 0
         assert orphans == []  # the neighbour's sessions noticed nothing
-        assert growth < GROWTH_BYTES
+        assert 0 < most.seen["drafts"] <= SESSIONS
+        assert most.seen["outbox"] <= 3 * SESSIONS
+        assert most.seen["nodes"] <= NODES
+        assert most.seen["remembered"] <= TOKENS
         assert all(len(link.outbox) == len(link.drafts) == 0 for link in verifier.pool.links)
         await until(lambda: verifier.model.num_free_slots == verifier.max_sessions)
         verifier.model.check_idle()
@@ -140,14 +210,17 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         await until(lambda: honest.pool.up and mad.pool.up)
         nonsense = asyncio.create_task(served(mad, wanted, itertools.count(), over=lambda: mischief.over))
         await until(lambda: mischief.num_sent > num_frames // 3, 600)
-        memory = Memory()
+        memory, most = Memory(), Most()
+        most.watch_drafter(drafter)
         rounds = await served(honest, wanted, itertools.count(), over=lambda: mischief.over)
         await nonsense
-        growth = memory.growth()
         memory.stop()
         assert rounds > 0
-        assert growth < GROWTH_BYTES
-        assert len(drafter.grower.trees) <= drafter.capacity
+        assert 0 < most.seen["trees"] <= drafter.capacity
+        assert most.seen["waited"] <= drafter.capacity
+        assert most.seen["mailbox"] <= 2 * (MOST_UNHEARD + 1)
+        assert most.seen["unsent"] <= MOST_UNSENT * (drafter.capacity + 1) + MOST_UNHEARD
+        assert most.seen["nodes"] <= MAX_NODES
         await mad.pool.__aexit__()
         await until(lambda: not drafter.grower.trees)
         drafter.model.check_idle()
@@ -162,11 +235,13 @@ async def test_a_verifier_out_of_its_mind_harms_its_own_trees_only() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [11, 12])
 async def test_a_drafter_out_of_its_mind_for_long(seed: int) -> None:
     await a_drafter_out_of_its_mind(100_000, seed)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 async def test_a_verifier_out_of_its_mind_for_long() -> None:
     await a_verifier_out_of_its_mind(20_000, seed=13)

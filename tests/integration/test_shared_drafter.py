@@ -44,7 +44,9 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
     def counted():
         nonlocal most
         before, trees = len(forwards), drafter.grower.trees.values()
-        wanting = {g.kv_slot for g in trees if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))}
+        wanting = {
+            g.kv_slot for g in trees if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))
+        }
         frames = level()
         per_level.append(len(forwards) - before)
         left_out.update(wanting - set().union(*forwards[before:]))
