@@ -55,7 +55,7 @@ class Breaker:
     def missed(self, now_s: float, *, silent: bool) -> bool:
         """A round waited in vain. True: it opens now. Who is merely slower than patience is not broken: it must be silent as well."""
         self.misses += 1
-        if self.misses < MAX_MISSES or not silent:
+        if self.misses < (1 if self.opened else MAX_MISSES) or not silent:
             return False
         self._open(now_s)
         return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -164,3 +165,21 @@ async def test_the_last_drafter_dies_and_a_drained_one_is_left_without_a_stall()
         assert not any(stats.num_spec_steps for stats in run.stats[-STREAMS:])  # plain decoding
         await run.add_drafter()
         await recovered(run)
+
+
+@pytest.mark.services
+async def test_a_drafter_that_hangs_costs_each_session_a_wait_and_then_nobody() -> None:
+    """It holds its connections and says nothing: no error tells, only silence."""
+    async with under_load("ngram:", 2) as run:
+        hung = run.alive.pop()
+        assert hung.process is not None
+        hung.process.send_signal(signal.SIGSTOP)
+        seen = len(run.required)
+        await until(lambda: len(run.required) > seen + 2 * STREAMS, RECOVERY_S)
+        # All that were there wait once; then one at a time tries it again, after longer and longer rests.
+        waits = [stats.num_drafter_misses for stats in run.required]
+        assert max(waits) <= 2
+        assert sum(waits) <= STREAMS
+        assert run.longest_s < 2 * WAIT_S
+        assert all(stats.num_spec_steps for stats in run.required[-STREAMS:])
+        await asyncio.to_thread(hung.kill)

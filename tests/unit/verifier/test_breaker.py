@@ -34,8 +34,10 @@ def test_after_its_rest_one_session_probes_and_growth_closes_it() -> None:
 
 def test_the_rest_doubles_until_it_serves_again() -> None:
     breaker, now_s, rests = Breaker(), 0.0, []
+    silent(breaker, now_s, MAX_MISSES - 1)
     for _ in range(8):
-        silent(breaker, now_s)
+        assert not breaker.missed(now_s, silent=False)  # the one that probes is patient while something is heard
+        assert breaker.missed(now_s, silent=True)  # and is enough to know
         rests.append(breaker.until_s - now_s)
         now_s = breaker.until_s
     assert rests == [min(FIRST_REST_S * 2**i, LONGEST_REST_S) for i in range(8)]
