@@ -5,8 +5,9 @@ One drafter and one verifier run as processes; so many sessions generate at once
     S   time of a round in draft forwards       A   row-seconds of wanted growth a round       W   of a round, queueing at the drafter
     Z   the rest of the round: R − S − W        each by n, the sessions that the drafter holds
 
-The fit: S(n) = S · (1 + crowd · (n − 1)), the same for Z, and A / S rows a session. What it predicts, by the simulation of the autoscaler
-with as many pods and sessions, stands beside what was measured, also for a second drafter, which the fit has not seen.
+The fit: S(n) = S · (1 + crowd · (n − 1)), the same for Z, and for S / A: a drafter deals its rows, so that trees grow narrower where there
+are many. What it predicts, by the simulation of the autoscaler with as many pods and sessions, stands beside what was measured, also for
+a second drafter, which the fit has not seen. D = N · A / (R − W): rows that would be busy if nobody queued.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from rootward.rpc.clients import RemoteVerifier
 SESSIONS = (1, 2, 4, 8, 16)
 TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"
 WARM_UP = 0.3
-HEAD = "| drafters | sessions | R, ms | S | A, row-ms | W | Z | tokens/s a session | R predicted | W predicted |"
+MEASURED = "| drafters | sessions | tokens/s a session | S, ms | A, row-ms | Z, ms "
+BESIDE = "| R, ms | predicted | W, ms | predicted | D, rows | predicted |"
 
 
 def point_of(drafters: int, sessions: int, run: Outcome, changes: dict[str, float]) -> Point:
@@ -137,12 +139,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def table(fit: Fit, found: Sequence[Point]) -> str:
     """Measured beside predicted."""
-    lines = [HEAD, "|---" * 10 + "|"]
+    lines = [MEASURED + BESIDE, "|---" * 12 + "|"]
     for p in found:
         outcome = predicted(fit, p.drafters, p.sessions)
-        measured_ms = [f"{1e3 * x:.1f}" for x in (p.round_s, p.draft_s, p.row_s, p.stall_s, p.rest_s)]
-        foretold = f"{1e3 * outcome.round_s:.1f} ({outcome.round_s / p.round_s:.2f}) | {1e3 * outcome.stall_s:.1f}"
-        lines.append(f"| {p.drafters} | {p.sessions} | {' | '.join(measured_ms)} | {p.rate:.1f} | {foretold} |")
+        parts = " | ".join(f"{1e3 * x:.1f}" for x in (p.draft_s, p.row_s, p.rest_s))
+        rounds = f"{1e3 * p.round_s:.1f} | {1e3 * outcome.round_s:.1f} ({outcome.round_s / p.round_s:.2f})"
+        stalls = f"{1e3 * p.stall_s:.1f} | {1e3 * outcome.stall_s:.1f}"
+        demand = f"{p.demand:.1f} | {outcome.demand:.1f} ({outcome.demand / p.demand:.2f})"
+        lines.append(f"| {p.drafters} | {p.sessions} | {p.rate:.1f} | {parts} | {rounds} | {stalls} | {demand} |")
     return "\n".join(lines)
 
 

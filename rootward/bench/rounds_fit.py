@@ -30,17 +30,24 @@ class Point:
     def rest_s(self) -> float:
         return max(0.0, self.round_s - self.draft_s - self.stall_s)
 
+    @property
+    def demand(self) -> float:
+        """D = N·A/R0, in rows."""
+        return self.sessions * self.row_s / (self.round_s - self.stall_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """Seconds of a round with one session; what each further one on the same drafter, or verifier, adds, as a share; rows that one session
-    fills while it drafts, and that a forward has; the share of a time that is the same every time."""
+    fills while it drafts, and by what each further one at the drafter narrows that, as a share; rows of a forward; the share of a time that
+    is the same every time."""
 
     draft_s: float
     draft_crowd: float
     verify_s: float
     verify_crowd: float
     width: float
+    width_crowd: float
     rows: int
     fixed: float
 
@@ -54,6 +61,7 @@ class Fit:
             verify_fixed=self.fixed,
             rows=self.rows,
             width=self.width,
+            width_crowd=self.width_crowd,
         )
 
 
@@ -61,16 +69,18 @@ class Fit:
 class Prediction:
     round_s: float
     stall_s: float
+    demand: float
 
 
 def fitted(points: Sequence[Point], rows: int) -> Fit:
     """From points of one drafter and one verifier."""
     draft_s, draft_crowd = _line(points, lambda p: p.draft_s)
     verify_s, verify_crowd = _line(points, lambda p: p.rest_s)
-    width = sum(p.row_s / p.draft_s for p in points) / len(points)
+    narrow, width_crowd = _line(points, lambda p: p.draft_s / p.row_s)
     # Independent parts of which a share is exponential: their variances add up.
     free = [p.spread * p.round_s / hypot(p.draft_s, p.rest_s) for p in points]
-    return Fit(draft_s, draft_crowd, verify_s, verify_crowd, width, rows, 1 - min(1.0, sum(free) / len(free)))
+    fixed = 1 - min(1.0, sum(free) / len(free))
+    return Fit(draft_s, draft_crowd, verify_s, verify_crowd, 1 / narrow, width_crowd, rows, fixed)
 
 
 def _line(points: Sequence[Point], value: Callable[[Point], float]) -> tuple[float, float]:
@@ -94,5 +104,6 @@ def predicted(fit: Fit, drafters: int, sessions: int, seed: int = 1) -> Predicti
     plan = Plan(lambda now_s: sessions, end_s=end_s, pods=drafters, scrape_s=end_s / 4)
     pool = Pool(work, plan, None, None, seed)
     pool.run()
-    rounds = max(1, pool.counters.rounds)
-    return Prediction(pool.counters.round_s / rounds, pool.counters.stall_s / rounds)
+    seen, rounds = pool.counters, max(1, pool.counters.rounds)
+    base_s = (seen.round_s - seen.stall_s) / rounds
+    return Prediction(seen.round_s / rounds, seen.stall_s / rounds, sessions * seen.row_s / seen.growths / base_s)

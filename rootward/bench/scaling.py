@@ -22,8 +22,9 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod; width: rows that a session
-    fills while it drafts; draft_crowd: what each further session of the same pod adds to drafting, as a share."""
+    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod, dealt alike to the sessions
+    it drafts for; width: rows that a session fills if it gets them; the crowds: what each further session of a pod adds to drafting, and by
+    what it narrows trees, as shares."""
 
     draft_s: float = 0.2
     draft_fixed: float = 0.5
@@ -33,11 +34,7 @@ class Work:
     overlap: bool = False
     width: float = 1.0
     draft_crowd: float = 0.0
-
-    @property
-    def seats(self) -> int:
-        """Sessions that a pod drafts for at once."""
-        return max(1, int(self.rows / self.width))
+    width_crowd: float = 0.0
 
     def draw(self, mean: float, fixed: float, rng: random.Random) -> float:
         return mean * (fixed + (1 - fixed) * rng.expovariate(1.0))
@@ -282,8 +279,8 @@ class Pool:
 
     def _better(self, mine: Pod, least: Pod) -> bool:
         """Mine is full or queues, holds clearly more, and the other has room."""
-        full = bool(mine.queue) or mine.busy >= self.work.seats
-        return full and mine.sessions > 1.25 * least.sessions + 1 and least.busy < self.work.seats
+        full = bool(mine.queue) or mine.busy >= self.work.rows
+        return full and mine.sessions > 1.25 * least.sessions + 1 and least.busy < self.work.rows
 
     def _leave(self, session: Session) -> None:
         if session.pod is not None:
@@ -296,23 +293,25 @@ class Pool:
         if session.pod is None:
             session.grown_s = self.now_s
             self.at(self.now_s + session.verified_s, lambda: self._committed(session))
-        elif session.pod.busy < self.work.seats:
+        elif session.pod.busy < self.work.rows:
             self._grow(session, session.pod, since_s)
         else:
             session.pod.queue.append((session, since_s))
 
     def _grow(self, session: Session, pod: Pod, since_s: float) -> None:
         pod.busy += 1
-        draft_s = self.work.draft_s * (1 + self.work.draft_crowd * max(0, pod.sessions - 1))
+        others = max(0, pod.sessions - 1)
+        draft_s = self.work.draft_s * (1 + self.work.draft_crowd * others)
         seconds = self.work.draw(draft_s, self.work.draft_fixed, self.rng) + session.extra_s
+        width = max(1.0, min(self.work.width / (1 + self.work.width_crowd * others), self.work.rows / pod.busy))
         session.extra_s = 0.0
         self.counters.queue_s += self.now_s - since_s
         session.grown_s = since_s + seconds
-        self.at(self.now_s + seconds, lambda: self._grown(session, pod, seconds))
+        self.at(self.now_s + seconds, lambda: self._grown(session, pod, seconds, width))
 
-    def _grown(self, session: Session, pod: Pod, seconds: float) -> None:
+    def _grown(self, session: Session, pod: Pod, seconds: float, width: float) -> None:
         pod.busy -= 1
-        self.counters.row_s += self.work.width * seconds
+        self.counters.row_s += width * seconds
         self.counters.growths += 1
         if pod.queue:
             waiting, since_s = pod.queue.popleft()

@@ -8,7 +8,9 @@ from rootward.bench.generations import Outcome
 from rootward.bench.rounds import point_of, table
 from rootward.bench.rounds_fit import Fit, Point, fitted, predicted
 
-TRUE = Fit(draft_s=0.02, draft_crowd=0.1, verify_s=0.06, verify_crowd=0.05, width=1.5, rows=8, fixed=1.0)
+TRUE = Fit(
+    draft_s=0.02, draft_crowd=0.1, verify_s=0.06, verify_crowd=0.05, width=3.0, width_crowd=0.2, rows=8, fixed=1.0
+)
 
 FIRST = 1e-3  # the very first round has no crowd yet
 
@@ -16,12 +18,13 @@ FIRST = 1e-3  # the very first round has no crowd yet
 def point(sessions: int, fit: Fit = TRUE, stall_s: float = 0.0) -> Point:
     draft_s = fit.draft_s * (1 + fit.draft_crowd * (sessions - 1))
     rest_s = fit.verify_s * (1 + fit.verify_crowd * (sessions - 1))
-    return Point(1, sessions, draft_s + rest_s + stall_s, draft_s, fit.width * draft_s, stall_s, 20.0, 2.0, 0.0)
+    row_s = fit.width / (1 + fit.width_crowd * (sessions - 1)) * draft_s
+    return Point(1, sessions, draft_s + rest_s + stall_s, draft_s, row_s, stall_s, 20.0, 2.0, 0.0)
 
 
 def test_what_a_fit_says_comes_back():
     found = fitted([point(n, stall_s=0.001 * n) for n in (1, 2, 4, 8)], rows=8)
-    for name in ("draft_s", "draft_crowd", "verify_s", "verify_crowd", "width", "fixed"):
+    for name in ("draft_s", "draft_crowd", "verify_s", "verify_crowd", "width", "width_crowd", "fixed"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name)), name
 
 
@@ -35,6 +38,7 @@ def test_a_round_without_queue_is_drafting_and_the_rest(sessions):
     outcome = predicted(TRUE, 1, sessions)
     assert outcome.round_s == pytest.approx(point(sessions).round_s, rel=FIRST)
     assert outcome.stall_s == pytest.approx(0.0, abs=1e-9)
+    assert outcome.demand == pytest.approx(point(sessions).demand, rel=FIRST)
 
 
 def test_a_second_drafter_takes_half_of_the_crowd():
@@ -44,10 +48,10 @@ def test_a_second_drafter_takes_half_of_the_crowd():
 
 
 def test_a_full_drafter_makes_rounds_as_fast_as_it_drafts():
-    """Five sessions fit at once; with forty the drafter never rests: a round lasts as long as eight turns of it."""
+    """Eight sessions draft at once, a row each; with eighty the drafter never rests: a round lasts as long as ten turns of it."""
     fit = replace(TRUE, draft_crowd=0.0, verify_crowd=0.0)
-    outcome = predicted(fit, 1, 40)
-    assert outcome.round_s == pytest.approx(40 / 5 * fit.draft_s, rel=0.02)
+    outcome = predicted(fit, 1, 80)
+    assert outcome.round_s == pytest.approx(80 / 8 * fit.draft_s, rel=0.02)
     assert outcome.stall_s == pytest.approx(outcome.round_s - fit.draft_s - fit.verify_s, rel=0.05)
 
 
