@@ -156,7 +156,7 @@ def _write(given: argparse.Namespace, fit: Fit, found: Sequence[Point], text: st
     given.out.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     report = {**described(), "settings": settings, "fit": asdict(fit), "points": [asdict(p) for p in found]}
-    name = f"rounds-{given.pair}"
+    name = "rounds-own" if given.draft and given.target else f"rounds-{given.pair}"
     (given.out / f"{name}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (given.out / f"{name}.md").write_text(text + "\n", encoding="utf-8")
 
