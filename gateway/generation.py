@@ -19,6 +19,7 @@ from gateway.sessions import Run
 from gateway.stops import Output, Span
 from gateway.tally import derived, joined, predicted
 from gateway.upstreams import Upstream, Upstreams
+from gateway.watching import Told
 from rootward.core.requests import (
     Committed,
     Finish,
@@ -56,12 +57,13 @@ class Generation:
         ended: Finish | None = None,
         on_redispatch: Callable[[], None] = lambda: None,
         on_routed: Callable[[Outcome], None] = lambda outcome: None,
+        told: Told | None = None,
         redispatch_wait_s: float = 10.0,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
         self._upstreams, self._ledger = upstreams, ledger
         self._held, self._on_redispatch, self._on_routed = held or {}, on_redispatch, on_routed
-        self._ended = ended
+        self._ended, self._told = ended, told
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
         self._arrived, self._started = arrived, self._now()
@@ -120,6 +122,8 @@ class Generation:
         self._on_routed(choice.outcome)
         self._ledger.note(self._entry, verifier=choice.name)
         self._ledger.computed(self._plan.first, (), choice.name)
+        if self._told is not None:
+            self._told.sent(choice.name, self._entry.epoch)
         return self._upstreams.get(choice.name)
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
@@ -194,6 +198,8 @@ class Generation:
 
     def _note(self, run: Run) -> None:
         if run:
+            if self._told is not None:
+                self._told.round(len(self._entry.tokens), run.accepted)
             self._ledger.extend(self._entry, run)
             self._flags += run.accepted
             self._first_at = self._first_at or self._now()

@@ -83,13 +83,12 @@ class HttpApi:
             add_special_tokens=one(body, "add_special_tokens", boolean, None),
         )
         texts = one(body, "return_token_strs", boolean, False)
-        decode = self.service.tokenizer.decode
         return json_response(
             {
                 "tokens": ids,
                 "count": len(ids),
                 "max_model_len": self.service.model.max_positions,
-                "token_strs": [decode([i], skip_special_tokens=False) for i in ids] if texts else None,
+                "token_strs": await self.service.token_texts(ids) if texts else None,
             }
         )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from gateway.names import as_chosen, of_tenant
 from gateway.prefixes import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
 from gateway.quotas import Buckets, Rate, refusal
 from gateway.sessions import KEPT_AFTER_END_S, Record, Run, Store, StoreUnavailable, Write, stale
@@ -105,7 +106,7 @@ class Ledger:
             lease, record = await self._store.take_over(request_id, _holder(), self._lease_s, digest)
         except StoreUnavailable:
             self._mark_down()
-            message = f"request {request_id!r} cannot be resumed while the session store is gone"
+            message = f"request {as_chosen(request_id)!r} cannot be resumed while the session store is gone"
             raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
         if lease is None:
             return None, record
@@ -164,18 +165,25 @@ class Ledger:
         entry.ended, entry.ended_at = state, self._now()
         self._dirty.set()
 
+    async def confirmed(self, entry: Entry) -> bool:
+        """Whether nobody has taken the request over, as far as a store that answers can say."""
+        if not self._down:
+            await self.flush()
+        return not entry.lost
+
     def computed(self, request: VerifierRequest, output: Sequence[int], verifier: str, session_id: str = "") -> None:
         """A verifier holds the KV of this prompt and output, or does so soon."""
         text = (*request.prompt, *output)
         self.prefixes.sent(block_keys(self._model(), request.tenant, text), verifier)
         if session_id:
-            self._sessions[session_id] = {"verifier": verifier, "tokens": str(len(text))}
+            self._sessions[of_tenant(request.tenant, session_id)] = {"verifier": verifier, "tokens": str(len(text))}
         self._dirty.set()
 
     async def held(self, request: VerifierRequest, session_id: str = "") -> dict[str, int]:
         """Tokens of a prompt that each verifier is thought to hold. Hints only: what the store knows is not waited for long."""
         keys = block_keys(self._model(), request.tenant, request.prompt)
         found = tokens_held(self.prefixes.holders(keys))
+        session_id = of_tenant(request.tenant, session_id) if session_id else ""
         session = self._sessions.get(session_id, {})
         if max(found.values(), default=0) < len(keys) * BLOCK or (session_id and not session):
             with suppress(StoreUnavailable, TimeoutError):

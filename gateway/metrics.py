@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -45,11 +46,21 @@ COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 
 CHOICES = (1, 2, 5, 10, 20)
 
 
+@dataclass(slots=True)
+class Delivered:
+    """To clients, since the start. Every round ends with one bonus token."""
+
+    num_requests: int = 0
+    num_tokens: int = 0
+    num_rounds: int = 0
+
+
 class Metrics:
     """One registry per gateway, so that several can live in one process."""
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
+        self.delivered = Delivered()
 
         def counter(name: str, meaning: str, *labels: str) -> Counter:
             return Counter(f"rootward_{name}", meaning, labels, registry=registry)
@@ -67,7 +78,7 @@ class Metrics:
         self._late = counter("request_deadline_exceeded", "Requests whose deadline passed.", "phase")
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended generations.")
         self._cached = counter("cached_prompt_tokens", "Those of them whose KV was there already.")
-        self._generated = counter("generation_tokens", "Tokens emitted.")
+        self._generated = counter("generation_tokens", "Tokens delivered to clients.")
         self._redispatched = counter("redispatch", "Attempts lost and begun anew.")
         self._resumed = counter("requests_resumed", "Requests taken up again by clients.")
         self._routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
@@ -102,6 +113,12 @@ class Metrics:
             self._max_tokens.observe(request.max_tokens)
         return Watched(self)
 
+    def deliver(self, num_tokens: int, num_rounds: int) -> None:
+        """Tokens that leave for a client, whatever becomes of the rest."""
+        self._generated.inc(num_tokens)
+        self.delivered.num_tokens += num_tokens
+        self.delivered.num_rounds += num_rounds
+
     def redispatched(self) -> None:
         self._redispatched.inc()
 
@@ -128,6 +145,7 @@ class Watched:
                 self._m._chunk.observe(now - self._last)
                 self._m._itl.observe((now - self._last) / len(delta.spans))
             self._last = now
+            self._m.deliver(len(delta.spans), sum(not span.accepted for span in delta.spans))
         if delta.ending is not None:
             self._ended(delta.ending)
 
@@ -152,7 +170,7 @@ class Watched:
         m._success.labels(ending.reason.value).inc()
         m._prompt.inc(usage.prompt_tokens)
         m._cached.inc(usage.cached_tokens)
-        m._generated.inc(usage.completion_tokens)
+        m.delivered.num_requests += 1
         m._prompt_size.observe(usage.prompt_tokens)
         m._output_size.observe(usage.completion_tokens)
         m._ttft.observe(timing.ttft_ms / 1000)

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from gateway.names import of_tenant
 from gateway.requests import Chat, GenerateRequest
 from gateway.text import Tokenizer
-from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.requests import MAX_BAD, Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from rootward.ports import ModelInfo
 from rootward.rpc.status import invalid_request
@@ -76,6 +77,8 @@ def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> Genera
     """The request with its bad words as token sequences: each as it is tokenised at the beginning and after a blank."""
     if not request.bad_words:
         return request
+    if len(request.bad_words) > MAX_BAD:  # before any of them is tokenised
+        raise InvalidRequest("bad_words", len(request.bad_words), f"words are more than {MAX_BAD}")
     found = dict.fromkeys(request.sampling.bad_sequences)
     for word in request.bad_words:
         if not 1 <= len(word.strip()) <= MAX_BAD_WORD_CHARACTERS:
@@ -104,7 +107,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         most = _max_tokens(request, len(prompt), model)
         stopping = Stopping(most, request.stop_token_ids, request.ignore_eos, request.min_tokens)
         first = VerifierRequest(
-            request_id=request.request_id,
+            request_id=of_tenant(request.tenant, request.request_id),
             prompt=prompt,
             sampling=request.sampling,
             stopping=stopping,

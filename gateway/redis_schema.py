@@ -1,5 +1,7 @@
 """Keys and scripts of the control plane in Redis, all in one place. Every key has a time to live.
 
+`id` is the client's, behind its tenant where it has one (`names.py`).
+
     rw:req:{id}         hash     state (running | finished | interrupted), epoch, holder, length of the log, digest of what was
                                  asked, seed, verifier that works on it, finish (JSON, once finished)
     rw:req:{id}:epoch   counter  fencing: the highest epoch given out

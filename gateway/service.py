@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from gateway import planning
+from gateway.accounts import Account
 from gateway.admission import Admission
 from gateway.choices import belongs
 from gateway.cutoff import Aborted, Cutoff
@@ -24,6 +26,7 @@ from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_reque
 from gateway.stops import Output, Span
 from gateway.text import Tokenizer
 from gateway.upstreams import Upstreams
+from gateway.watching import Begun, Ended, Told, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ServiceError, Unavailable
@@ -32,6 +35,10 @@ from rootward.tracing import note, request_span, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to let go of everything
 INLINE_CHARACTERS = 2000  # shorter texts are tokenised in the loop; longer ones on a thread
+INLINE_TOKENS = 500  # the same for ids that become text
+MAX_THREADS = 2  # of those that tokenise at a time: enough to keep the loop free, too few to keep it from its turn
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class GatewayService:
         )
         self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
         self.incarnation = secrets.randbits(64)
-        self.metrics = Metrics()
+        self.metrics, self.watching = Metrics(), Watching(_loop_time)
         self.metrics.watch(
             lambda: self.admission.num_running,
             lambda: self.admission.num_waiting,
@@ -93,7 +100,8 @@ class GatewayService:
         self._store, self._clock = store, SystemClock()
         self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         upstreams.on_restart = self._ledger.prefixes.forget
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
+        self._tokenising = asyncio.Semaphore(MAX_THREADS)
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -154,7 +162,8 @@ class GatewayService:
         check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
-        request = without_texts(request, self.tokenizer)
+        size = len(request.prediction) + sum(map(len, request.bad_words))
+        request = await self._off_loop(size > INLINE_CHARACTERS, without_texts, request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
@@ -186,34 +195,45 @@ class GatewayService:
     ) -> tuple[int, ...]:
         """Token ids of a text or conversation; none for an empty text."""
         check_model(model, self.served_model)
-        if isinstance(prompt, str):
-            encode = self.tokenizer.encode
-            return await asyncio.to_thread(encode, prompt, add_special_tokens=add_special_tokens) if prompt else ()
-        return await self.prompt_ids(GenerateRequest(prompt))
+        if prompt == "":
+            return ()
+        return await self.prompt_ids(GenerateRequest(prompt, add_special_tokens=add_special_tokens))
 
     async def detokenize(self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
         """The text of token ids. InvalidRequest for ids that are none."""
         check_model(model, self.served_model)
         check_ids("token_ids", ids, self.model.vocab_size)
-        return await asyncio.to_thread(self.tokenizer.decode, ids, skip_special_tokens=skip_special_tokens)
+        return await self._off_loop(
+            len(ids) > INLINE_TOKENS, lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself."""
+        decode = self.tokenizer.decode
+        return await self._off_loop(
+            len(ids) > INLINE_TOKENS, lambda: [decode([i], skip_special_tokens=False) for i in ids]
+        )
 
     def abort(
         self, request_ids: Sequence[str], error: ServiceError | None = None, *, tenant: str | None = None
     ) -> list[str]:
         """End these generations, those of a tenant alone if one is given; returns the ids that were running."""
-        found = [i for i, live in self._live.items() if tenant in (None, live.tenant) and belongs(i, request_ids)]
-        for request_id in found:
-            self._live[request_id].cutoff.abort(error)
-        return [i for i in request_ids if any(belongs(live, [i]) for live in found)]
+        mine = [live for live in self._live.values() if tenant in (None, live.tenant)]
+        found = [live for live in mine if belongs(live.request_id, request_ids)]
+        for live in found:
+            live.cutoff.abort(error)
+        return [i for i in request_ids if any(belongs(live.request_id, [i]) for live in found)]
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let the others end until `timeout_s`, end the rest. Returns how many were ended."""
         self.admission.draining = True
         if await self._at_rest(timeout_s):
             return 0
-        ended = self.abort(list(self._live), Unavailable("the gateway is stopping", retry_after_s=1.0))
+        left = list(self._live.values())
+        for live in left:
+            live.cutoff.abort(Unavailable("the gateway is stopping", retry_after_s=1.0))
         await self._at_rest(ABORT_S)
-        return len(ended)
+        return len(left)
 
     def start_draining(self, timeout_s: float) -> None:
         """Drain without waiting for its end."""
@@ -235,95 +255,95 @@ class GatewayService:
         """Token ids of its prompt, as `generate` would take them."""
         check_model(request.model, self.served_model)
         prompt = request.prompt
-        if isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS):
-            return await asyncio.to_thread(planning.prompt_ids, request, self.tokenizer)
-        return planning.prompt_ids(request, self.tokenizer)
+        long = isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS)
+        return await self._off_loop(long, planning.prompt_ids, request, self.tokenizer)
+
+    async def _off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
+        """What the tokenizer makes of something; on a thread if that takes long."""
+        if not long:
+            return call(*arguments)
+        async with self._tokenising:
+            return await asyncio.to_thread(call, *arguments)
 
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """Everything a generation holds: its id, a place, a lease; all given back at the end."""
-        request_id, described = plan.request.request_id, about(plan)
-        while request_id in self._live:  # again: another one may come back for it meanwhile
+        name, described = plan.first.request_id, about(plan)
+        while name in self._live:  # again: another one may come back for it meanwhile
             await self._superseded(plan, described["digest"])
-        live = self._live[request_id] = _Live(cutoff, described["digest"], plan.first.tenant)
+        live = self._live[name] = _Live(cutoff, described["digest"], plan.request.request_id, plan.first.tenant)
         try:
             async with AsyncExitStack() as held:
                 first = plan.first
-                await held.enter_async_context(self._charged(plan))
+                account = await held.enter_async_context(Account(self._ledger, plan, self.limits.tenant_rate))
                 slot = self.admission.slot(len(first.prompt), first.priority)
                 await cutoff.wait(held.enter_async_context(slot), "queue")
-                yield await held.enter_async_context(self._recorded(plan, described, cutoff, arrived))
+                yield await held.enter_async_context(self._recorded(plan, described, account, cutoff, arrived))
         finally:
-            del self._live[request_id]
+            del self._live[name]
             live.over.set()
-
-    @asynccontextmanager
-    async def _charged(self, plan: Plan) -> AsyncIterator[None]:
-        """The tenant pays for prompt and max_tokens and gets back what was not generated."""
-        rate, first = self.limits.tenant_rate, plan.first
-        if rate is None:
-            yield
-            return
-        cost = len(first.prompt) + first.stopping.max_tokens
-        await self._ledger.charge(first.tenant, cost, rate)
-        try:
-            yield
-        finally:
-            unused = first.stopping.max_tokens - self._live[first.request_id].num_generated
-            if unused > 0:
-                await self._ledger.charge(first.tenant, -unused, rate)
 
     async def _superseded(self, plan: Plan, digest: str) -> None:
         """The client has come back for a request that still runs here: what runs ends. DuplicateRequest if it does not resume."""
-        request_id = plan.request.request_id
+        name = plan.first.request_id
         if plan.request.resume is None:
-            raise duplicate(request_id)
-        live = self._live[request_id]
+            raise duplicate(name)
+        live = self._live[name]
         if live.digest != digest:
-            raise another_request(request_id)
-        live.cutoff.abort(stale(request_id))
+            raise another_request(name)
+        live.cutoff.abort(stale(name))
         try:
             async with asyncio.timeout(ABORT_S):
                 await live.over.wait()
         except TimeoutError:
-            raise duplicate(request_id) from None
+            raise duplicate(name) from None
         await self._ledger.flush()
 
     @asynccontextmanager
     async def _recorded(
-        self, plan: Plan, described: dict[str, str], cutoff: Cutoff, arrived: float
+        self, plan: Plan, described: dict[str, str], account: Account, cutoff: Cutoff, arrived: float
     ) -> AsyncIterator[Generation]:
-        plan, entry, record = await self._leased(plan, described)
+        plan, entry, record = await self._leased(plan, described, account)
+        account.driven(entry)
+        request, error = plan.request, ""
+        told = Told(self.watching, request.request_id, request.session_id, request.tenant, arrived)
+        self.watching.begun(told, Begun(len(plan.first.prompt), len(entry.tokens)))
         try:
-            yield await self._generation(plan, entry, record, cutoff, arrived)
+            yield await self._generation(plan, entry, record, cutoff, told)
+        except ServiceError as failure:
+            error = failure.reason
+            raise
         finally:
-            self._live[plan.request.request_id].num_generated = len(entry.tokens)
-            self._ledger.end(entry, FINISHED if "finish" in entry.fields else INTERRUPTED)
+            finished = "finish" in entry.fields
+            self._ledger.end(entry, FINISHED if finished else INTERRUPTED)
+            reason = finish_of(entry.fields).reason if finished else None
+            self.watching.ended(told, Ended(reason, error, len(entry.tokens)))
 
-    async def _leased(self, plan: Plan, described: dict[str, str]) -> tuple[Plan, Entry, Record]:
+    async def _leased(self, plan: Plan, described: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """The right to drive the request, and what is known of it when it is resumed."""
-        request_id, resume = plan.request.request_id, plan.request.resume
+        name, resume = plan.first.request_id, plan.request.resume
         if resume is None:
-            return plan, await self._ledger.begin(request_id, described), Record()
-        entry, record = await self._ledger.take_over(request_id, described["digest"])
+            return plan, await self._ledger.begin(name, described), Record()
+        entry, record = await self._ledger.take_over(name, described["digest"])
         plan = with_seed(plan, record)
         try:
             more = beyond_log(plan, resume, record)
+            await account.resumed(record)
         except ServiceError:
             if entry is not None:  # it was taken, and nobody goes on with it
                 self._ledger.end(entry, INTERRUPTED)
             raise
         if entry is None and record.finished:
-            entry = Entry(Lease(request_id, 0, ""), 0.0)  # nobody drives it
+            entry = Entry(Lease(name, 0, ""), 0.0)  # nobody drives it
             self._ledger.extend(entry, record.output)
         elif entry is None:
             # Its record is lost, but a verifier may know its epochs: counts that begin with the time are above all of them.
-            entry = await self._ledger.begin(request_id, described, least_epoch=int(self._clock.wall()))
+            entry = await self._ledger.begin(name, described, least_epoch=int(self._clock.wall()))
         self._ledger.extend(entry, more)
         self.metrics.resumed()
         return plan, entry, record
 
-    async def _generation(self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, arrived: float) -> Generation:
+    async def _generation(self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, told: Told) -> Generation:
         request = plan.request
         held = await self._ledger.held(plan.first, request.session_id)
         if known := record.fields.get("verifier"):
@@ -336,11 +356,12 @@ class GatewayService:
             cutoff,
             upstreams=self.upstreams,
             ledger=self._ledger,
-            arrived=arrived,
+            arrived=told.arrived,
             held=held,
             ended=finish_of(record.fields) if record.finished else None,
             on_redispatch=self.metrics.redispatched,
             on_routed=self.metrics.routed,
+            told=told,
             redispatch_wait_s=self.limits.redispatch_wait_s,
         )
 
@@ -351,8 +372,8 @@ class _Live:
 
     cutoff: Cutoff
     digest: str
+    request_id: str  # as its client knows it
     tenant: str
-    num_generated: int = 0
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -16,6 +16,7 @@ from gateway.planning import check_model, check_name
 from gateway.requests import Chat, Delta, GenerateRequest
 from gateway.service import GatewayService
 from gateway.servicer_codec import chat_from_pb, choice_to_pb, chunk_to_pb, request_from_pb, usage_to_pb
+from gateway.servicer_watching import event_to_pb, verifier_load_to_pb
 from gateway.stops import Span
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
@@ -38,6 +39,7 @@ FEATURES = (
     "stop_strings",
     "structured_output",
     "text_ends",
+    "watch",
 )
 
 
@@ -177,13 +179,35 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         request: control_pb2.GetLoadRequest,
         context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.LoadInfo],
     ) -> control_pb2.LoadInfo:
-        admission = self._service.admission
+        admission, delivered = self._service.admission, self._service.metrics.delivered
         return control_pb2.LoadInfo(
             num_running=admission.num_running,
             num_waiting=admission.num_waiting,
             max_sessions=admission.max_num_seqs,
             draining=admission.draining,
+            num_requests=delivered.num_requests,
+            num_tokens=delivered.num_tokens,
+            num_rounds=delivered.num_rounds,
+            uptime_s=self._service.uptime_s,
+            verifiers=[verifier_load_to_pb(u) for u in self._service.upstreams],
         )
+
+    async def WatchSession(
+        self,
+        request: control_pb2.WatchSessionRequest,
+        context: grpc.aio.ServicerContext[control_pb2.WatchSessionRequest, control_pb2.SessionEvent],
+    ) -> AsyncIterator[control_pb2.SessionEvent]:
+        """Until the request has ended, or the caller."""
+        async with errors_as_status(context):
+            kind = request.WhichOneof("watched")
+            if kind is None or not getattr(request, kind):
+                raise InvalidRequest(kind or "session_id", "", "is missing; send session_id or request_id")
+            check_name(kind, getattr(request, kind))
+            events = self._service.watching.watch(**{kind: getattr(request, kind)})
+            async with aclosing(events):
+                await context.send_initial_metadata(())  # the watch has begun
+                async for event in events:
+                    yield event_to_pb(event)
 
     async def Abort(
         self,

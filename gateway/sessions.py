@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gateway.names import as_chosen
 from gateway.quotas import Buckets, Rate
 from rootward.core.requests import TokenLogprob
 from rootward.errors import DuplicateRequest, StaleEpoch, Unavailable
@@ -245,13 +246,15 @@ class MemoryStore:
 
 def duplicate(request_id: str) -> DuplicateRequest:
     """What the second of two live requests with one id is told."""
-    return DuplicateRequest(f"request_id: {request_id!r} is running already; choose another id or wait for its end")
+    return DuplicateRequest(
+        f"request_id: {as_chosen(request_id)!r} is running already; choose another id or wait for its end"
+    )
 
 
 def another_request(request_id: str) -> DuplicateRequest:
     fix = "resume with the same prompt and parameters, or choose another id"
-    return DuplicateRequest(f"request_id: {request_id!r} asks something else than what is resumed; {fix}")
+    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} asks something else than what is resumed; {fix}")
 
 
 def stale(request_id: str) -> StaleEpoch:
-    return StaleEpoch(f"request {request_id!r} is driven by another gateway now")
+    return StaleEpoch(f"request {as_chosen(request_id)!r} is driven by another gateway now")

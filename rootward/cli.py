@@ -15,6 +15,7 @@ from rootward.cli_generate import generate
 from rootward.cli_keys import keys
 from rootward.cli_serve import serve
 from rootward.cli_status import status
+from rootward.cli_top import top
 from rootward.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -84,6 +85,7 @@ app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)
 app.command()(status)
+app.command()(top)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import copy
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from rootward.client_codec import Messages, Prompt, load_from_pb, request_to_pb, server_info_from_pb
+from rootward.client_codec import Messages, Prompt, event_from_pb, load_from_pb, request_to_pb, server_info_from_pb
 from rootward.client_connection import ApiKey, Connection, Retries
 from rootward.client_loop import LoopThread
-from rootward.client_stream import AsyncStream, Stream
+from rootward.client_stream import AsyncStream, Stream, next_or_none
 from rootward.client_types import (
     GenerationResult,
     KeepAlive,
@@ -31,12 +31,14 @@ from rootward.client_types import (
     ModelCard,
     SamplingParams,
     ServerInfo,
+    SessionEvent,
     Speculation,
     SpeculationStats,
     Timing,
     TokenDelta,
     TokenLogprob,
     Usage,
+    VerifierLoad,
     Worker,
 )
 from rootward.rpc.status import api_error
@@ -52,6 +54,7 @@ __all__ = [
     "ModelCard",
     "SamplingParams",
     "ServerInfo",
+    "SessionEvent",
     "Speculation",
     "SpeculationStats",
     "Stream",
@@ -59,6 +62,7 @@ __all__ = [
     "TokenDelta",
     "TokenLogprob",
     "Usage",
+    "VerifierLoad",
     "Worker",
 ]
 
@@ -193,6 +197,20 @@ class AsyncClient:
         """How busy the gateway is."""
         return load_from_pb(await self._call(self._control().GetLoad, control_pb2.GetLoadRequest()))
 
+    async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
+        """What becomes of the requests of a session, until the loop is left, or of one request, until it ends. What runs already is told
+        of first. Where the gateway has keys this needs one with the scope "admin"; it then sees all tenants."""
+        wanted = {"session_id": session_id} if session_id else {"request_id": request_id}
+        request = control_pb2.WatchSessionRequest(**wanted)
+        call = self._control().WatchSession(request, metadata=self._connection.metadata())
+        try:
+            async for message in call:
+                yield event_from_pb(message)
+        except grpc.RpcError as error:
+            raise api_error(error) from error
+        finally:
+            call.cancel()
+
     async def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
         """End generations; returns the ids that were running."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
@@ -263,6 +281,15 @@ class Client:
     def load(self) -> Load:
         """How busy the gateway is."""
         return self._thread.run(self._client.load())
+
+    def watch(self, *, session_id: str = "", request_id: str = "") -> Iterator[SessionEvent]:
+        """See `AsyncClient.watch`."""
+        events = self._client.watch(session_id=session_id, request_id=request_id)
+        try:
+            while (event := self._thread.run(next_or_none(events))) is not None:
+                yield event
+        finally:
+            self._thread.run(events.aclose())
 
     def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
         """End generations; returns the ids that were running."""

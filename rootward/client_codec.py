@@ -16,12 +16,14 @@ from rootward.client_types import (
     ModelCard,
     SamplingParams,
     ServerInfo,
+    SessionEvent,
     Speculation,
     SpeculationStats,
     Timing,
     TokenDelta,
     TokenLogprob,
     Usage,
+    VerifierLoad,
     Worker,
 )
 from rootward.errors import APIError
@@ -142,7 +144,38 @@ def server_info_from_pb(message: control_pb2.ServerInfo) -> ServerInfo:
 
 
 def load_from_pb(message: control_pb2.LoadInfo) -> Load:
-    return Load(message.num_running, message.num_waiting, message.max_sessions, message.draining)
+    return Load(
+        message.num_running,
+        message.num_waiting,
+        message.max_sessions,
+        message.draining,
+        message.num_requests,
+        message.num_tokens,
+        message.num_rounds,
+        message.uptime_s,
+        tuple(
+            VerifierLoad(v.name, v.ready, v.num_running, v.num_waiting, v.max_sessions, dict(v.stats))
+            for v in message.verifiers
+        ),
+    )
+
+
+def event_from_pb(message: control_pb2.SessionEvent) -> SessionEvent:
+    kind = message.WhichOneof("event") or ""
+    about = (message.request_id, message.session_id, message.tenant, message.elapsed_s, message.num_missed)
+    begun, sent, run, ended = message.begun, message.sent, message.round, message.ended
+    return SessionEvent(
+        kind,
+        *about,
+        num_prompt_tokens=begun.num_prompt_tokens,
+        num_tokens=begun.num_known_tokens or run.num_tokens or ended.num_tokens,  # one of them is there
+        num_accepted=run.num_accepted,
+        offset=run.offset,
+        verifier=sent.verifier,
+        epoch=sent.epoch,
+        finish_reason=generate_pb2.Finish.Reason.Name(ended.reason).lower() if ended.reason else "",
+        error=ended.error,
+    )
 
 
 def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:

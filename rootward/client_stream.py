@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import grpc
 
@@ -19,6 +19,7 @@ from rootward.rpc.status import api_error
 from rootward.v1 import generate_pb2, generate_pb2_grpc
 
 Chunk = generate_pb2.GenerateChunk
+T = TypeVar("T")
 
 
 class AsyncStream:
@@ -148,7 +149,7 @@ class Stream:
     def __iter__(self) -> Iterator[TokenDelta]:
         deltas = self._stream.__aiter__()
         try:
-            while (delta := self._run(_next_or_none(deltas))) is not None:
+            while (delta := self._run(next_or_none(deltas))) is not None:
                 yield delta
         finally:
             self.cancel()
@@ -179,5 +180,6 @@ async def _read(call: Any) -> Chunk | None:
     return message if isinstance(message, Chunk) else None
 
 
-async def _next_or_none(deltas: AsyncIterator[TokenDelta]) -> TokenDelta | None:
-    return await anext(deltas, None)
+async def next_or_none(items: AsyncIterator[T]) -> T | None:
+    """The next one, None at the end."""
+    return await anext(items, None)

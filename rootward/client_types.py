@@ -191,8 +191,49 @@ class ServerInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifierLoad:
+    name: str
+    ready: bool
+    num_running: int
+    num_waiting: int
+    max_sessions: int
+    stats: Mapping[str, float] = field(default_factory=dict)  # gauges, as its metrics have them
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
+    """Counts are since the gateway started: a rate is the difference of two of these."""
+
     num_running: int
     num_waiting: int
     max_sessions: int
     draining: bool
+    num_requests: int = 0  # ended, whole
+    num_tokens: int = 0  # delivered to clients
+    num_rounds: int = 0  # bonus tokens among them
+    uptime_s: float = 0.0
+    verifiers: tuple[VerifierLoad, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionEvent:
+    """What became of a request. By `kind`:
+
+    begun: num_prompt_tokens, num_tokens known of its output · sent: verifier, epoch ·
+    round: offset, num_tokens, num_accepted of them · ended: num_tokens, finish_reason ("" = failed or left), error
+    """
+
+    kind: str
+    request_id: str
+    session_id: str
+    tenant: str
+    elapsed_s: float  # since the request arrived
+    num_missed: int = 0  # events before this one for which the caller was too slow
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    num_accepted: int = 0
+    offset: int = 0  # output position of the first token
+    verifier: str = ""
+    epoch: int = 0
+    finish_reason: str = ""
+    error: str = ""  # reason of the failure

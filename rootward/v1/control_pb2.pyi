@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from rootward.v1 import generate_pb2 as _generate_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -269,6 +270,11 @@ class LoadInfo(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    UPTIME_S_FIELD_NUMBER: _builtins.int
+    VERIFIERS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """requests holding a slot"""
     num_waiting: _builtins.int
@@ -276,6 +282,17 @@ class LoadInfo(_message.Message):
     max_sessions: _builtins.int
     """slots in all"""
     draining: _builtins.bool
+    num_requests: _builtins.int
+    """Since the process started; a rate is the difference of two answers.
+    ended, whole
+    """
+    num_tokens: _builtins.int
+    """delivered to clients"""
+    num_rounds: _builtins.int
+    """bonus tokens among them: tokens / rounds is the block efficiency as clients see it"""
+    uptime_s: _builtins.float
+    @_builtins.property
+    def verifiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerifierLoad]: ...
     def __init__(
         self,
         *,
@@ -283,14 +300,77 @@ class LoadInfo(_message.Message):
         num_waiting: _builtins.int = ...,
         max_sessions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        num_rounds: _builtins.int = ...,
+        uptime_s: _builtins.float = ...,
+        verifiers: _abc.Iterable[Global___VerifierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "max_sessions", b"max_sessions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "max_sessions", b"max_sessions", "num_requests", b"num_requests", "num_rounds", b"num_rounds", "num_running", b"num_running", "num_tokens", b"num_tokens", "num_waiting", b"num_waiting", "uptime_s", b"uptime_s", "verifiers", b"verifiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadInfo: _TypeAlias = LoadInfo  # noqa: Y015
+
+@_typing.final
+class VerifierLoad(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StatsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    READY_FIELD_NUMBER: _builtins.int
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_FIELD_NUMBER: _builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    STATS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """of the process; its address while it has not answered"""
+    ready: _builtins.bool
+    num_running: _builtins.int
+    num_waiting: _builtins.int
+    max_sessions: _builtins.int
+    @_builtins.property
+    def stats(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """VerifierInfo.stats"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ready: _builtins.bool = ...,
+        num_running: _builtins.int = ...,
+        num_waiting: _builtins.int = ...,
+        max_sessions: _builtins.int = ...,
+        stats: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_sessions", b"max_sessions", "name", b"name", "num_running", b"num_running", "num_waiting", b"num_waiting", "ready", b"ready", "stats", b"stats"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VerifierLoad: _TypeAlias = VerifierLoad  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
@@ -373,3 +453,176 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class WatchSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """every request of it, until the call is cancelled"""
+    request_id: _builtins.str
+    """this one, until it ends; one that is not known is waited for"""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id", "watched", b"watched"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "session_id", b"session_id", "watched", b"watched"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_watched: _TypeAlias = _typing.Literal["session_id", "request_id"]  # noqa: Y015
+    _WhichOneofArgType_watched: _TypeAlias = _typing.Literal["watched", b"watched"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_watched) -> _WhichOneofReturnType_watched | None: ...
+
+Global___WatchSessionRequest: _TypeAlias = WatchSessionRequest  # noqa: Y015
+
+@_typing.final
+class SessionEvent(_message.Message):
+    """Counts and times, no text: that is between a client and its model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Begun(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
+        num_prompt_tokens: _builtins.int
+        num_known_tokens: _builtins.int
+        """of the output, where it goes on with one"""
+        def __init__(
+            self,
+            *,
+            num_prompt_tokens: _builtins.int = ...,
+            num_known_tokens: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_known_tokens", b"num_known_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Sent(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        VERIFIER_FIELD_NUMBER: _builtins.int
+        EPOCH_FIELD_NUMBER: _builtins.int
+        verifier: _builtins.str
+        """its address"""
+        epoch: _builtins.int
+        """grows with every attempt"""
+        def __init__(
+            self,
+            *,
+            verifier: _builtins.str = ...,
+            epoch: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "verifier", b"verifier"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Round(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        OFFSET_FIELD_NUMBER: _builtins.int
+        NUM_TOKENS_FIELD_NUMBER: _builtins.int
+        NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+        offset: _builtins.int
+        """output position of the first token"""
+        num_tokens: _builtins.int
+        """accepted draft tokens and the bonus token"""
+        num_accepted: _builtins.int
+        def __init__(
+            self,
+            *,
+            offset: _builtins.int = ...,
+            num_tokens: _builtins.int = ...,
+            num_accepted: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class Ended(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        REASON_FIELD_NUMBER: _builtins.int
+        ERROR_FIELD_NUMBER: _builtins.int
+        NUM_TOKENS_FIELD_NUMBER: _builtins.int
+        reason: _generate_pb2.Finish.Reason.ValueType
+        """unspecified: it failed, or its client went away"""
+        error: _builtins.str
+        """reason of the failure, as in ErrorInfo"""
+        num_tokens: _builtins.int
+        """of the output"""
+        def __init__(
+            self,
+            *,
+            reason: _generate_pb2.Finish.Reason.ValueType = ...,
+            error: _builtins.str = ...,
+            num_tokens: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_tokens", b"num_tokens", "reason", b"reason"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    session_id: _builtins.str
+    tenant: _builtins.str
+    elapsed_s: _builtins.float
+    """since the request arrived"""
+    num_missed: _builtins.int
+    """events before this one for which the watcher was too slow"""
+    @_builtins.property
+    def begun(self) -> Global___SessionEvent.Begun: ...
+    @_builtins.property
+    def sent(self) -> Global___SessionEvent.Sent: ...
+    @_builtins.property
+    def round(self) -> Global___SessionEvent.Round: ...
+    @_builtins.property
+    def ended(self) -> Global___SessionEvent.Ended: ...
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        elapsed_s: _builtins.float = ...,
+        begun: Global___SessionEvent.Begun | None = ...,
+        sent: Global___SessionEvent.Sent | None = ...,
+        round: Global___SessionEvent.Round | None = ...,
+        ended: Global___SessionEvent.Ended | None = ...,
+        num_missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "ended", b"ended", "event", b"event", "round", b"round", "sent", b"sent"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "elapsed_s", b"elapsed_s", "ended", b"ended", "event", b"event", "num_missed", b"num_missed", "request_id", b"request_id", "round", b"round", "sent", b"sent", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["begun", "sent", "round", "ended"]  # noqa: Y015
+    _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
+
+Global___SessionEvent: _TypeAlias = SessionEvent  # noqa: Y015

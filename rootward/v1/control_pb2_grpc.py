@@ -64,6 +64,11 @@ class ControlStub:
                 request_serializer=rootward_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
                 response_deserializer=rootward_dot_v1_dot_control__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.WatchSession = channel.unary_stream(
+                '/rootward.v1.Control/WatchSession',
+                request_serializer=rootward_dot_v1_dot_control__pb2.WatchSessionRequest.SerializeToString,
+                response_deserializer=rootward_dot_v1_dot_control__pb2.SessionEvent.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -107,6 +112,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchSession(self, request, context):
+        """What becomes of requests while they run, of all tenants; needs the scope "admin" where the gateway has keys. Those that run already
+        are told of first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +152,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=rootward_dot_v1_dot_control__pb2.DrainRequest.FromString,
                     response_serializer=rootward_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
+            ),
+            'WatchSession': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchSession,
+                    request_deserializer=rootward_dot_v1_dot_control__pb2.WatchSessionRequest.FromString,
+                    response_serializer=rootward_dot_v1_dot_control__pb2.SessionEvent.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -303,6 +321,33 @@ class Control:
             '/rootward.v1.Control/Drain',
             rootward_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
             rootward_dot_v1_dot_control__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rootward.v1.Control/WatchSession',
+            rootward_dot_v1_dot_control__pb2.WatchSessionRequest.SerializeToString,
+            rootward_dot_v1_dot_control__pb2.SessionEvent.FromString,
             options,
             channel_credentials,
             insecure,

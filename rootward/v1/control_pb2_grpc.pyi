@@ -39,6 +39,10 @@ class ControlStub:
     """Ends generations by request id; unknown ids are not an error."""
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Refuse new work, let running work end."""
+    WatchSession: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchSessionRequest, _control_pb2.SessionEvent]
+    """What becomes of requests while they run, of all tenants; needs the scope "admin" where the gateway has keys. Those that run already
+    are told of first.
+    """
 
 @_typing.type_check_only
 class ControlAsyncStub(ControlStub):
@@ -51,6 +55,10 @@ class ControlAsyncStub(ControlStub):
     """Ends generations by request id; unknown ids are not an error."""
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuse new work, let running work end."""
+    WatchSession: _aio.UnaryStreamMultiCallable[_control_pb2.WatchSessionRequest, _control_pb2.SessionEvent]  # type: ignore[assignment]
+    """What becomes of requests while they run, of all tenants; needs the scope "admin" where the gateway has keys. Those that run already
+    are told of first.
+    """
 
 class ControlServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -96,5 +104,15 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
         """Refuse new work, let running work end."""
+
+    @_abc_1.abstractmethod
+    def WatchSession(
+        self,
+        request: _control_pb2.WatchSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_control_pb2.SessionEvent], _abc.AsyncIterator[_control_pb2.SessionEvent]]:
+        """What becomes of requests while they run, of all tenants; needs the scope "admin" where the gateway has keys. Those that run already
+        are told of first.
+        """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

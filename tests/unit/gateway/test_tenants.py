@@ -1,0 +1,210 @@
+"""Tenants beside one another: ids of one mean nothing to another, and each pays once for what it gets. Nobody's text stops the rest."""
+
+import asyncio
+import threading
+from contextlib import AsyncExitStack, aclosing
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.tokenizers_for_tests import byte_level
+from unit.gateway.verifier_for_tests import SpellingVerifier
+
+from gateway.accounts import owed
+from gateway.names import as_chosen, of_tenant
+from gateway.quotas import Rate
+from gateway.requests import GenerateRequest, Resume
+from gateway.service import GatewayService
+from gateway.sessions import FINISHED, INTERRUPTED, RUNNING, MemoryStore, Record, Run
+from gateway.upstreams import Upstreams
+from rootward.core.requests import FinishReason
+from rootward.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
+
+SIZE = 200.0
+NEVER_FILLS = Rate(1e-6, SIZE)
+PAID = 1 + len(IDS)  # the prompt is one token
+
+
+def ask(tenant, request_id="one", *, offset=None, tokens=(), **more):
+    resume = None if offset is None else Resume(offset, tuple(tokens))
+    return GenerateRequest("a", tenant=tenant, request_id=request_id, resume=resume, **{"max_tokens": 50} | more)
+
+
+ids = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters="{}"), min_size=1, max_size=8)
+
+
+@given(st.text(max_size=8), ids, st.text(max_size=8), ids)
+def test_names_of_tenants_never_meet(tenant, name, other, another):
+    assert (of_tenant(tenant, name) == of_tenant(other, another)) == ((tenant, name) == (other, another))
+    assert as_chosen(of_tenant(tenant, name)) == name
+
+
+async def test_two_tenants_use_one_id_at_once():
+    verifier = SpellingVerifier(delay_s=0.02)
+    store = MemoryStore()
+    async with serving(verifier, store=store) as service:
+        both = await asyncio.gather(*(service.collect(ask(tenant)) for tenant in ("t", "u", "")))
+        assert [(one.text, one.request_id) for one in both] == [(TEXT, "one")] * 3
+        assert len({r.request_id for r in verifier.requests}) == 3
+        await at_rest(service, verifier)
+    for name in ("t one", "u one", "one"):
+        assert (await store.record(name)).output.tokens == IDS
+
+
+async def test_an_abort_ends_the_requests_of_its_tenant_alone():
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+    async with serving(verifier) as service:
+        running = {tenant: asyncio.create_task(service.collect(ask(tenant))) for tenant in ("t", "u")}
+        while len(verifier.requests) < 2:
+            await asyncio.sleep(0.005)
+        assert service.abort(["one"], tenant="v") == []
+        assert service.abort(["one", "two"], tenant="t") == ["one"]
+        assert (await running["t"]).ending.reason is FinishReason.ABORTED
+        assert (await running["u"]).text == TEXT
+        await at_rest(service, verifier)
+
+
+async def test_a_strangers_id_is_as_good_as_unknown():
+    """Running or finished, the answer to another tenant is that to an id which nobody has used."""
+    verifier = SpellingVerifier(run=1, delay_s=0.02)
+
+    async def refusal(service, request_id):
+        with pytest.raises(Unavailable) as refused:
+            await service.collect(ask("stranger", request_id, offset=3))
+        return str(refused.value), refused.value.reason, dict(refused.value.metadata)
+
+    async with serving(verifier) as service:
+        async with aclosing(service.generate(ask("t"))) as deltas:
+            await anext(deltas)
+            assert await refusal(service, "one") == await refusal(service, "never")
+            held = [d.token_ids async for d in deltas]
+        assert await refusal(service, "one") == await refusal(service, "never")
+        assert len(held) == len(IDS) - 1
+        assert (await service.collect(ask("stranger", offset=0))).text == TEXT  # its own, from the beginning
+        await at_rest(service, verifier)
+
+
+# -- what is paid -------------------------------------------------------------------------------------------------------
+
+
+def level(store, tenant="t"):
+    return store._buckets._levels[tenant][0]
+
+
+async def resumed_elsewhere(one, two):
+    async with aclosing(one.generate(ask("t"))) as deltas:
+        got = (await anext(deltas)).token_ids
+    await two.collect(ask("t", offset=len(got), tokens=got))
+
+
+async def taken_over(one, two):
+    old = one.generate(ask("t"))
+    got = (await anext(old)).token_ids
+    await two.collect(ask("t", offset=len(got), tokens=got))
+    await old.aclose()
+
+
+async def resumed_at_once(one, two):
+    old = one.generate(ask("t"))
+    got = (await anext(old)).token_ids
+    ending = asyncio.create_task(anext(old))
+    await one.collect(ask("t", offset=len(got), tokens=got))
+    await asyncio.gather(ending, return_exceptions=True)
+
+
+async def fetched_twice(one, two):
+    await one.collect(ask("t"))
+    await asyncio.sleep(0.15)  # its record is written
+    for _ in range(2):
+        assert (await two.collect(ask("t", offset=0))).text == TEXT
+
+
+@pytest.mark.parametrize("path", [resumed_elsewhere, taken_over, resumed_at_once, fetched_twice])
+async def test_a_request_is_paid_once(path):
+    verifier, store = SpellingVerifier(run=1, delay_s=0.01), MemoryStore()
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
+        options = {"store": store, "tenant_rate": NEVER_FILLS}
+        one, two = [await enter(serving(verifier, **options)) for _ in range(2)]
+        await path(one, two)
+        await at_rest(one, verifier)
+        await at_rest(two, verifier)
+        assert level(store) == pytest.approx(SIZE - PAID, abs=0.01)
+
+
+async def test_what_never_ran_costs_nothing():
+    verifier, store = SpellingVerifier(run=1, delay_s=0.02), MemoryStore()
+    async with serving(
+        verifier, store=store, tenant_rate=NEVER_FILLS, max_num_seqs=1, max_num_queued_reqs=0
+    ) as service:
+        first = asyncio.create_task(service.collect(ask("u")))
+        while not verifier.running:
+            await asyncio.sleep(0.005)
+        with pytest.raises(Overloaded):
+            await service.collect(ask("t", "two"))
+        assert level(store) == pytest.approx(SIZE, abs=0.01)
+        await first
+        for number in range(int((SIZE - 51) / PAID) + 1):
+            await service.collect(ask("t", f"t{number}"))
+        with pytest.raises(RateLimited):
+            await service.collect(ask("t", "two"))
+        await at_rest(service, verifier)
+
+
+def test_what_is_left_to_pay():
+    run = Run(tuple(range(8)), (False,) * 8)
+    assert owed(51, 1, Record()) == 51
+    assert owed(51, 1, Record({"state": RUNNING}, run)) == 0  # its driver died with it
+    assert owed(51, 1, Record({"state": INTERRUPTED}, run)) == 42
+    assert Record({"state": FINISHED}).finished
+
+
+# -- nobody's text stops the rest -----------------------------------------------------------------------------------------
+
+
+class Slow:
+    """A tokenizer that waits, in whatever thread it is asked, until the loop has run."""
+
+    def __init__(self):
+        self.inner, self.free = byte_level(), threading.Event()
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def encode(self, text, **options):
+        assert self.free.wait(20), "the loop stands still"
+        return self.inner.encode(text, **options)
+
+    def decode(self, tokens, **options):
+        assert self.free.wait(20), "the loop stands still"
+        return self.inner.decode(tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda s: s.tokenize("x" * 5000),
+        lambda s: s.prompt_ids(GenerateRequest("x" * 5000)),
+        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, bad_words=("x" * 60,) * 100)),
+        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, prediction="y" * 5000)),
+        lambda s: s.detokenize([5] * 1000),
+        lambda s: s.token_texts([5] * 1000),
+    ],
+    ids=["tokenize", "prompt", "bad_words", "prediction", "detokenize", "token_texts"],
+)
+async def test_long_texts_leave_the_loop_free(call):
+    slow = Slow()
+    upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
+    async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
+        await upstreams.wait_ready(5.0)
+        task = asyncio.create_task(call(service))
+        await asyncio.sleep(0.05)  # it has begun
+        slow.free.set()
+        await asyncio.wait_for(task, 20)
+
+
+async def test_too_many_bad_words_are_refused_before_they_are_read():
+    async with serving() as service:
+        with pytest.raises(InvalidRequest, match="bad_words: 257 words are more than 256"):
+            await service.collect(GenerateRequest("a", bad_words=("é" * 1000,) * 257))
