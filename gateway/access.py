@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextvars import ContextVar
 
+import structlog
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -18,6 +19,8 @@ from gateway.http_errors import http_error
 from gateway.keys import Caller, Keys, Scope
 from rootward.errors import ServiceError
 from rootward.rpc.status import Context
+
+log = structlog.get_logger()
 
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the call that this task serves
 
@@ -74,6 +77,8 @@ class Access:
                 try:
                     _CALLER.set(self._admit(needed, Headers(scope=scope).get("authorization")))
                 except ServiceError as error:
+                    peer = ":".join(map(str, scope.get("client") or ()))
+                    log.warning("call_refused", path=scope["path"], peer=peer, reason=error.reason, error=str(error))
                     await send_error(http_error(error), {}, scope, receive, send)
                     return
             await app(scope, receive, send)

@@ -6,6 +6,7 @@ Health and reflection stay open: probes and tools carry no credentials, and they
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ import grpc
 
 from rootward.errors import PermissionDenied, ServiceError
 from rootward.rpc.status import Context, abort
+
+log = logging.getLogger(__name__)
 
 OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 SAN = "x509_subject_alternative_name"
@@ -36,7 +39,7 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
         method = handler_call_details.method
         if handler is None or method.startswith(OPEN):
             return handler
-        return _guarded(handler, lambda context: self._check(method, context))
+        return _guarded(method, handler, self._check)
 
 
 def peers_only(identities: tuple[str, ...]) -> Check:
@@ -59,15 +62,22 @@ def peer_names(context: Context) -> frozenset[str]:
     return frozenset(name.decode(errors="replace") for name in context.auth_context().get(SAN, ()))
 
 
-def _guarded(handler: Handler, check: Callable[[Context], None]) -> Handler:
+def _guarded(method: str, handler: Handler, check: Check) -> Handler:
     """The same handler behind a check, whichever of the four kinds it is and whether it yields or writes."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     body = getattr(handler, kind)
 
     async def admit(context: Context) -> None:
         try:
-            check(context)
+            check(method, context)
         except ServiceError as error:
+            seen = {
+                "path": method,
+                "peer": context.peer(),
+                "reason": error.reason,
+                "error": str(error),
+            }  # no credentials
+            log.warning("call_refused", extra=seen)
             await abort(context, error)
 
     async def answer(request: Any, context: Context) -> Any:

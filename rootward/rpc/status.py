@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from traceback import format_tb
 from typing import Any, NoReturn
 
 import grpc
@@ -73,7 +74,7 @@ async def abort(context: Context, error: ServiceError, request_id: str = "") -> 
 async def errors_as_status(context: Context, request_id: str = "") -> AsyncIterator[None]:
     """Around the body of a handler: ServiceError becomes its status, any bug INTERNAL; cancellation passes through.
 
-    The traceback of a bug goes to the log; the peer learns the kind of exception only.
+    Where a bug was goes to the log, without values: those may be prompts. The peer learns the kind of exception only.
     """
     try:
         yield
@@ -82,7 +83,9 @@ async def errors_as_status(context: Context, request_id: str = "") -> AsyncItera
     except Exception as error:
         known = _service_error(error)
         if known is None:
-            logging.getLogger(__name__).error("a handler failed", exc_info=error)
+            trace = "".join(format_tb(error.__traceback__))
+            extra = {"error": type(error).__name__, "trace": trace}
+            logging.getLogger(__name__).error("a handler failed", extra=extra)
             known = ServiceError(f"internal error ({type(error).__name__})")
         await abort(context, known, request_id)
 

@@ -40,7 +40,7 @@ class Service:
         alarm.start()
         line = self.process.stdout.readline()
         alarm.cancel()
-        found = re.search(r"listening on (\S+:\d+)(?: and (http://\S+))?", line)
+        found = re.search(r"listening on (\S+:\d+)(?: and (https?://\S+))?", line)
         assert found, f"{self.command} did not start:\n{self.output()}"
         self.address, self.http = found[1], found[2] or ""
         return self
