@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import openai
 import pytest
 from support.certificates import Authority, spiffe
 from unit.gateway.service_for_tests import serving
@@ -177,6 +178,32 @@ async def test_keys_at_both_faces_of_the_gateway(tmp_path: Path, caplog: pytest.
                     await client.generate("x")
     said = caplog.text
     assert not any(secret in said for secret in (user, admin, other, past, "rw-wrong"))
+
+
+async def test_the_openai_package_knows_refused_keys_and_does_not_try_again(tmp_path: Path) -> None:
+    user, other = new_key(), new_key()
+    path = keys_file(tmp_path, entry(user, "user"), entry(other, "other", more=", models: [another]"))
+    made: list[httpx.Request] = []
+
+    async def note(request: httpx.Request) -> None:
+        made.append(request)
+
+    kinds = {"rw-wrong": openai.AuthenticationError, other: openai.PermissionDeniedError}
+    async with guarded_gateway(path) as (_, url):
+        for key, kind in kinds.items():
+            hooked = openai.DefaultAsyncHttpxClient(event_hooks={"request": [note]})
+            async with openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key=key, max_retries=2, http_client=hooked
+            ) as client:
+                for stream in (False, True):
+                    made.clear()
+                    with pytest.raises(kind) as refused:
+                        await client.completions.create(model="demo", prompt="x", stream=stream)
+                    assert refused.value.code in ("invalid_api_key", "permission_denied")
+                    assert key not in str(refused.value)
+                    assert len(made) == 1
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=user) as client:
+            assert (await client.completions.create(model="demo", prompt="x")).choices[0].text
 
 
 async def test_the_command_line_sends_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
