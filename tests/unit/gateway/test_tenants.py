@@ -186,7 +186,7 @@ class Slow:
     [
         lambda s: s.tokenize("x" * 5000),
         lambda s: s.prompt_ids(GenerateRequest("x" * 5000)),
-        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, bad_words=("x" * 60,) * 100)),
+        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, bad_words=("x" * 25,) * 100)),
         lambda s: s.collect(GenerateRequest((1,), max_tokens=2, prediction="y" * 5000)),
         lambda s: s.detokenize([5] * 1000),
         lambda s: s.token_texts([5] * 1000),
