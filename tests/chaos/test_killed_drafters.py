@@ -123,6 +123,8 @@ async def recovered(run: Run) -> None:
 async def killing(kills: int, model: str, num_drafters: int) -> None:
     moments = random.Random(kills)
     async with under_load(model, num_drafters) as run, asyncio.TaskGroup() as starts:
+        before = await tokens_per_round(run)
+        assert before > 1
         while run.num_kills < kills:
             await asyncio.sleep(moments.uniform(0.0, 0.4))
             await until(lambda: run.alive, RECOVERY_S)
@@ -130,12 +132,20 @@ async def killing(kills: int, model: str, num_drafters: int) -> None:
             starts.create_task(run.add_drafter())
         await until(lambda: len(run.alive) == num_drafters, RECOVERY_S)
         await recovered(run)
+        assert await tokens_per_round(run) > 0.9 * before
         # A death costs a session at most the wait it was in: then it decodes plainly, or drafts elsewhere. Whoever does not require trees
         # waits as long as it can gain by them, which a busy machine may often take to grow one.
         assert max(stats.num_drafter_misses for stats in run.required) <= run.num_kills
         assert sum(stats.num_drafter_misses for stats in run.stats) <= STREAMS * run.num_kills
         assert run.longest_s < 2 * WAIT_S
-        assert any(stats.num_spec_steps for stats in run.required)
+
+
+async def tokens_per_round(run: Run) -> float:
+    """Of one generation of every stream that begins now."""
+    seen = len(run.stats)
+    await until(lambda: len(run.stats) >= seen + 2 * STREAMS, RECOVERY_S)
+    last = run.stats[-STREAMS:]
+    return STREAMS * TOKENS / sum(stats.num_spec_steps + stats.num_plain_steps for stats in last)
 
 
 @pytest.mark.services
