@@ -142,9 +142,9 @@ async def killing(kills: int, model: str, num_drafters: int) -> None:
 
 async def tokens_per_round(run: Run) -> float:
     """Of one generation of every stream that begins now."""
-    seen = len(run.stats)
-    await until(lambda: len(run.stats) >= seen + 2 * STREAMS, RECOVERY_S)
-    last = run.stats[-STREAMS:]
+    seen = len(run.required)
+    await until(lambda: len(run.required) >= seen + 2 * STREAMS, RECOVERY_S)
+    last = run.required[-STREAMS:]
     return STREAMS * TOKENS / sum(stats.num_spec_steps + stats.num_plain_steps for stats in last)
 
 
