@@ -22,7 +22,7 @@ from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
-from verifier_service.breaker import Breaker
+from verifier_service.breaker import MAX_MISSES, Breaker
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.outbox import Outbox
 from verifier_service.placement import DrafterView
@@ -203,9 +203,11 @@ class Link:
             self.breaker.served()
             if tokens:
                 self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
-        elif self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
+            return
+        draft.misses += 1  # a single one may be our own doing: a process that was stopped finds everything overdue
+        if self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
             self._leave_alone("late")
-        elif self.overdue(draft.asked_s):  # whatever it does for others
+        elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # whatever it does for others
             self.orphan(draft.slot, "forgotten")
 
     def _leave_alone(self, reason: str) -> None:
@@ -303,7 +305,7 @@ class Link:
             self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
         if not draft.heard:  # what it was asked for last it has taken
             self._num_refusals = 0
-        draft.heard, draft.asked_s = True, None
+        draft.heard, draft.asked_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
 
     def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:

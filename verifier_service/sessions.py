@@ -55,6 +55,7 @@ class Draft:
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0
     asked_s: float | None = None  # since when it owes growth, of this root or an earlier one
+    misses: int = 0  # rounds since then that went without it
     committed_s: float | None = None  # since when growth under the present root is waited for
     queued_s: float = 0.0  # how long this round's growth waited for its turn at the drafter
 
