@@ -24,7 +24,7 @@ from verifier_service.worth import Worth
 
 MEMORY = 0.1  # weight of the newest round in seconds
 LEVEL = 2  # nodes whose time a tree costs before its first node
-ENTER, LEAVE = 1.04, 0.97  # speed-ups at which all sessions begin to use trees, and stop
+ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
 PLAIN_EVERY = 100  # one round in so many is plain, so that what it costs stays current
 PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
@@ -85,14 +85,16 @@ class Trial:
 
 @dataclass(slots=True)
 class Forecast:
-    """Speed-ups with 0, 1, … nodes. best: the number of nodes that is best up to each. hopeful: a trial makes sense."""
+    """Speed-ups with 0, 1, … nodes. best: the number of nodes that is best up to each; top: of all trees. hopeful: a trial makes sense."""
 
     load: int
     speedups: list[float]
     hopeful: bool = False
     best: list[int] = field(init=False)
+    top: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.top = max(range(1, len(self.speedups)), key=self.speedups.__getitem__, default=0)
         self.best = [0] * len(self.speedups)
         for n in range(1, len(self.speedups)):
             before = self.best[n - 1]
@@ -135,14 +137,15 @@ class Gain:
         """Speed-up of rounds with 0, 1, …, most nodes."""
         return self._speedups(most, load, self._machine.growth_s, self._slow.get(load.bit_length(), 1.0))
 
-    def nodes(self, session: int, most: int, load: int) -> int:
-        """Cap of a round that begins now: at most `most` nodes, while `load` sessions share a step. 0: decode plainly."""
+    def nodes(self, session: int, most: int, load: int, possible: int = 0) -> int:
+        """Cap of a round that begins now: at most `most` nodes, while `load` sessions share a step. 0: decode plainly.
+
+        possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
         if most < 1 or resting or not self._machine.plain.known:
             return 0
-        forecast = self._forecast_for(most, load)
-        best = forecast.best[most]
-        self._judge(forecast.speedups[best], load)
+        forecast = self._forecast_for(max(most, possible), load)
+        self._judge(forecast.speedups[forecast.top], load)
         if not self._on and self._trial is None and self._rest_s <= 0:
             self._try(session, forecast, load)
         if self._trial is not None and self._trial.session is None:
@@ -156,6 +159,7 @@ class Gain:
             self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1
         ):  # all sessions at once: a drafter that works slows the others down
             return 0
+        best = forecast.top if forecast.top <= most else forecast.best[most]
         return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
 
     def add(self, session: int, spent: Spent) -> None:

@@ -46,15 +46,15 @@ class Rounds:
 
     def begin(self, session: Session) -> None:
         """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""
-        most = self.policy.num_draft_tokens
+        possible = min(self.policy.num_draft_tokens, self.nodes)
         # Deeper than tokens_left - 1 nothing could be emitted.
-        most = min(session.request.speculation.num_draft_tokens or most, most, self.nodes, session.tokens_left - 1)
+        most = min(session.request.speculation.num_draft_tokens or possible, possible, session.tokens_left - 1)
         if session.required:
             session.cap = most
         elif session.law is None or not self.pool.up:
             session.cap = 0
         else:
-            session.cap = session.gain.nodes(session.number, most, self.load)
+            session.cap = session.gain.nodes(session.number, most, self.load, possible)
             if 0 < session.cap < session.tokens_left - 1:
                 session.gain.usual_nodes = session.cap
             if not self.drafts(session):

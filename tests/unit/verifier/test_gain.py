@@ -166,6 +166,29 @@ def test_a_drafter_that_slows_the_engine_down_is_not_taken_for_a_slow_machine(lo
     assert not any(map(any, world.caps[-20:]))
 
 
+@pytest.mark.parametrize("load", [1, 8, 16])
+def test_no_drafter_follows_a_text_whose_rounds_have_no_trees(load: int) -> None:
+    """Trees paid once and do not pay any more, by little: then nobody uses them, instead of all using trees of no nodes."""
+    world = World(flat, load=load)
+    world.speedup(100)
+    assert world.gain.uses_trees(0)
+    world.growth = 0.3 if load == 1 else 0.0
+    world.busy = 1.0 if load == 1 else 2.2
+    world.speedup(400)
+    for caps in world.caps[-40:]:
+        assert caps == [0] * load
+    assert not any(world.gain.uses_trees(i) for i in range(load))
+
+
+def test_the_end_of_a_request_says_nothing_of_trees() -> None:
+    world = World(flat, growth=0.15)
+    world.speedup(100)
+    assert world.gain.uses_trees(0)
+    for _ in range(20):
+        assert world.gain.nodes(0, 1, 1, 16) in (0, 1)  # one node would not pay for its wait
+        assert world.gain.uses_trees(0)
+
+
 def test_a_trial_whose_tree_never_comes_ends() -> None:
     gain = Gain(known(flat))
     assert gain.nodes(1, 16, 1) > 0
