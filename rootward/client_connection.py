@@ -59,7 +59,15 @@ class Connection:
         self._turn = 0
 
     def channel(self) -> grpc.aio.Channel:
-        """The next channel in turn."""
+        """The next channel in turn, those that could not connect lately only where there is no other: a gateway that is down fails calls
+        at once, and would win every race for the next attempt."""
+        for _ in range(self._num_channels):
+            channel = self._next()
+            if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                break
+        return channel
+
+    def _next(self) -> grpc.aio.Channel:
         self._turn = (self._turn + 1) % self._num_channels
         while len(self._channels) <= self._turn:
             self._channels.append(self._open(self.addresses[len(self._channels) % len(self.addresses)]))

@@ -298,6 +298,15 @@ async def test_what_one_gateway_leaves_another_finishes():
         await server.stop(0)
 
 
+async def test_a_gateway_that_is_down_is_not_tried_while_another_is_up():
+    servicer = Breaking()
+    server, address = await flaky_server(servicer)
+    async with AsyncClient(f"127.0.0.1:1,{address}", max_retries=1) as client:
+        results = await asyncio.gather(*(client.generate("a") for _ in range(40)))
+    assert [result.token_ids for result in results] == [tuple(range(10))] * 40
+    await server.stop(0)
+
+
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
