@@ -2,8 +2,9 @@
 
     python benchmarks/gateway.py --streams 200 --tokens 32 --pairs 5 [--profile FILE]
 
-Both ways take turns on the same processes, so that the ratio is one of the same minute on the same machine. Every stream is checked: all
-tokens, in order, and the same text both ways (the requests are coupled).
+Straight is one stream of the verifier per request; by feed, one for all of them, as the gateway itself does. The ways take turns on the
+same processes, so that a ratio is one of the same minute on the same machine. Every stream is checked: all tokens, in order, and the same
+text every way (the requests are coupled).
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from statistics import median
 
 from rootward import AsyncClient, SamplingParams, demo
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.rpc.channel import open_channel
 from rootward.rpc.clients import RemoteVerifier
+from rootward.rpc.codec import from_pb, to_pb
+from rootward.v1 import verifier_pb2_grpc
 
 READY_S = 120.0
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
@@ -62,7 +66,16 @@ def request(name: str, seed: int, tokens: int) -> VerifierRequest:
     return VerifierRequest(name, PROMPT, stopping=stopping, speculation=coupled, seed=seed)
 
 
-async def straight(verifier: RemoteVerifier, name: str, seed: int, tokens: int) -> tuple[int, ...]:
+async def straight(verifier: verifier_pb2_grpc.VerifierStub, name: str, seed: int, tokens: int) -> tuple[int, ...]:
+    got: list[int] = []
+    async for message in verifier.Generate(to_pb(request(name, seed, tokens))):
+        run = from_pb(message)
+        assert run.offset == len(got), name
+        got += run.tokens
+    return tuple(got)
+
+
+async def by_feed(verifier: RemoteVerifier, name: str, seed: int, tokens: int) -> tuple[int, ...]:
     got: list[int] = []
     async for run in verifier.generate(request(name, seed, tokens)):
         assert run.offset == len(got), name
@@ -87,6 +100,7 @@ class Stack:
     """The demo pair as processes."""
 
     services: dict[str, Running]
+    stub: verifier_pb2_grpc.VerifierStub
     verifier: RemoteVerifier
     client: AsyncClient
 
@@ -125,7 +139,9 @@ async def stack(streams: int, profile: str = "") -> AsyncIterator[Stack]:
         )
         gateway = await enter(service(module, *flags))
         services = {"drafter": drafter, "verifier": verifier, "gateway": gateway}
-        yield Stack(services, await enter(RemoteVerifier(verifier.address)), await enter(AsyncClient(gateway.address)))
+        stub = verifier_pb2_grpc.VerifierStub(await enter(open_channel(verifier.address)))
+        client = await enter(AsyncClient(gateway.address))
+        yield Stack(services, stub, await enter(RemoteVerifier(verifier.address)), client)
 
 
 @dataclass
@@ -147,25 +163,29 @@ async def turn(stack: Stack, way: Way, label: str, streams: int, tokens: int) ->
 
 
 async def compare(streams: int, tokens: int, pairs: int, profile: str = "") -> dict[str, object]:
-    """Figures of each pair of turns, and the median of their ratios, through the gateway over straight. A first pair warms up."""
-    done: dict[str, list[Turn]] = {"straight": [], "through": []}
+    """Figures of each way, and of the ratios of its tokens/s, through the gateway over each. A first round warms up."""
+    done: dict[str, list[Turn]] = {"straight": [], "by_feed": [], "through": []}
     async with stack(streams, profile) as running:
         ways: dict[str, Way] = {
-            "straight": lambda *about: straight(running.verifier, *about),
+            "straight": lambda *about: straight(running.stub, *about),
+            "by_feed": lambda *about: by_feed(running.verifier, *about),
             "through": lambda *about: through(running.client, *about),
         }
         for number in range(pairs + 1):
             for label in sorted(ways, reverse=number % 2 > 0):
                 done[label].append(await turn(running, ways[label], f"{label}{number}", streams, tokens))
-            assert done["straight"][-1].got == done["through"][-1].got
-    ratios = [b.tokens_per_s / a.tokens_per_s for a, b in zip(done["straight"], done["through"], strict=True)][1:]
-    about = {
-        "streams": streams,
-        "tokens": tokens,
-        "ratios": [round(r, 3) for r in ratios],
-        "median": round(median(ratios), 3),
-    }
-    return about | {label: figures(turns[1:]) for label, turns in done.items()}
+            assert done["straight"][-1].got == done["by_feed"][-1].got == done["through"][-1].got
+    measured = {label: turns[1:] for label, turns in done.items()}
+    about: dict[str, object] = {"streams": streams, "tokens": tokens}
+    for label in ("straight", "by_feed"):
+        about[f"through / {label}"] = ratios(measured["through"], measured[label])
+    return about | {label: figures(turns) for label, turns in measured.items()}
+
+
+def ratios(above: list[Turn], below: list[Turn]) -> dict[str, object]:
+    """Of pairs of turns of the same minute."""
+    found = [round(a.tokens_per_s / b.tokens_per_s, 3) for a, b in zip(above, below, strict=True)]
+    return {"median": median(found), "pairs": found}
 
 
 def figures(turns: list[Turn]) -> dict[str, object]:

@@ -112,7 +112,9 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         async def drain(timeout_s: float) -> int:
             return verifier.start_draining(timeout_s or settings.shutdown_timeout_s)
 
-        VerifierServicer(verifier, drain).register(server)
+        servicer = VerifierServicer(verifier, drain)
+        servicer.register(server)
+        stack.callback(servicer.feeds.end)  # before the server stops, which would wait for them
         await server.start()
         await server.set_ready(True)
         admin.serving(

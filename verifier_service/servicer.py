@@ -9,8 +9,10 @@ from typing import Any
 import grpc
 
 from rootward.core.requests import VerifierRequest
+from rootward.errors import Unavailable
 from rootward.ports import Verifier
 from rootward.rpc.codec import from_pb, to_pb
+from rootward.rpc.feed import Feeds
 from rootward.rpc.server import RpcServer
 from rootward.rpc.status import errors_as_status, invalid_request
 from rootward.rpc.streams import closing
@@ -26,6 +28,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
     def __init__(self, verifier: Verifier, drain: Drain) -> None:
         self._verifier, self._drain = verifier, drain
+        self.feeds = Feeds()
 
     def register(self, server: RpcServer) -> None:
         verifier_pb2_grpc.add_VerifierServicer_to_server(self, server.grpc)
@@ -38,8 +41,21 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             errors_as_status(context, request.request_id),
             closing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
         ):
+            if not request.feed:
+                async for run in runs:
+                    yield to_pb(run)
+                return
+            feed, finished = self.feeds.get(request.feed), False
             async for run in runs:
-                yield to_pb(run)
+                feed.put(request.number, run)
+                finished = run.finish is not None
+            if not finished:  # whoever reads the feed would wait for more
+                raise Unavailable("the generation ended without a finish")
+
+    async def Feed(self, request: verifier_pb2.FeedRequest, context: Context) -> AsyncIterator[verifier_pb2.FeedFrame]:
+        async with errors_as_status(context), closing(self.feeds.frames(request.feed)) as frames:
+            async for frame in frames:
+                yield frame
 
     async def GetInfo(
         self, request: verifier_pb2.GetVerifierInfoRequest, context: Context

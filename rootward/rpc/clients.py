@@ -15,10 +15,11 @@ import grpc
 
 from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
-from rootward.errors import IncompatiblePair, Unavailable
+from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import VerifierInfo
 from rootward.rpc.channel import DRAFTING, PUBLIC, Transport, open_channel
 from rootward.rpc.codec import from_pb, to_pb
+from rootward.rpc.feed import Arrived, FeedReader
 from rootward.rpc.info import DrafterInfo
 from rootward.rpc.outgoing import Outgoing
 from rootward.rpc.status import from_rpc_error
@@ -113,21 +114,50 @@ class RemoteDrafter(_Remote):
 
 
 class RemoteVerifier(_Remote):
-    """`ports.Verifier` over one server stream per generation."""
+    """`ports.Verifier` over one call per generation, and one feed for what all of them commit."""
 
     def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
         super().__init__(address, PUBLIC, tls, rpc_timeout_s)
+        self._feed: FeedReader | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""
         deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
-        stub = verifier_pb2_grpc.VerifierStub(self._channel())
-        call = stub.Generate(to_pb(request), timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
-        try:
-            while (message := await _next(call)) is not None:
-                yield _decode(self.address, message)
-        finally:
-            call.cancel()
+        feed = await self._opened_feed()
+        with feed.subscribed(joining=not request.trees) as (number, arrived):
+            message = to_pb(request)
+            message.feed, message.number = feed.name, number
+            stub = verifier_pb2_grpc.VerifierStub(self._channel())
+            call = stub.Generate(message, timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
+            failure = asyncio.create_task(_failure(call, arrived))
+            try:
+                while True:
+                    run = await arrived.take()
+                    yield run
+                    if run.finish is not None:
+                        return
+            finally:
+                call.cancel()
+                failure.cancel()
+                await asyncio.gather(failure, return_exceptions=True)
+
+    async def _opened_feed(self) -> FeedReader:
+        """The one that is open, or another. Unavailable if the verifier does not answer in time."""
+        feed = self._feed
+        if feed is None or feed.over is not None:
+            feed = self._feed = FeedReader(self.address)
+            stub = verifier_pb2_grpc.VerifierStub(self._channel())
+            call = stub.Feed(verifier_pb2.FeedRequest(feed=feed.name))
+            self._reading = asyncio.create_task(feed.read(_messages(call)))
+        await feed.opened(self._rpc_timeout_s)
+        return feed
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await super().close()
 
     async def get_info(self) -> VerifierInfo:
         stub = verifier_pb2_grpc.VerifierStub(self._channel())
@@ -147,6 +177,23 @@ async def _next(call: Any) -> Any:
     """The next message of a stream, None at its end; ServiceError for a failed status."""
     message = await _answer(call.read())
     return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
+
+
+async def _messages(call: Any) -> AsyncGenerator[Any, None]:
+    """All messages of a stream; leaving it cancels the call."""
+    try:
+        while (message := await _next(call)) is not None:
+            yield message
+    finally:
+        call.cancel()
+
+
+async def _failure(call: Any, arrived: Arrived) -> None:
+    """Tell a generation whose runs come by a feed how its call has failed, if it does."""
+    try:
+        await _next(call)
+    except ServiceError as error:
+        arrived.put(error)
 
 
 async def _answer(pending: Awaitable[T]) -> T:

@@ -142,6 +142,8 @@ class VerifierRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    FEED_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     prompt: _builtins.bytes
     committed: _builtins.bytes
@@ -169,6 +171,10 @@ class VerifierRequest(_message.Message):
     """texts with different salts never share cached prefixes"""
     traceparent: _builtins.str
     """W3C trace context of the caller; empty = none"""
+    feed: _builtins.int
+    """send runs on this feed, under `number`, instead of on the call, which ends when the generation does; 0 = on the call"""
+    number: _builtins.int
+    """chosen by the caller, never again on the same feed"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -203,10 +209,12 @@ class VerifierRequest(_message.Message):
         prompt_logprobs: _builtins.int | None = ...,
         cache_salt: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        feed: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "deadline_s", b"deadline_s", "decoding", b"decoding", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "speculation", b"speculation", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "logprobs", b"logprobs", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "trees", b"trees"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s", "_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "cache_salt", b"cache_salt", "choice", b"choice", "committed", b"committed", "deadline_s", b"deadline_s", "decoding", b"decoding", "epoch", b"epoch", "feed", b"feed", "logprobs", b"logprobs", "number", b"number", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_s: _TypeAlias = _typing.Literal["deadline_s"]  # noqa: Y015
     _WhichOneofArgType__deadline_s: _TypeAlias = _typing.Literal["_deadline_s", b"_deadline_s"]  # noqa: Y015
@@ -222,6 +230,70 @@ class VerifierRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___VerifierRequest: _TypeAlias = VerifierRequest  # noqa: Y015
+
+@_typing.final
+class FeedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FEED_FIELD_NUMBER: _builtins.int
+    feed: _builtins.int
+    """random, chosen by the caller"""
+    def __init__(
+        self,
+        *,
+        feed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed", b"feed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedRequest: _TypeAlias = FeedRequest  # noqa: Y015
+
+@_typing.final
+class FeedFrame(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class Entry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        NUMBER_FIELD_NUMBER: _builtins.int
+        RUN_FIELD_NUMBER: _builtins.int
+        number: _builtins.int
+        """of the request"""
+        @_builtins.property
+        def run(self) -> Global___Committed: ...
+        def __init__(
+            self,
+            *,
+            number: _builtins.int = ...,
+            run: Global___Committed | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["run", b"run"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "run", b"run"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___FeedFrame.Entry]:
+        """in the order in which they were committed"""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___FeedFrame.Entry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FeedFrame: _TypeAlias = FeedFrame  # noqa: Y015
 
 @_typing.final
 class Committed(_message.Message):

@@ -40,6 +40,11 @@ class VerifierStub:
                 request_serializer=rootward_dot_v1_dot_verifier__pb2.VerifierRequest.SerializeToString,
                 response_deserializer=rootward_dot_v1_dot_verifier__pb2.Committed.FromString,
                 _registered_method=True)
+        self.Feed = channel.unary_stream(
+                '/rootward.v1.Verifier/Feed',
+                request_serializer=rootward_dot_v1_dot_verifier__pb2.FeedRequest.SerializeToString,
+                response_deserializer=rootward_dot_v1_dot_verifier__pb2.FeedFrame.FromString,
+                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rootward.v1.Verifier/GetInfo',
                 request_serializer=rootward_dot_v1_dot_verifier__pb2.GetVerifierInfoRequest.SerializeToString,
@@ -57,6 +62,14 @@ class VerifierServicer:
 
     def Generate(self, request, context):
         """Runs of committed tokens; the last message carries `finish`. Cancelling the call frees the slot at the next step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Feed(self, request, context):
+        """For a caller with many generations: what all those commit that name this feed, in one message per engine step. The first message is
+        empty and says that it is open. Generations that name it end with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -82,6 +95,11 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=rootward_dot_v1_dot_verifier__pb2.VerifierRequest.FromString,
                     response_serializer=rootward_dot_v1_dot_verifier__pb2.Committed.SerializeToString,
+            ),
+            'Feed': grpc.unary_stream_rpc_method_handler(
+                    servicer.Feed,
+                    request_deserializer=rootward_dot_v1_dot_verifier__pb2.FeedRequest.FromString,
+                    response_serializer=rootward_dot_v1_dot_verifier__pb2.FeedFrame.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -121,6 +139,33 @@ class Verifier:
             '/rootward.v1.Verifier/Generate',
             rootward_dot_v1_dot_verifier__pb2.VerifierRequest.SerializeToString,
             rootward_dot_v1_dot_verifier__pb2.Committed.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Feed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rootward.v1.Verifier/Feed',
+            rootward_dot_v1_dot_verifier__pb2.FeedRequest.SerializeToString,
+            rootward_dot_v1_dot_verifier__pb2.FeedFrame.FromString,
             options,
             channel_credentials,
             insecure,

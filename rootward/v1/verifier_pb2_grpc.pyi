@@ -34,6 +34,10 @@ class VerifierStub:
     def __new__(cls, channel: _aio.Channel) -> VerifierAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_verifier_pb2.VerifierRequest, _verifier_pb2.Committed]
     """Runs of committed tokens; the last message carries `finish`. Cancelling the call frees the slot at the next step."""
+    Feed: _grpc.UnaryStreamMultiCallable[_verifier_pb2.FeedRequest, _verifier_pb2.FeedFrame]
+    """For a caller with many generations: what all those commit that name this feed, in one message per engine step. The first message is
+    empty and says that it is open. Generations that name it end with it.
+    """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.VerifierInfo]
     Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Refuse new sessions, let the running ones end."""
@@ -43,6 +47,10 @@ class VerifierAsyncStub(VerifierStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_verifier_pb2.VerifierRequest, _verifier_pb2.Committed]  # type: ignore[assignment]
     """Runs of committed tokens; the last message carries `finish`. Cancelling the call frees the slot at the next step."""
+    Feed: _aio.UnaryStreamMultiCallable[_verifier_pb2.FeedRequest, _verifier_pb2.FeedFrame]  # type: ignore[assignment]
+    """For a caller with many generations: what all those commit that name this feed, in one message per engine step. The first message is
+    empty and says that it is open. Generations that name it end with it.
+    """
     GetInfo: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.VerifierInfo]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuse new sessions, let the running ones end."""
@@ -55,6 +63,16 @@ class VerifierServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_verifier_pb2.Committed], _abc.AsyncIterator[_verifier_pb2.Committed]]:
         """Runs of committed tokens; the last message carries `finish`. Cancelling the call frees the slot at the next step."""
+
+    @_abc_1.abstractmethod
+    def Feed(
+        self,
+        request: _verifier_pb2.FeedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_verifier_pb2.FeedFrame], _abc.AsyncIterator[_verifier_pb2.FeedFrame]]:
+        """For a caller with many generations: what all those commit that name this feed, in one message per engine step. The first message is
+        empty and says that it is open. Generations that name it end with it.
+        """
 
     @_abc_1.abstractmethod
     def GetInfo(
