@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from gateway.detokenizer import Detokenizer
 from rootward.core.requests import TokenLogprob
 
+PART = 32  # tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -62,16 +64,19 @@ class Output:
     def push(
         self, tokens: Sequence[int], accepted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()
     ) -> list[Span]:
-        """Take committed tokens; return the spans that are final."""
+        """Take committed tokens; return the spans that are final. Part by part, for each token looks at all held text."""
         known: Sequence[TokenLogprob | None] = logprobs or [None] * len(tokens)
+        out: list[Span] = []
         for token, flag, logprob in zip(tokens, accepted, known, strict=True):
             self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
             if self._deaf_tokens:
                 self._deaf_tokens -= 1
                 self._deaf = len(self._text())
             if self._cut_at_stop():
-                return self._release(len(self._held))
-        return self._release(self._num_releasable())
+                return out + self._release(len(self._held))
+            if len(self._held) % PART == 0:
+                out += self._release(self._num_releasable())
+        return out + self._release(self._num_releasable())
 
     def finish(self, hidden: Span | None = None) -> list[Span]:
         """Everything still held; `hidden` is a last token whose text is not shown (end of sequence, stop token)."""

@@ -24,6 +24,8 @@ from rootward.v1 import verifier_pb2
 
 Frame = verifier_pb2.FeedFrame
 
+JOINED_TOKENS = 256  # about; one stream must not keep the loop from the others
+
 
 class Feeds:
     """The verifier's end: the feeds that are open."""
@@ -113,9 +115,10 @@ class Arrived:
         first = self._items.popleft()
         if isinstance(first, ServiceError):
             raise first
-        runs = [first]
-        while self._joining and self._items and _joins(runs[-1], self._items[0]):
+        runs, num_tokens = [first], len(first.tokens)
+        while self._joining and num_tokens < JOINED_TOKENS and self._items and _joins(runs[-1], self._items[0]):
             runs.append(self._items.popleft())  # type: ignore[arg-type]  # errors join nothing
+            num_tokens += len(runs[-1].tokens)
         return first if len(runs) == 1 else _joined(runs)
 
 

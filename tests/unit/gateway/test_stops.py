@@ -43,7 +43,7 @@ def naive(text, stops):
     return text
 
 
-@given(TEXT, STOPS, st.lists(st.integers(1, 7), min_size=1, max_size=4))
+@given(TEXT, STOPS, st.lists(st.sampled_from([1, 2, 3, 5, 7, 33, 200]), min_size=1, max_size=4))
 @settings(max_examples=500, deadline=None)
 def test_equals_the_naive_search_for_every_chunking(text, stops, sizes):
     ids = byte_level().encode(text or "c")
@@ -106,3 +106,17 @@ def test_a_broken_character_at_the_end_comes_out_before_the_hidden_token():
     spans = out.push(ids, [True] * len(ids)) + out.finish(Span(0, "", False))
     assert "".join(s.text for s in spans) == "a\ufffd"
     assert [s.token for s in spans] == [*ids, 0]
+
+
+def test_the_text_looked_at_stays_short_in_a_long_run(monkeypatch):
+    looked_at = []
+
+    def find(text, stops, after=0):
+        looked_at.append(len(text))
+        return find_stop(text, stops, after)
+
+    monkeypatch.setattr("gateway.stops.find_stop", find)
+    out, ids = output(["never"]), byte_level().encode("abc " * 2000)
+    spans = out.push(ids, [False] * len(ids)) + out.finish()
+    assert "".join(s.text for s in spans) == "abc " * 2000
+    assert max(looked_at) < 200
