@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import rootward
+from gateway import http_openapi_answers as answers
 from gateway.http_fields import MAX_STREAM_INTERVAL
 from gateway.http_messages import ROLES
 from gateway.http_requests import MAX_TOP_LOGPROBS
@@ -17,16 +18,16 @@ def description() -> Schema:
         "openapi": "3.1.0",
         "info": {"title": "Rootward", "version": rootward.__version__, "description": "OpenAI-compatible; see parameters.md."},
         "paths": {
-            "/v1/completions": {"post": _post("completions", _completion(), stream=True)},
-            "/v1/chat/completions": {"post": _post("chatCompletions", _chat(), stream=True)},
-            "/v1/models": {"get": _get("listModels")},
-            "/v1/models/{model}": {"get": _get("getModel", "model")},
-            "/tokenize": {"post": _post("tokenize", _tokenize())},
-            "/detokenize": {"post": _post("detokenize", _object({"tokens": _ids(), "model": _text()}, "tokens"))},
-            "/load": {"get": _get("load")},
-            "/version": {"get": _get("version")},
+            "/v1/completions": {"post": _post("completions", _completion(), answers.completion(), events="Completion")},
+            "/v1/chat/completions": {"post": _post("chatCompletions", _chat(), answers.chat(), events="ChatChunk")},
+            "/v1/models": {"get": _get("listModels", answers.models())},
+            "/v1/models/{model}": {"get": _get("getModel", answers.model(), "model")},
+            "/tokenize": {"post": _post("tokenize", _tokenize(), answers.tokens())},
+            "/detokenize": {"post": _post("detokenize", _detokenize(), answers.text())},
+            "/load": {"get": _get("load", answers.load())},
+            "/version": {"get": _get("version", answers.version())},
         },
-        "components": {"schemas": {"Error": _error()}},
+        "components": {"schemas": {"Error": _error(), "Completion": answers.completion(), "ChatChunk": answers.chat_chunk()}},
     }  # fmt: skip
 
 
@@ -97,6 +98,10 @@ def _tokenize() -> Schema:
     }
 
 
+def _detokenize() -> Schema:
+    return _object({"tokens": _ids(), "model": _text(), "skip_special_tokens": _flag()}, "tokens")
+
+
 def _messages() -> Schema:
     part = _object({"type": {"const": "text"}, "text": _text()}, "type", "text")
     content = {"anyOf": [_text(), {"type": "array", "items": part, "minItems": 1}]}
@@ -134,29 +139,31 @@ def _error() -> Schema:
     return _object({"error": error}, "error")
 
 
-def _post(name: str, body: Schema, *, stream: bool = False) -> Schema:
+def _post(name: str, body: Schema, answer: Schema, *, events: str = "") -> Schema:
+    """events: the schema of what a stream's events carry, where there may be a stream."""
     content = {"application/json": {"schema": body}}
     return {
         "operationId": name,
         "requestBody": {"required": True, "content": content},
-        "responses": _responses(stream=stream),
+        "responses": _responses(answer, events),
     }
 
 
-def _get(name: str, *path: str) -> Schema:
+def _get(name: str, answer: Schema, *path: str) -> Schema:
     parameters = [
         {"name": p, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for p in path
     ]
-    return {"operationId": name, "parameters": parameters, "responses": _responses()}
+    return {"operationId": name, "parameters": parameters, "responses": _responses(answer)}
 
 
-def _responses(*, stream: bool = False) -> Schema:
-    answer: Schema = {"application/json": {"schema": {"type": "object"}}}
-    if stream:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+def _responses(answer: Schema, events: str = "") -> Schema:
+    content: Schema = {"application/json": {"schema": answer}}
+    if events:
+        told = f"Server-sent events: #/components/schemas/{events} each, then [DONE]."
+        content["text/event-stream"] = {"schema": {"type": "string", "description": told}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {
-        "200": {"description": "The answer.", "content": answer},
+        "200": {"description": "The answer.", "content": content},
         "default": {"description": "A refusal or a failure.", "content": error},
     }
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import grpc
+import jsonschema_rs
 import pytest
 import schemathesis
 from google.protobuf.descriptor import FieldDescriptor
@@ -22,11 +24,13 @@ from grpc_status import rpc_status
 from hypothesis import HealthCheck, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 
 from rootward import SamplingParams, demo
 from rootward.v1 import control_pb2, generate_pb2, generate_pb2_grpc
 
 FEW_TOKENS = 4  # a request that is served costs no more
+CANARY = "zyzzyva-317 "  # in prompts: no log may have it
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +44,8 @@ def undisturbed(stack):
     raised = [line for line in stack.gateway.output().splitlines() if "Unexpected [" in line or "failed" in line]
     assert all("[DecodeError]" in line for line in raised), raised  # gRPC's own words for what is no message
     assert "Traceback" not in stack.verifier.output()
+    for service in (stack.gateway, stack.verifier, stack.drafter):
+        assert CANARY.strip() not in service.output(), "a prompt in the log"
 
 
 # -- HTTP ---------------------------------------------------------------------------------------------------------------
@@ -53,12 +59,64 @@ def check(case) -> None:
                 body[name] = FEW_TOKENS
         if "messages" in body and not body.get("max_completion_tokens"):
             body.setdefault("max_tokens", FEW_TOKENS)
+        if isinstance(body.get("prompt"), str):
+            body["prompt"] = CANARY + body["prompt"]
     response = case.call()
-    assert response.status_code in (200, 400, 404, 405), (response.status_code, response.text, body)
-    if response.status_code == 400:
-        error = response.json()["error"]
-        assert error["param"], error
-        assert error["message"].startswith(f"{error['param'].split('.')[0].split('[')[0]}") or error["message"]
+    seen = (response.status_code, response.text[:1000], body)
+    assert response.status_code in (200, 400, 404, 405), seen
+    if response.status_code == 200:
+        check_answer(case, response)
+        return
+    error = jsonschema_of(case, "Error")(response.json())["error"]
+    assert error["code"], seen
+    if response.status_code == 400 or error["code"] == "model_not_found":
+        names_its_field(case, error)
+
+
+def names_its_field(case, error: dict) -> None:
+    """One of the request, or what all requests have; and the message begins with it."""
+    param = error["param"]
+    assert param, error
+    known = {*properties_of(case), *EVERYWHERE}
+    assert re.split(r"[.\[]", param)[0] in known, error
+    assert error["message"].startswith(re.split(r"[.\[]", param)[0]), error
+
+
+EVERYWHERE = {"body", "model", "x-request-id", "request_id", "session_id", "x-session-id"}
+
+
+def properties_of(case) -> set[str]:
+    """Fields that the description has for the body of an operation."""
+    body = case.operation.definition.raw.get("requestBody", {"content": {"application/json": {"schema": {}}}})
+    schema = body["content"]["application/json"]["schema"]
+    return {name for one in (schema, *schema.get("anyOf", ())) for name in one.get("properties", ())}
+
+
+def jsonschema_of(case, name: str) -> Callable[[object], object]:
+    """Checks a value against a schema of the description; the value."""
+    raw = case.operation.schema.raw_schema["components"]["schemas"][name]
+
+    def valid(value: object) -> object:
+        jsonschema_rs.validate(raw, value)
+        return value
+
+    return valid
+
+
+def check_answer(case, response) -> None:
+    """What is answered is what the description promises, event by event."""
+    kind = response.headers["content-type"][0]
+    if not kind.startswith("text/event-stream"):
+        case.validate_response(response, checks=[response_schema_conformance, content_type_conformance])
+        return
+    events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    valid = jsonschema_of(case, "ChatChunk" if "chat" in case.operation.path else "Completion")
+    *chunks, last = events
+    if last != "[DONE]":  # it failed after it had begun
+        jsonschema_of(case, "Error")(json.loads(last))
+        assert json.loads(last)["error"]["code"] != "internal_error", last
+    for chunk in chunks:
+        valid(json.loads(chunk))
 
 
 def fuzz(stack, max_examples: int) -> None:
@@ -146,7 +204,7 @@ def scrambled(data: bytes, rng: random.Random) -> bytes:
 
 
 def start(rng: random.Random) -> generate_pb2.GenerateRequest:
-    request = generate_pb2.GenerateRequest(text="x = 1")
+    request = generate_pb2.GenerateRequest(text=f"{CANARY}x = 1")
     request.stopping.max_tokens = FEW_TOKENS
     request.sampling.temperature = rng.choice((0.0, 1.0))
     return request
@@ -159,7 +217,7 @@ def message_of(rng: random.Random) -> tuple[str, bytes]:
             ("Inference/Generate", start(rng)),
             ("Inference/Generate", start(rng)),
             ("Inference/GenerateStream", start(rng)),
-            ("Inference/Tokenize", generate_pb2.TokenizeRequest(text="x = 1")),
+            ("Inference/Tokenize", generate_pb2.TokenizeRequest(text=f"{CANARY}x = 1")),
             ("Inference/Detokenize", generate_pb2.DetokenizeRequest(token_ids=[5, 6])),
             ("Control/GetModelInfo", control_pb2.GetModelInfoRequest()),
             ("Control/Abort", control_pb2.AbortRequest(request_ids=["a"])),
