@@ -198,8 +198,11 @@ class AsyncClient:
         return load_from_pb(await self._call(self._control().GetLoad, control_pb2.GetLoadRequest()))
 
     async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
-        """What becomes of the requests of a session, until the loop is left, or of one request, until it ends. What runs already is told
-        of first. Where the gateway has keys this needs one with the scope "admin"; it then sees all tenants."""
+        """What becomes of the requests of a session, until the loop is left, or of one request, until it ends.
+
+        What runs already is told of first. Of several gateways one is heard, and it tells what it drives itself. Where the gateway has
+        keys this needs one with the scope "admin"; it then sees all tenants.
+        """
         wanted = {"session_id": session_id} if session_id else {"request_id": request_id}
         request = control_pb2.WatchSessionRequest(**wanted)
         call = self._control().WatchSession(request, metadata=self._connection.metadata())
