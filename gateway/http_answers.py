@@ -43,6 +43,11 @@ class Answer:
     def __post_init__(self) -> None:
         self.tally.num_choices = self.num_choices
 
+    @property
+    def tells_prompt(self) -> bool:
+        """Token by token, which takes time in its length."""
+        return self.echo is not None or self.prompt_names is not None
+
     def whole(self, spans: Mapping[int, Sequence[Span]]) -> Body:
         """The whole answer, from the spans of every output; their endings are in the tally."""
         choices = []

@@ -99,6 +99,7 @@ class HttpApi:
             ids,
             model=one(body, "model", string, ""),
             skip_special_tokens=one(body, "skip_special_tokens", boolean, False),
+            field="tokens",
         )
         return json_response({"prompt": text})
 

@@ -33,6 +33,8 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "STREAM_INTERRUPTED": (503, "service_unavailable_error", "stream_interrupted"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "timeout"),
 }
+# Fields that go by another name than in the messages of gRPC.
+_NAMES = {"token_ids": "prompt", "structured_output": "structured_outputs"}
 _BUG = (500, "internal_server_error", "internal_error")
 
 
@@ -42,8 +44,11 @@ def http_error(error: Exception) -> HttpError:
         message = f"internal error ({type(error).__name__})"
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
     kind = _KINDS.get(error.reason, _BUG)
-    param = error.field if isinstance(error, InvalidRequest) else error.metadata.get("field")
-    return HttpError(kind[0], _body(str(error), kind, param or None), _headers(error))
+    field = (error.field if isinstance(error, InvalidRequest) else error.metadata.get("field")) or ""
+    param, message = _NAMES.get(field, field), str(error)
+    if message.startswith(f"{field}:"):
+        message = param + message[len(field) :]
+    return HttpError(kind[0], _body(message, kind, param or None), _headers(error))
 
 
 def simple_error(status: int, code: str, message: str) -> HttpError:

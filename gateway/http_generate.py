@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from gateway.http_requests import Parse, Wanted
 from gateway.http_shapes import Shape
 from gateway.planning import check_name
 from gateway.requests import Delta, GenerateRequest
-from gateway.service import GatewayService
+from gateway.service import INLINE_TOKENS, GatewayService
 from gateway.stops import Output, Span
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
@@ -64,12 +64,14 @@ class Generations:
             deltas = in_runs(side_by_side(self._service.generate, requests), wanted.stream_interval)
             async with aclosing(deltas):
                 if not wanted.stream:
-                    await respond(await _collected(answer, deltas), headers, scope, receive, send)
+                    await respond(await self._collected(answer, deltas), headers, scope, receive, send)
                     return
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
                 started = True
-                async with aclosing(_events(answer, first, deltas)) as events:  # it may be waiting for the next delta
+                async with aclosing(
+                    self._events(answer, first, deltas)
+                ) as events:  # it may be waiting for the next delta
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
@@ -110,36 +112,42 @@ class Generations:
         output = Output(self._service.tokenizer.detokenizer((), skip_special_tokens=False))
         return [*output.push(prompt, [False] * len(prompt)), *output.finish()]
 
+    async def _collected(self, answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, object]:
+        spans: dict[int, list[Span]] = {}
+        async for delta in deltas:
+            spans.setdefault(delta.index, []).extend(delta.spans)
+            answer.tally.add(delta)
+        return await self._service.off_loop(_is_long(answer, answer.tally.prompts.values()), answer.whole, spans)
 
-async def _collected(answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, object]:
-    spans: dict[int, list[Span]] = {}
-    async for delta in deltas:
-        spans.setdefault(delta.index, []).extend(delta.spans)
-        answer.tally.add(delta)
-    return answer.whole(spans)
+    async def _events(
+        self, answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """Chunks, with a comment in every long silence. The id of an event is the output position after it."""
+        delta: Delta | None = first
+        pending: asyncio.Task[Delta | None] | None = None
+        try:
+            while delta is not None:
+                long = not delta.offset and _is_long(answer, [delta.prompt])
+                for chunk in await self._service.off_loop(long, answer.chunks, delta):
+                    yield _event(chunk, delta.offset + len(delta.spans) if answer.single else None)
+                pending = asyncio.create_task(_next_or_none(deltas))
+                while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
+                    yield KEEP_ALIVE
+                delta = pending.result()
+        finally:
+            if pending is not None and not pending.done():
+                pending.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await pending
+        usage = answer.last()
+        if usage is not None:
+            yield _event(usage)
+        yield DONE
 
 
-async def _events(answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[bytes, None]:
-    """Chunks, with a comment in every long silence. The id of an event is the output position after it."""
-    delta: Delta | None = first
-    pending: asyncio.Task[Delta | None] | None = None
-    try:
-        while delta is not None:
-            for chunk in answer.chunks(delta):
-                yield _event(chunk, delta.offset + len(delta.spans) if answer.single else None)
-            pending = asyncio.create_task(_next_or_none(deltas))
-            while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
-                yield KEEP_ALIVE
-            delta = pending.result()
-    finally:
-        if pending is not None and not pending.done():
-            pending.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await pending
-    usage = answer.last()
-    if usage is not None:
-        yield _event(usage)
-    yield DONE
+def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
+    """Telling of these prompts would keep the loop."""
+    return answer.tells_prompt and sum(map(len, prompts)) > INLINE_TOKENS
 
 
 async def _next_or_none(deltas: AsyncGenerator[Delta, None]) -> Delta | None:

@@ -163,7 +163,7 @@ class GatewayService:
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         size = len(request.prediction) + sum(map(len, request.bad_words))
-        request = await self._off_loop(size > INLINE_CHARACTERS, without_texts, request, self.tokenizer)
+        request = await self.off_loop(size > INLINE_CHARACTERS, without_texts, request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
@@ -199,18 +199,20 @@ class GatewayService:
             return ()
         return await self.prompt_ids(GenerateRequest(prompt, add_special_tokens=add_special_tokens))
 
-    async def detokenize(self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
-        """The text of token ids. InvalidRequest for ids that are none."""
+    async def detokenize(
+        self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True, field: str = "token_ids"
+    ) -> str:
+        """The text of token ids. InvalidRequest, naming `field`, for ids that are none."""
         check_model(model, self.served_model)
-        check_ids("token_ids", ids, self.model.vocab_size)
-        return await self._off_loop(
+        check_ids(field, ids, self.model.vocab_size)
+        return await self.off_loop(
             len(ids) > INLINE_TOKENS, lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         )
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         decode = self.tokenizer.decode
-        return await self._off_loop(
+        return await self.off_loop(
             len(ids) > INLINE_TOKENS, lambda: [decode([i], skip_special_tokens=False) for i in ids]
         )
 
@@ -256,9 +258,9 @@ class GatewayService:
         check_model(request.model, self.served_model)
         prompt = request.prompt
         long = isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS)
-        return await self._off_loop(long, planning.prompt_ids, request, self.tokenizer)
+        return await self.off_loop(long, planning.prompt_ids, request, self.tokenizer)
 
-    async def _off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
+    async def off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
         """What the tokenizer makes of something; on a thread if that takes long."""
         if not long:
             return call(*arguments)

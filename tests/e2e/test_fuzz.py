@@ -9,7 +9,7 @@ import json
 import random
 import re
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -86,10 +86,17 @@ EVERYWHERE = {"body", "model", "x-request-id", "request_id", "session_id", "x-se
 
 
 def properties_of(case) -> set[str]:
-    """Fields that the description has for the body of an operation."""
+    """Fields that the description has for the body of an operation, at any depth."""
     body = case.operation.definition.raw.get("requestBody", {"content": {"application/json": {"schema": {}}}})
     schema = body["content"]["application/json"]["schema"]
-    return {name for one in (schema, *schema.get("anyOf", ())) for name in one.get("properties", ())}
+    return set(names_in(schema))
+
+
+def names_in(schema: object) -> Iterator[str]:
+    if isinstance(schema, dict):
+        yield from schema.get("properties", ())
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from names_in(part)
 
 
 def jsonschema_of(case, name: str) -> Callable[[object], object]:

@@ -170,7 +170,7 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
         ({}, 400, "invalid_value", "prompt"),
         ({"prompt": {"text": "a"}}, 400, "invalid_value", "prompt"),
         ({"prompt": [1, "a"]}, 400, "invalid_value", "prompt"),
-        ({"prompt": [1, 330]}, 400, "invalid_value", "token_ids"),
+        ({"prompt": [1, 330]}, 400, "invalid_value", "prompt"),
         ({"prompt": ["a"] * 129}, 400, "invalid_value", "prompt"),
         ({"prompt": ["a", 1]}, 400, "invalid_value", "prompt"),
         ({"prompt": "a", "model": "gpt"}, 404, "model_not_found", "model"),
@@ -364,7 +364,7 @@ async def test_tokenize_detokenize_and_load():
             ("/tokenize", {}, "prompt"),
             ("/tokenize", {"prompt": 3}, "prompt"),
             ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}, "messages"),
-            ("/detokenize", {"tokens": [-1]}, "token_ids"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
             ("/detokenize", {"tokens": "a"}, "tokens"),
         ):
             refused = await client.post(path, json=body)

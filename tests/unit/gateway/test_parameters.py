@@ -151,7 +151,7 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": ["x" * 65]}, "bad_words"),
         ({"bad_words": ["x"], "allowed_token_ids": [5]}, "bad_words"),
-        ({"bad_words": ["x"], "structured_outputs": {"regex": "a"}}, "structured_output"),
+        ({"bad_words": ["x"], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"echo": "yes"}, "echo"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ],

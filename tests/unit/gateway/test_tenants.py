@@ -4,6 +4,7 @@ import asyncio
 import threading
 from contextlib import AsyncExitStack, aclosing
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,9 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway import http_generate
 from gateway.accounts import owed
+from gateway.http_api import build_app
 from gateway.names import as_chosen, of_tenant
 from gateway.quotas import Rate
 from gateway.requests import GenerateRequest, Resume
@@ -202,6 +205,25 @@ async def test_long_texts_leave_the_loop_free(call):
         await asyncio.sleep(0.05)  # it has begun
         slow.free.set()
         await asyncio.wait_for(task, 20)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
+    monkeypatch.setattr(http_generate, "INLINE_TOKENS", 10)
+    slow, prompt = Slow(), list(range(40, 70))
+    upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
+    async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
+        await upstreams.wait_ready(5.0)
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "stream": stream}
+            task = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(0.05)  # it has begun
+            slow.free.set()
+            answer = await asyncio.wait_for(task, 20)
+        text = byte_level().decode(prompt)
+        assert answer.status_code == 200
+        assert stream or answer.json()["choices"][0]["text"].startswith(text + TEXT[:1])
 
 
 async def test_too_many_bad_words_are_refused_before_they_are_read():
