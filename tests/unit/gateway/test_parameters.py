@@ -146,7 +146,7 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "structured_output"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "structured_outputs"),
         ({"bad_words": "x"}, "bad_words"),
         ({"bad_words": [""]}, "bad_words"),
         ({"bad_words": ["x" * 65]}, "bad_words"),
