@@ -109,7 +109,6 @@ class Grower(Generic[K]):
         if growing.history is not None:
             growing.history.extend(message.tokens)
         growing.foresee(message.tokens)
-        growing.arrived_s = time.monotonic()
         return unsent
 
     def close(self, key: K) -> None:
@@ -167,13 +166,13 @@ class Grower(Generic[K]):
         orders: dict[int, NDArray[np.int64]] = {}
         growth = Ahead(own, replace(self.bets, nodes=ahead_cap), lambda node, row: orders.get(node, row.ids))
         key = Key(message.seed, message.choice)
-        begun_s, source = time.monotonic(), None
+        source = None
         if message.prediction and max(message.prediction) < info.vocab_size:
             source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         history = None
         if message.sampling.penalised:
             history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
-        planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key, begun_s)
+        planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key)
         planted.source, planted.orders, planted.history = source, orders, history
         if message.node_budget is not None:
             planted.allow(message.node_budget)
@@ -319,8 +318,7 @@ class Grower(Generic[K]):
             rows,
             growing.told_rest,
             draft_us,
-            int((time.monotonic() - growing.arrived_s) * 1e6),
-            np.array([r.guess for r in records], dtype=np.bool_),
+            guess=np.array([r.guess for r in records], dtype=np.bool_),
         )
 
 

@@ -26,7 +26,6 @@ class GrowingTree:
     kv_slot: int
     pending: list[int]
     key: Key
-    arrived_s: float
     sent: int = 1  # first node id that no frame has carried
     rows_sent: set[int] = field(default_factory=set)
     told_rest: bool = False

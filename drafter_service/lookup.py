@@ -145,7 +145,7 @@ class Lookup(Generic[K]):
 
 def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:
     """The nodes from `first` on, and that there will be no more."""
-    tree, now_s = growing.tree, time.monotonic()
+    tree = growing.tree
     records = [tree.nodes[node] for node in range(first, tree.next_id)]
     return Grow(
         growing.open.slot,
@@ -156,6 +156,5 @@ def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:
         np.array([r.token for r in records], dtype=np.int64),
         np.zeros(len(records), dtype=np.bool_),
         at_rest=True,
-        draft_us=int((now_s - start_s) * 1e6),
-        queue_us=int((now_s - growing.arrived_s) * 1e6),
+        draft_us=int((time.monotonic() - start_s) * 1e6),
     )

@@ -1,7 +1,8 @@
 """The drafter as an object: streams in, frames out, one growth loop for all of them.
 
-The event loop moves frames; growth runs on one worker thread. Between two levels the mailbox is emptied, so a Commit is never
-older than one draft forward when it is applied, and work for a branch that died stops there.
+The event loop moves frames; growth runs on one worker thread, which waits for the loop at no time: it takes frames out of a mailbox and
+leaves its own with the loop. Between two levels the mailbox is emptied, so a Commit is never older than one draft forward when it is
+applied, and work for a branch that died stops there.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 
 import structlog
 
@@ -32,6 +34,7 @@ from rootward.rpc.info import DrafterInfo
 log = structlog.get_logger("drafter")
 
 Key = tuple[int, int]  # (stream, slot)
+Mail = tuple[Stream, ToDrafter | None, float]  # what came on a stream, and when; None: it has ended
 Answer = tuple[Stream, Grow | NeedSync | Reject]
 
 MAX_FAILURES = 5  # levels in a row that failed
@@ -72,15 +75,14 @@ class DrafterService:
             }
         )
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
-        self._mailbox: list[tuple[Stream, ToDrafter | None, float]] = []  # and when it came; None: the stream ended
+        self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: growth ends
         self._spans = Spans()
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
-        self._wake = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
-        self._loop_task: asyncio.Task[None] | None = None
+        self._growth: asyncio.Future[None] | None = None
         self._beat_task: asyncio.Task[None] | None = None
 
     @property
@@ -92,15 +94,16 @@ class DrafterService:
         return DrafterInfo(self.info, self._answer(None), self._load())
 
     async def __aenter__(self) -> DrafterService:
-        self._loop_task = asyncio.create_task(self._grow_forever(), name="growth")
+        loop = asyncio.get_running_loop()
+        self._growth = loop.run_in_executor(self._thread, self._grow_forever, loop)
         self._beat_task = asyncio.create_task(self._beat_forever(), name="heartbeat")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [task for task in (self._loop_task, self._beat_task) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._mailbox.put(None)
+        if self._beat_task is not None:
+            self._beat_task.cancel()
+            await asyncio.gather(self._beat_task, return_exceptions=True)
         self._thread.shutdown(wait=True)
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -126,14 +129,14 @@ class DrafterService:
             self._post(stream, None)
 
     @property
-    def ended(self) -> asyncio.Task[None] | None:
+    def ended(self) -> asyncio.Future[None] | None:
         """Done when growth has failed for good; the process should end then."""
-        return self._loop_task
+        return self._growth
 
     @property
     def alive(self) -> bool:
         """False: only a restart helps."""
-        return self._loop_task is not None and not self._loop_task.done() and self.heart.beats
+        return self._growth is not None and not self._growth.done() and self.heart.beats
 
     async def drain(self) -> None:
         """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
@@ -156,9 +159,8 @@ class DrafterService:
             stream.ready.set()
 
     def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
-        self._mailbox.append((stream, frame, time.monotonic()))
         stream.unheard += 1
-        self._wake.set()
+        self._mailbox.put((stream, frame, time.monotonic()))
 
     def _answer(self, hello: Hello | None) -> HelloAck:
         info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
@@ -195,22 +197,30 @@ class DrafterService:
 
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
-    async def _grow_forever(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            if not self._mailbox and self.grower.idle:
-                self._wake.clear()
-                await self._wake.wait()
-            mail, self._mailbox = self._mailbox, []
-            for stream, _, _ in mail:
-                stream.heard()
+    def _grow_forever(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the worker thread, with everything it calls."""
+        while (mail := self._mail()) is not None:
             with self.heart.beat():
-                frames = await loop.run_in_executor(self._thread, self._turn, mail)
-            for stream, message in frames:
-                stream.put(message)
+                answers = self._turn(mail)
+            loop.call_soon_threadsafe(self._deliver, mail, answers)
 
-    def _turn(self, mail: list[tuple[Stream, ToDrafter | None, float]]) -> list[Answer]:
-        """Apply the mail, then grow one level (worker thread)."""
+    def _mail(self) -> list[Mail] | None:
+        """Everything that waits; if there is nothing else to do, at least one. None: the service closes."""
+        mail: list[Mail] = []
+        while not self._mailbox.empty() or (self.grower.idle and not mail):
+            if (one := self._mailbox.get()) is None:
+                return None
+            mail.append(one)
+        return mail
+
+    def _deliver(self, heard: list[Mail], answers: list[Answer]) -> None:
+        for stream, _, _ in heard:
+            stream.heard()
+        for stream, message in answers:
+            stream.put(message)
+
+    def _turn(self, mail: list[Mail]) -> list[Answer]:
+        """Apply the mail, then grow one level."""
         out: list[Answer] = []
         now_s = time.monotonic()
         for stream, frame, came_s in mail:
@@ -239,7 +249,8 @@ class DrafterService:
         out: list[Answer] = []
         for key, grow in frames:
             if (owner := self._streams.get(key[0])) is not None:
-                told = replace(grow, queue_us=int(1e6 * self._waited.pop(key, 0.0)))
+                waited_s = self._waited.pop(key, 0.0)
+                told = replace(grow, queue_us=int(1e6 * waited_s)) if waited_s else grow
                 self._spans.grew(key, told)
                 out.append((owner, told))
         return out

@@ -2,13 +2,22 @@
 
     python benchmarks/micro/wire.py [--rounds 400] [--out FILE.json]
 
-The drafter is a process; this one holds the verifier's end of the link and commits to all its sessions as soon as their trees have come to
-rest. Measured is from the commits until the first growth that answers them has been read; the draft forward that made it travels with the
-frame (`draft_us`) and is taken off. What is left is added: coding both ways, the wire, both event loops, and the way to the growth thread
-and back. The echo is a bare grpc.aio bidirectional stream to another process that sends frames of the same sizes, one each way. Rounds
-and echoes alternate, so that a busy machine slows both.
+A round goes from the commits of all sessions until their trees have come to rest in this process, which holds the verifier's end of
+the link; its beginning, until the first growth of every session is in its tree. Added is the time that it takes, less
 
-Beside it: tokens per second with the drafter as a process against in-process, over verifiers whose target takes 20 ms a step.
+    the engine   processor time of the drafter's commits and levels in this round, counted in its process around those calls alone. What
+                 they wait for (the interpreter's lock, the processor) is not in it, so it is added
+    the trees    re-rooting them here, and receiving the frames that something waits for: those of the first growth, and the last ones
+                 (the others are received while the engine goes on)
+
+which a drafter in this process would cost as well. What is left: coding both ways, the wire, both event loops, the way to the growth
+thread and back, what they wait for each other, and the accounts of link and service.
+
+The echo is a bare grpc.aio bidirectional stream to another process, on the event loop that services run: for a round as many messages
+of the same bytes as the round had, for its beginning one each way. Rounds and echoes alternate, so that a busy machine slows both.
+
+Beside it: tokens per second with the drafter as a process against in-process, over verifiers whose target takes 20 ms a step; median
+of paired turns, with the interval that holds it in 95 of 100 cases.
 """
 
 from __future__ import annotations
@@ -18,106 +27,174 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import grpc
 import numpy as np
+import uvloop
+from numpy.typing import NDArray
 
+from drafter_service.__main__ import build
+from drafter_service.__main__ import main as drafter_main
 from drafter_service.growing import Grower
-from drafter_service.service import DrafterService
+from drafter_service.settings import DrafterSettings
 from rootward.bench.environment import described
 from rootward.bench.generations import Load, measured
 from rootward.bench.processes import address_of, service
-from rootward.core.frames import FromDrafter, Hello, ToDrafter
-from rootward.core.growth import Policy as Growing
+from rootward.core.frames import Grow, Hello
+from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.loading import load_model
+from rootward.engine.threads import use_threads
 from rootward.ports import Drafter
 from rootward.rpc.channel import DRAFTING, client_options, server_options
 from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.codec import to_pb
 from verifier_service.link import Link, Shape
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
-from verifier_service.sessions import Session
+from verifier_service.sessions import Draft, Session
 
 MOST, LEAST_REMOTE = 2.5, 0.95
-TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"
+VOCAB, NODES, ATOMS, DEPTH, TOPK = 512, 64, 32, 8, 4
+TABLE = f"tabular:vocab={VOCAB},seed=1,order=1,sharpness=3"
 DRAFT = f"{TABLE},noise=0.6,noise_seed=2"
-VOCAB, NODES, ATOMS = 2048, 64, 32
 LAWS = {"sampled": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.COUPLED)}
+PARTS = "first", "whole"  # of a round: its beginning, all of it
+
+Times = tuple[float, float]  # seconds, of the beginning of a round and of all of it
 
 
-class Counted:
-    """A drafter; the first answer to a commit: its bytes, when it came, and how long the drafter computed for it."""
+class Ledger:
+    """Seconds of the drafter's engine, summed up over the life of its process: an entry for every level, in a file that both map."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
-        self.asked = self.counting = False
-        self.num_bytes = [0, 0]
-        self.arrived_s, self.work_us = 0.0, 0
+    SIZE = 1 << 20
 
-    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
-        async def outbound() -> AsyncIterator[ToDrafter]:
-            async for frame in inbound:
-                self._count(0, frame)
-                yield frame
+    def __init__(self, path: Path) -> None:
+        if not path.exists():
+            np.zeros(self.SIZE).tofile(path)
+        self.after: NDArray[np.float64] = np.memmap(path, dtype=np.float64, mode="r+", shape=(self.SIZE,))
+        self.levels = 0
+        self._seconds = 0.0
 
-        async for frame in self._drafter.session(outbound()):
-            if self.asked and frame.grows:
-                self.arrived_s, self.asked = time.perf_counter(), False
-                self.work_us = max(grow.draft_us for grow in frame.grows)
-                self._count(1, frame)
-            yield frame
+    def engine(self, step: Callable[..., Any], *, level: bool) -> Callable[..., Any]:
+        """A call of the engine, counted (the drafter's side)."""
 
-    def _count(self, direction: int, frame: ToDrafter | FromDrafter) -> None:
-        if self.counting:
-            self.num_bytes[direction] += to_pb(frame).ByteSize()
+        def counted(*args: Any) -> Any:
+            start_s = time.thread_time()
+            done = step(*args)
+            self._seconds += time.thread_time() - start_s
+            if level:
+                self.levels += 1
+                self.after[self.levels] = self._seconds
+            return done
+
+        return counted
+
+    def news(self) -> tuple[float, float]:
+        """Seconds until the end of the first level since the last look, and since then in all (this side; the engine stands still)."""
+        before, known = self.after[self.levels], self.levels
+        while self.after[self.levels + 1]:
+            self.levels += 1
+        return self.after[known + 1] - before, self.after[self.levels] - before
 
 
-class Rounds:
-    """Sessions at one drafter whose rounds are committed together."""
+class Trees:
+    """Seconds of the trees of this process: of commits, and of receiving what came last."""
 
-    def __init__(self, link: Link, drafter: Counted, grown: asyncio.Event, law: str, num_sessions: int) -> None:
-        self.link, self.drafter, self.grown = link, drafter, grown
+    def __init__(self) -> None:
+        self.commits_s = self.receive_s = 0.0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        commit, receive = LivingTree.commit, LivingTree.receive
+
+        def timed_commit(tree: LivingTree, tokens: Sequence[int]) -> Any:
+            start_s = time.perf_counter()
+            done = commit(tree, tokens)
+            self.commits_s += time.perf_counter() - start_s
+            return done
+
+        def timed_receive(tree: LivingTree, frame: Grow) -> Any:
+            start_s = time.perf_counter()
+            done = receive(tree, frame)
+            self.receive_s += time.perf_counter() - start_s
+            return done
+
+        with patch.object(LivingTree, "commit", timed_commit), patch.object(LivingTree, "receive", timed_receive):
+            yield
+
+
+class Remote:
+    """Sessions at a drafter in another process, whose rounds are committed together."""
+
+    def __init__(self, law: str, num_sessions: int, ledger: Ledger) -> None:
         rule, drawn = LAWS[law]
-        sessions = [
-            Session(i, VerifierRequest(f"r{i}", (1, 2, i), stopping=Stopping(1 << 20)), rule, drawn, frozenset())
-            for i in range(num_sessions)
+        texts = [(1, 2, i) for i in range(num_sessions)]
+        self._sessions = [
+            Session(i, VerifierRequest(f"r{i}", text, stopping=Stopping(1 << 20)), rule, drawn, frozenset())
+            for i, text in enumerate(texts)
         ]
-        self.drafts = [link.open(session, Shape(ATOMS, NODES, max_depth=8, topk=4)) for session in sessions]
+        self.drafts: list[Draft] = []
+        self._ledger, self._trees = ledger, Trees()
+        self._first = self._whole = (0.0, 0.0)  # when, and how long the trees took to receive what came last
+        self._rest = asyncio.Event()
+
+    async def opened(self, link: Link) -> None:
+        self.link = link
+        self.drafts = [link.open(session, Shape(ATOMS, NODES, DEPTH, TOPK)) for session in self._sessions]
         link.flush()
+        await self.rest()
+        self._ledger.news()
+
+    def grown(self) -> None:
+        """A frame has been applied."""
+        now = time.perf_counter(), self._trees.receive_s
+        self._trees.receive_s = 0.0
+        if not self._first[0] and all(draft.committed_s is None for draft in self.drafts):
+            self._first = now
+        if self.drafts and all(draft.at_rest for draft in self.drafts):
+            self._whole = now
+            self._rest.set()
 
     async def rest(self) -> None:
-        while not all(draft.at_rest for draft in self.drafts):
-            self.grown.clear()
-            await asyncio.wait_for(self.grown.wait(), 20)
+        await asyncio.wait_for(self._rest.wait(), 20)
 
-    async def added_s(self) -> float:
-        """Seconds from a commit to its first growth, less what the drafter computed. Returns when all trees are at rest again."""
-        self.drafter.asked = True
-        start_s = time.perf_counter()
-        for draft in self.drafts:
-            first = next(iter(draft.tree.nodes.values())).token
-            self.link.commit(draft, (first, first))
-        self.link.flush()
-        await self.rest()
-        return self.drafter.arrived_s - start_s - self.drafter.work_us / 1e6
+    async def round(self) -> Times:
+        """Added time of its beginning and of all of it. What is committed is the first node drawn, twice: the tree below it goes."""
+        self._rest.clear()
+        self._first, self._trees.commits_s = (0.0, 0.0), 0.0
+        with self._trees.counted():
+            start_s = time.perf_counter()
+            for draft in self.drafts:
+                token = next(iter(draft.tree.nodes.values())).token
+                self.link.commit(draft, (token, token))
+            self.link.flush()
+            await self.rest()
+        known = start_s + self._trees.commits_s
+        parts = zip((self._first, self._whole), self._ledger.news(), strict=True)
+        first_s, whole_s = (when_s - known - receive_s - engine_s for (when_s, receive_s), engine_s in parts)
+        return first_s, whole_s
 
 
 class Echo:
-    """A bare bidirectional stream to `address`: so many bytes there, so many back."""
+    """A bare bidirectional stream to `address`: so many bytes there, so many back in so many messages."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=client_options(DRAFTING))
         self._call = self._channel.stream_stream("/echo/Run")()
 
-    async def round_trip_s(self, there: int, back: int) -> float:
+    async def round_trip_s(self, there: int, messages: int, back: int) -> float:
+        asked = messages.to_bytes(4, "little") + back.to_bytes(4, "little")
         start_s = time.perf_counter()
-        await self._call.write(back.to_bytes(4, "little") + bytes(max(0, there - 4)))
-        await self._call.read()
+        await self._call.write(asked + bytes(max(0, there - len(asked))))
+        for _ in range(messages):
+            await self._call.read()
         return time.perf_counter() - start_s
 
     async def close(self) -> None:
@@ -128,7 +205,9 @@ class Echo:
 async def serve_echo() -> None:
     async def answer(messages: AsyncIterator[bytes], _context: object) -> AsyncIterator[bytes]:
         async for message in messages:
-            yield bytes(int.from_bytes(message[:4], "little"))
+            count, total = (int.from_bytes(message[at : at + 4], "little") for at in (0, 4))
+            for _ in range(count):
+                yield bytes(total // count)
 
     server = grpc.aio.server(options=server_options(DRAFTING))
     method = grpc.stream_stream_rpc_method_handler(answer)
@@ -138,38 +217,87 @@ async def serve_echo() -> None:
     await server.wait_for_termination()
 
 
-async def compared(law: str, num_sessions: int, num_rounds: int) -> dict[str, float]:
-    """Added time of rounds and time of echoes, as quantiles in milliseconds, and their ratios."""
+@dataclass
+class Wire:
+    """Sizes of the messages since the last look, by direction."""
+
+    sent: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+
+    def __call__(self, direction: str, num_bytes: int) -> None:
+        getattr(self, direction).append(num_bytes)
+
+    def taken(self) -> tuple[list[int], list[int]]:
+        found, self.sent, self.received = (self.sent, self.received), [], []
+        return found
+
+
+@asynccontextmanager
+async def linked(law: str, num_sessions: int, wire: Wire) -> AsyncIterator[Remote]:
+    """Trees at rest, at a drafter that is a process."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        address = await enter(service("drafter_service", "--model", DRAFT, "--max-num-seqs", str(num_sessions)))
-        echo = Echo(await enter(address_of(sys.executable, __file__, "--echo")))
-        stack.push_async_callback(echo.close)
-        counted = Counted(await enter(RemoteDrafter(address)))
-        grown = asyncio.Event()
-        link = Link("d", counted, lambda: Hello("bench", 1, "", VOCAB, 1 << 20), grown.set)
+        path = Path(stack.enter_context(TemporaryDirectory())) / "ledger"
+        remote = Remote(law, num_sessions, Ledger(path))
+        flags = "--listen", "127.0.0.1:0", "--model", DRAFT, "--max-num-seqs", str(num_sessions)
+        drafter = RemoteDrafter(
+            await enter(address_of(sys.executable, __file__, "--drafter", str(path), *flags)), on_frame=wire
+        )
+        link = Link("d", await enter(drafter), lambda: Hello("bench", 1, "", VOCAB, 1 << 20), remote.grown)
         running = asyncio.create_task(link.run())
         while link.ack is None:
             await asyncio.sleep(0.01)
-        rounds = Rounds(link, counted, grown, law, num_sessions)
-        await rounds.rest()
-        counted.counting = True
-        for _ in range(num_rounds // 4):  # warm-up, and the bytes
-            await rounds.added_s()
-        counted.counting = False
-        there, back = (n // (num_rounds // 4) for n in counted.num_bytes)
-        added, echoes = [], []
-        for _ in range(num_rounds):
-            added.append(await rounds.added_s())
-            echoes.append(await echo.round_trip_s(there, back))
+        await remote.opened(link)
+        yield remote
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-    found = {"sessions": num_sessions, "bytes_there": there, "bytes_back": back}
-    for quantile in (50, 99):
-        ours, bare = (1e3 * np.percentile(values, quantile) for values in (added, echoes))
-        found |= {f"added_p{quantile}_ms": ours, f"echo_p{quantile}_ms": bare, f"ratio_p{quantile}": ours / bare}
-    return {name: round(float(value), 3) for name, value in found.items()}
+
+
+def serve_drafter(path: str, flags: Sequence[str]) -> int:
+    """A drafter whose engine writes down what it takes."""
+    ledger = Ledger(Path(path))
+    Grower.commit = ledger.engine(Grower.commit, level=False)  # type: ignore[method-assign]
+    Grower.level = ledger.engine(Grower.level, level=True)  # type: ignore[method-assign]
+    return drafter_main(flags)
+
+
+async def compared(law: str, num_sessions: int, num_rounds: int) -> dict[str, float]:
+    """What is added to a round and to its beginning, the echoes, and the ratios."""
+    wire = Wire()
+    added: list[Times] = []
+    echoes: list[Times] = []
+    async with linked(law, num_sessions, wire) as remote, AsyncExitStack() as stack:
+        echo = Echo(await stack.enter_async_context(address_of(sys.executable, __file__, "--echo")))
+        stack.push_async_callback(echo.close)
+        sizes = []
+        for _ in range(max(20, num_rounds // 4)):  # warm-up, and the bytes
+            wire.taken()
+            await remote.round()
+            sizes.append(wire.taken())
+            await echo.round_trip_s(64, 16, 1024)
+        there = middle(sum(sent) for sent, _ in sizes)
+        messages, first, back = (middle(f(got) for _, got in sizes) for f in (len, lambda got: got[0], sum))
+        for _ in range(num_rounds):
+            added.append(await remote.round())
+            echoes.append((await echo.round_trip_s(there, 1, first), await echo.round_trip_s(there, messages, back)))
+    found = {"bytes_there": there, "bytes_first": first, "messages_back": messages, "bytes_back": back}
+    return {"sessions": num_sessions, **found, **quantiles(added, echoes)}
+
+
+def middle(numbers: Iterable[int]) -> int:
+    return int(np.median(list(numbers)))
+
+
+def quantiles(added: list[Times], echoes: list[Times]) -> dict[str, float]:
+    """In milliseconds, by part of the round."""
+    found: dict[str, float] = {}
+    for part, name in enumerate(PARTS):
+        for q in (50, 99):
+            ours, bare = (1e3 * np.percentile([times[part] for times in both], q) for both in (added, echoes))
+            found |= {f"{name}_added_p{q}_ms": round(float(ours), 3), f"{name}_echo_p{q}_ms": round(float(bare), 3)}
+            found[f"{name}_ratio_p{q}"] = round(float(ours / bare), 2)
+    return found
 
 
 @asynccontextmanager
@@ -181,9 +309,8 @@ async def deployed(remote: bool) -> AsyncIterator[VerifierService]:
         if remote:
             drafter: Drafter = await enter(RemoteDrafter(await enter(service("drafter_service", "--model", DRAFT))))
         else:
-            model = load_model(DRAFT, max_slots=8)
-            grower: Grower = Grower(model, incarnation=7, policy=Growing(Law.SAMPLED))
-            drafter = await enter(DrafterService(model, grower, worker="drafter", capacity=8))
+            settings = DrafterSettings(model=DRAFT)
+            drafter = await enter(build(load_model(DRAFT, max_slots=settings.max_num_seqs), settings))
         policy = Policy(draft_wait_s=5.0)
         verifier = VerifierService(target, {"d": drafter}, worker="verifier", incarnation=3, policy=policy)
         await enter(verifier)
@@ -192,38 +319,59 @@ async def deployed(remote: bool) -> AsyncIterator[VerifierService]:
         yield verifier
 
 
-async def remote_of_local(law: str, num_sessions: int = 4) -> float:
-    """Tokens per second with the drafter as a process, over those with it in this one; median of turns."""
+async def remote_of_local(law: str, num_turns: int, num_sessions: int = 4) -> dict[str, float]:
+    """Tokens per second with the drafter as a process, over those with it in this one."""
     ratios: list[float] = []
     wish = Speculation(SpeculationMode.REQUIRED, *LAWS[law])
     async with deployed(False) as local, deployed(True) as remote:
-        for turn in range(6):
+        for turn in range(num_turns + 1):  # the first one warms up
             load = Load(num_sessions, 80, wish, f"{law}-{turn}")
-            near, far = [await measured(system, load) for system in (local, remote)]
-            if turn:
-                ratios.append(far.rate / near.rate)
-    return round(float(np.median(ratios)), 3)
+            rates = {}
+            for system in (local, remote) if turn % 2 else (remote, local):
+                rates[system] = (await measured(system, load)).rate
+            ratios.append(rates[remote] / rates[local])
+    low, median, high = interval(ratios[1:])
+    return {"law": law, "turns": num_turns, "median": median, "low": low, "high": high}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """(low, median, high): order statistics that enclose the true median in at least 95 of 100 cases, if there are six or more."""
+    ordered, n = sorted(values), len(values)
+    outside, rank, chance = 0.0, 0, 0.5**n
+    while rank < n // 2 and 2 * (outside + chance) <= 0.05:
+        outside += chance
+        rank += 1
+        chance *= (n - rank + 1) / rank
+    rank = max(rank - 1, 0)
+    return round(ordered[rank], 3), round(float(np.median(ordered)), 3), round(ordered[n - 1 - rank], 3)
 
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
+    parser.add_argument("--turns", type=int, default=12, help="pairs of remote and in-process runs; 0: none")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--echo", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.echo:
-        return await serve_echo()
-    report = {**described(), "rounds": [], "remote_of_local": {}}
-    for law in LAWS:
+    use_threads(1)
+    report = {**described(), "rounds": [], "remote_of_local": []}
+    for law in given.laws:
         for num_sessions in given.sessions:
             report["rounds"].append({"law": law, **await compared(law, num_sessions, given.rounds)})
             print(json.dumps(report["rounds"][-1]), flush=True)
-        report["remote_of_local"][law] = await remote_of_local(law)
-        print(law, "remote over in-process:", report["remote_of_local"][law], flush=True)
+        if given.turns:
+            report["remote_of_local"].append(await remote_of_local(law, given.turns))
+            print(json.dumps(report["remote_of_local"][-1]), flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    match sys.argv[1:]:
+        case ["--echo"]:
+            uvloop.run(serve_echo())
+        case ["--drafter", path, *flags]:
+            sys.exit(serve_drafter(path, flags))
+        case _:
+            uvloop.run(main())

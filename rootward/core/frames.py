@@ -151,7 +151,7 @@ class Grow:
     rows: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict)
     at_rest: bool = False  # nothing more will be drawn until the next Commit
     draft_us: int = 0
-    queue_us: int = 0
+    queue_us: int = 0  # that the commit it answers waited for its turn; the drafter's service knows
     guess: NDArray[np.bool_] | None = None
     fault: str = ""  # why the columns of a frame that came over a wire could not be read; they are then empty
 

@@ -6,6 +6,8 @@ the verifier's to judge, so that a drafter's bad tree costs that one slot and no
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 
 from rootward.core.frames import Grow
@@ -78,15 +80,18 @@ def _rows_to_pb(rows: Rows) -> drafter_pb2.GrowRows:
         node_base=node_base,
         node=node_column,
         length=pack_column([len(ids) for ids, _ in rows.values()], "grow.rows.length"),
-        ids=pack_column(np.concatenate([ids for ids, _ in rows.values()]), "grow.rows.ids"),
-        weights=pack_column(np.concatenate([weights for _, weights in rows.values()]), "grow.rows.weights"),
+        ids=pack_column(_joined([ids for ids, _ in rows.values()]), "grow.rows.ids"),
+        weights=pack_column(_joined([weights for _, weights in rows.values()]), "grow.rows.weights"),
     )
+
+
+def _joined(columns: list[Ints]) -> Ints:
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def _rows_from_pb(pb: drafter_pb2.GrowRows) -> Rows:
     nodes = unpack_refs(pb.node_base, pb.node, pb.num_rows, "grow.rows.node").tolist()
-    lengths = unpack_column(pb.length, pb.num_rows, "grow.rows.length")
-    ends = np.cumsum(lengths).tolist()
+    ends = list(accumulate(unpack_column(pb.length, pb.num_rows, "grow.rows.length").tolist()))
     total = ends[-1] if ends else 0
     ids = unpack_column(pb.ids, total, "grow.rows.ids")
     weights = unpack_column(pb.weights, total, "grow.rows.weights")

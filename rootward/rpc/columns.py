@@ -16,23 +16,26 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 _U32_MAX = 2**32 - 1
-FEW = 160  # entries: a level's nodes, and its rows of 32 atoms
+_UINT = {width: np.dtype(f"<u{width}") for width in (1, 2, 4)}
+_INT64 = np.dtype(np.int64)
+FEW = 16  # entries, as a level's nodes: below, numpy's fixed costs are most of the time
 
 
-def _ints(values: Sequence[int] | Ints, name: str) -> Ints:
-    """The values as int64, all within u32."""
+def _ints(values: Sequence[int] | Ints, name: str) -> tuple[Ints, int]:
+    """The values as int64, all within u32, and all their bits in one: as wide as the largest of them."""
     try:
         array = np.asarray(values, dtype=np.int64)
     except OverflowError:
         raise ValueError(f"{name}: a value does not fit 32 bits") from None
-    if array.size and (array.min() < 0 or array.max() > _U32_MAX):
+    bits = int(np.bitwise_or.reduce(array))
+    if not 0 <= bits <= _U32_MAX:
         bad = array.min() if array.min() < 0 else array.max()
         raise ValueError(f"{name}: {bad} is outside [0, 2^32)")
-    return array
+    return array, bits
 
 
 def _few(values: Sequence[int] | Ints, name: str) -> list[int] | None:
-    """The values as plain integers, all within u32, if they are few: numpy's fixed costs are then most of the time."""
+    """The values as plain integers, all within u32, if they are few."""
     if len(values) > FEW:
         return None
     plain: list[int] = values.tolist() if isinstance(values, np.ndarray) else [int(v) for v in values]
@@ -46,7 +49,7 @@ def pack_u32(values: Sequence[int] | Ints, name: str = "tokens") -> bytes:
     """Four bytes per entry."""
     if (few := _few(values, name)) is not None:
         return struct.pack(f"<{len(few)}I", *few)
-    return _ints(values, name).astype("<u4").tobytes()
+    return _ints(values, name)[0].astype(_UINT[4]).tobytes()
 
 
 def unpack_u32(data: bytes, name: str = "tokens") -> tuple[int, ...]:
@@ -72,13 +75,11 @@ def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width:
     """The smallest width that holds the largest value, but not less than `least_width` bytes."""
     if (few := _few(values, name)) is not None:
         return b"" if not few else _packed(few, max(least_width, (max(few).bit_length() + 7) // 8))
-    array = _ints(values, name)
-    if not array.size:
-        return b""
-    width = max(least_width, (int(array.max()).bit_length() + 7) // 8)
+    array, bits = _ints(values, name)
+    width = max(least_width, (bits.bit_length() + 7) // 8)
     if width == 3:
-        return array.astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
-    return array.astype(f"<u{width}").tobytes()
+        return array.astype(_UINT[4]).view(np.uint8).reshape(-1, 4)[:, :3].tobytes()
+    return array.astype(_UINT[width]).tobytes()
 
 
 def _packed(values: list[int], width: int) -> bytes:
@@ -95,10 +96,12 @@ def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
     if rest or not 1 <= width <= 4:
         raise ValueError(f"{name}: {len(data)} bytes do not make {count} entries of 1 to 4 bytes")
     if width != 3:
-        return np.frombuffer(data, dtype=f"<u{width}").astype(np.int64)
+        return np.frombuffer(data, dtype=_UINT[width]).astype(_INT64)
+    if count <= FEW:
+        return np.array([int.from_bytes(data[at : at + 3], "little") for at in range(0, len(data), 3)], dtype=_INT64)
     wide = np.zeros((count, 4), dtype=np.uint8)
     wide[:, :3] = np.frombuffer(data, dtype=np.uint8).reshape(count, 3)
-    return wide.view("<u4").reshape(count).astype(np.int64)
+    return wide.view(_UINT[4]).reshape(count).astype(_INT64)
 
 
 def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, bytes]:
@@ -106,7 +109,7 @@ def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, by
     if (few := _few(nodes, name)) is not None:
         base = min((node for node in few if node > 0), default=0)
         return base, pack_column([node - base + 1 if node > 0 else 0 for node in few], name)
-    array = _ints(nodes, name)
+    array, _ = _ints(nodes, name)
     below = array[array > 0]
     base = int(below.min()) if below.size else 0
     return base, pack_column(np.where(array > 0, array - base + 1, 0), name)
@@ -114,13 +117,18 @@ def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, by
 
 def unpack_refs(base: int, data: bytes, count: int, name: str = "nodes") -> Ints:
     """int64[count]: inverse of `pack_refs`."""
+    if len(data) == count <= FEW:
+        return np.array([value + base - 1 if value else 0 for value in data], dtype=_INT64)
     values = unpack_column(data, count, name)
     return np.where(values > 0, values + (base - 1), 0)
 
 
 def pack_bits(flags: NDArray[np.bool_]) -> bytes:
     """One bit per flag, least significant first; empty if none is set."""
-    return np.packbits(flags, bitorder="little").tobytes() if flags.any() else b""
+    if len(flags) > FEW:
+        return np.packbits(flags, bitorder="little").tobytes() if flags.any() else b""
+    bits = sum([1 << at for at, flag in enumerate(flags.tolist()) if flag])
+    return bits.to_bytes((len(flags) + 7) // 8, "little") if bits else b""
 
 
 def unpack_bits(data: bytes, count: int, name: str = "flags") -> NDArray[np.bool_]:
@@ -129,4 +137,7 @@ def unpack_bits(data: bytes, count: int, name: str = "flags") -> NDArray[np.bool
         return np.zeros(count, dtype=np.bool_)
     if len(data) != (count + 7) // 8:
         raise ValueError(f"{name}: {len(data)} bytes do not make {count} bits; send {(count + 7) // 8} or none")
+    if count <= FEW:
+        bits = int.from_bytes(data, "little")
+        return np.array([bits >> at & 1 for at in range(count)], dtype=np.bool_)
     return np.unpackbits(np.frombuffer(data, dtype=np.uint8), count=count, bitorder="little").astype(np.bool_)

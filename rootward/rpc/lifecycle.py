@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
+
+import uvloop
 
 from rootward.errors import ConfigurationError
 from rootward.rpc.server import RpcServer
@@ -16,9 +19,11 @@ Drain = Callable[[], Awaitable[object]]
 
 
 def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run a service's main; a mistake of the operator is one line on stderr and its exit code, never a traceback."""
+    """Run a service's main; a mistake of the operator is one line on stderr and its exit code, never a traceback.
+
+    On uvloop: a message passes through several tasks and threads, whose hand-overs cost half as much on it."""
     try:
-        asyncio.run(main())
+        uvloop.run(main())
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # all is done: a late second signal must not spoil the exit code
     except ConfigurationError as error:
         print(f"rootward {role}: {error}", file=sys.stderr)
@@ -32,7 +37,9 @@ def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int
 
 
 def announce(role: str, address: str) -> None:
-    """The line that whoever started the process waits for."""
+    """The line that whoever started the process waits for. All that was loaded until now stays: collections need not look at it."""
+    gc.collect()
+    gc.freeze()
     print(f"rootward {role} listening on {address}", flush=True)
 
 

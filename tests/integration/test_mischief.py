@@ -109,7 +109,7 @@ class Most:
         self.note(
             trees=len(drafter.grower.trees),
             waited=len(drafter._waited),
-            mailbox=len(drafter._mailbox),
+            mailbox=drafter._mailbox.qsize(),
             unsent=max((len(s.grows) + len(s.need_syncs) + len(s.rejects) for s in streams), default=0),
             nodes=max((len(g.tree.nodes) for g in drafter.grower.trees.values()), default=0),
         )

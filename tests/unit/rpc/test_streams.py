@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from support import wire
 
 from rootward.core.frames import FromDrafter, ToDrafter
@@ -21,6 +21,7 @@ def joined(frames):
     return first
 
 
+@settings(deadline=None)  # a busy machine may take its time
 @given(wire.to_drafter | wire.from_drafter)
 def test_parts_join_to_the_frame(frame: ToDrafter | FromDrafter):
     for limit in (1, 40, 200):
