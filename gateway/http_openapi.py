@@ -128,7 +128,7 @@ def _speculation() -> Schema:
     size = _whole(1, 1024)
     rules = {"enum": ["traversal", "coupled", "token"]}
     own: Schema = {"mode": {"enum": [m.value for m in SpeculationMode]}, "verification": rules}
-    return _object(own | {"max_depth": size, "topk": size, "num_draft_tokens": size})
+    return _object(own | {"max_depth": size, "topk": size, "num_draft_tokens": size, "drafter": _text()})
 
 
 def _error() -> Schema:

@@ -11,7 +11,7 @@ _RULES: dict[str, tuple[Rule, Law | None]] = {
     "coupled": (Rule.MATCH, Law.COUPLED),
     "token": (Rule.TOKEN, None),
 }
-_NAMES = {"mode", "verification", "max_depth", "topk", "num_draft_tokens"}
+_NAMES = {"mode", "verification", "max_depth", "topk", "num_draft_tokens", "drafter"}
 
 
 def speculation(value: object) -> Speculation:
@@ -29,7 +29,10 @@ def speculation(value: object) -> Speculation:
         raise UnsupportedParameter(f"speculation.{odd[:32]}", short(value[odd]), "is not supported; leave it out")
     rule, law = _verification(value.get("verification"))
     sizes = {name: one(value, name, integer, None) for name in ("num_draft_tokens", "max_depth", "topk")}
-    return Speculation(_mode(value.get("mode") or "auto"), rule, law, **sizes)
+    drafter = value.get("drafter") or ""
+    if not isinstance(drafter, str):
+        raise InvalidRequest("speculation.drafter", short(drafter), "is no text; name a pool of drafters, or 'ngram'")
+    return Speculation(_mode(value.get("mode") or "auto"), rule, law, **sizes, drafter=drafter)
 
 
 def _mode(value: object) -> SpeculationMode:

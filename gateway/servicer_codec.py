@@ -13,7 +13,7 @@ from gateway.planning import refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.stops import Span
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, TokenLogprob
-from rootward.errors import InvalidRequest, UnsupportedParameter
+from rootward.errors import InvalidRequest
 from rootward.rpc.codec_common import REASONS, stats_to_pb
 from rootward.rpc.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
 from rootward.rpc.columns import pack_u32
@@ -37,7 +37,6 @@ def request_from_pb(
     message: pb.GenerateRequest, *, deadline_s: float | None = None, metadata: Mapping[str, str] | None = None
 ) -> GenerateRequest:
     """The request of a client. `metadata` is that of the call. InvalidRequest for what cannot be served."""
-    _refuse_unsupported(message)
     headers = metadata or {}
     stopping, response = message.stopping, message.response
     with refusing():
@@ -186,7 +185,7 @@ def _speculation(message: pb.Speculation) -> Speculation:
         name: getattr(message, name) if message.HasField(name) else None
         for name in ("num_draft_tokens", "max_depth", "topk")
     }
-    return Speculation(mode, *verification, **sizes)
+    return Speculation(mode, *verification, **sizes, drafter=message.drafter)
 
 
 def _chat_message(message: pb.ChatMessage) -> dict[str, str]:
@@ -202,14 +201,3 @@ def _template_kwargs(text: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
     return value
-
-
-def _refuse_unsupported(message: pb.GenerateRequest) -> None:
-    """What the API knows and this build does not do. Values that mean "off" are fine."""
-    speculation = message.speculation
-    asked: list[tuple[str, object, bool]] = [
-        ("speculation.drafter", speculation.drafter, bool(speculation.drafter)),
-    ]
-    for field, value, given in asked:
-        if given:
-            raise UnsupportedParameter(field, value, "is not supported by this server; leave it out")

@@ -251,7 +251,7 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
     message = generate_pb2.Speculation(mode=generate_pb2.Speculation.Mode.Value(_MODES[wish.mode]))
     if wish.verification is not None:
         message.verification = generate_pb2.Speculation.Verification.Value(_VERIFICATIONS[wish.verification])
-    for name in ("max_depth", "topk", "num_draft_tokens", "prediction"):
+    for name in ("max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
 

@@ -47,6 +47,7 @@ class Speculation:
     max_depth: int | None = None  # longest drafted path
     topk: int | None = None  # most children per node
     num_draft_tokens: int | None = None  # nodes per round
+    drafter: str | None = None  # a pool of drafters of the server, or "ngram"
     prediction: str | None = None  # the text you expect, one more source of drafts; changes speed, not the text
 
 

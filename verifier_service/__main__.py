@@ -47,6 +47,7 @@ def build(
         max_depth=settings.max_depth,
         topk=settings.topk,
         num_ahead_tokens=settings.num_ahead_tokens,
+        local_draft=settings.local_draft,
         law_atoms=settings.law_atoms,
         draft_wait_s=settings.draft_wait_ms / 1e3,
         zone=settings.zone,

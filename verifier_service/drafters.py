@@ -104,10 +104,13 @@ class DrafterPool:
             "drafter_moves_total": self.num_moves,
         }
 
-    @property
-    def possible(self) -> bool:
-        """There is a drafter, or one may be found."""
-        return bool(self.links or self._sources)
+    def possible(self, pool: str = "") -> bool:
+        """There is a drafter (of this pool, if it is named), or one may be found."""
+        return bool(self.links or self._sources) and (not pool or pool in self.demand)
+
+    def has(self, pool: str) -> bool:
+        """A drafter (of this pool, if it is named) has a stream."""
+        return any(link.ack is not None and pool in ("", link.pool) for link in self.links)
 
     # -- which drafters there are ----------------------------------------------------------------------------------------
 
@@ -162,7 +165,7 @@ class DrafterPool:
                 continue
             if not any(link.room for link in self.links):
                 return
-            name = place([link.view() for link in self.links], unfit=session.unfit)
+            name = place([link.view() for link in self.links if _wanted(session, link)], unfit=session.unfit)
             if name is not None:
                 session.draft = self._open(name, session)
                 session.drafter_name = name
@@ -191,6 +194,7 @@ class DrafterPool:
                 and s.tokens_left >= WORTH_MOVING
                 and now_s - s.draft.opened_s >= young_s
                 and move.target not in s.unfit
+                and _wanted(s, self._named(move.target))
             ]
             if fitting:
                 session = max(fitting, key=lambda s: s.tokens_left)
@@ -207,7 +211,7 @@ class DrafterPool:
                 link.judge(coming, missed=True)
 
     def _open(self, name: str, session: Session) -> Draft:
-        link = next(link for link in self.links if link.name == name)
+        link = self._named(name)
         wish, shape = session.request.speculation, self._shape
         limits = {
             "node_cap": wish.num_draft_tokens or shape.node_cap,
@@ -216,6 +220,9 @@ class DrafterPool:
         }
         limits = {limit: min(value, getattr(shape, limit)) for limit, value in limits.items()}
         return link.open(session, replace(shape, **limits))
+
+    def _named(self, name: str) -> Link:
+        return next(link for link in self.links if link.name == name)
 
     def commit(self, session: Session, tokens: Sequence[int]) -> None:
         """The truth advanced: tell the drafters; take up the new tree of a session that moves."""
@@ -272,12 +279,18 @@ class DrafterPool:
 
     def _pool_of(self, session: Session) -> str:
         link = _link(session.draft) if session.draft is not None else None
-        return link.pool if link is not None else next(iter(self.demand))
+        wish = session.request.speculation.drafter
+        return link.pool if link is not None else wish if wish in self.demand else next(iter(self.demand))
 
 
 async def _run(link: Link, drafter: AbstractAsyncContextManager[Drafter]) -> None:
     async with drafter:
         await link.run()
+
+
+def _wanted(session: Session, link: Link) -> bool:
+    """The request names no pool, or this one's."""
+    return session.request.speculation.drafter in ("", link.pool)
 
 
 def _link(draft: Draft) -> Link | None:

@@ -45,7 +45,12 @@ class Metrics:
             "rootward_spec_decode_num_accepted_tokens", "Draft tokens accepted, bonus excluded.", registry=registry
         )
         self._emitted = Counter("rootward_generation_tokens", "Tokens committed.", registry=registry)
-        self._rounds = Counter("rootward_spec_decode_rounds", "Rounds.", ["kind"], registry=registry)
+        self._rounds = Counter(
+            "rootward_spec_decode_rounds",
+            "Rounds: on a drafter's tree, on a local one, plain.",
+            ["kind"],
+            registry=registry,
+        )
         self._misses = Counter("rootward_draft_misses", "Rounds that waited for a tree in vain.", registry=registry)
         self._depths = Counter(
             "rootward_spec_decode_num_accepted_tokens_per_pos",
@@ -80,9 +85,9 @@ class Metrics:
     def stepped(self, kind: str, seconds: float) -> None:
         self._steps.labels(kind).observe(seconds)
 
-    def committed(self, tree: TokenTree, outcome: Outcome, *, missed: bool) -> None:
-        """A round ended: what it verified and what came of it."""
-        self._rounds.labels("tree" if outcome.num_nodes else "plain").inc()
+    def committed(self, tree: TokenTree, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
+        """A round ended: what it verified and what came of it. local: the tree was the verifier's own."""
+        self._rounds.labels("local" if local else "tree" if outcome.num_nodes else "plain").inc()
         self._emitted.inc(len(outcome.tokens))
         if missed:
             self._misses.inc()

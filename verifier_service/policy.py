@@ -15,6 +15,7 @@ class Policy:
     num_draft_tokens: int = 16
     max_depth: int = 8
     topk: int = 4
+    local_draft: str = "none"  # what trees are looked up in while no drafter grows one
     num_ahead_tokens: int = 0  # nodes a drafter may grow beyond those that a round verifies
     law_atoms: int = 32
     draft_wait_s: float = 0.2

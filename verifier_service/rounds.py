@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rootward.core.requests import Law
 from verifier_service.cost import Machine, StepCost
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Gains, Spent
+from verifier_service.local_draft import learn
 from verifier_service.policy import Policy
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import patience_s, share
@@ -44,17 +46,25 @@ class Rounds:
         """Whether a tree should grow for it."""
         return session.required or session.gain.uses_trees(session.number)
 
+    @property
+    def possible(self) -> int:
+        """Nodes that a round may verify now, if its request asks for no fewer and goes on for long enough."""
+        return min(self.policy.num_draft_tokens, self.nodes)
+
+    def most(self, session: Session) -> int:
+        """Nodes that a round of this session may verify now."""
+        # Deeper than tokens_left - 1 nothing could be emitted.
+        return min(session.request.speculation.num_draft_tokens or self.possible, self.possible, session.tokens_left - 1)
+
     def begin(self, session: Session) -> None:
         """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""
-        possible = min(self.policy.num_draft_tokens, self.nodes)
-        # Deeper than tokens_left - 1 nothing could be emitted.
-        most = min(session.request.speculation.num_draft_tokens or possible, possible, session.tokens_left - 1)
-        if session.required:
+        most = self.most(session)
+        if session.required and session.law is not None:
             session.cap = most
         elif session.law is None or not self.pool.up:
             session.cap = 0
         else:
-            session.cap = session.gain.nodes(session.number, most, self.load, possible)
+            session.cap = session.gain.nodes(session.number, most, self.load, self.possible)
             if 0 < session.cap < session.tokens_left - 1:
                 session.gain.usual_nodes = session.cap
             if not self.drafts(session):
@@ -93,14 +103,19 @@ class Rounds:
 
     def ended(self, session: Session, outcome: Outcome, rows: int, load: int) -> bool:
         """A verdict: learn from it. rows: of the whole step. Returns whether a tree was waited for in vain."""
-        if session.missed or outcome.num_nodes:
+        local = session.local is not None and session.local.launched
+        drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
+        if session.missed or drafted:
             self.pool.judge(session, missed=session.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
-        cap = session.cap or 0 if outcome.num_nodes or session.waited else 0
+        cap = session.cap or 0 if drafted or session.waited else 0
         if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
-            session.gain.worth.add(cap if outcome.num_nodes else 0, outcome.path)
+            session.gain.worth.add(cap if drafted else 0, path)
             return session.waited
         seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s
-        spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, cap, outcome.path, session.clean)
-        session.gain.add(session.number, spent)
+        spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, outcome.num_nodes, outcome.path, session.clean)
+        if not drafted:
+            learn(session, spent)
+        tokens = 1 if local else spent.tokens  # what a local tree gave is no merit of a drafter
+        session.gain.add(session.number, replace(spent, cap=cap, path=path, tokens=tokens))
         return session.waited

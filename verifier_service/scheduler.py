@@ -28,6 +28,7 @@ class View:
     at_rest       the drafter has said that nothing more will come before the next commit
     waited_s      time since the last commit;  patience_s  the longest wait that can pay
     cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
+    local         nodes of the tree that stands in for plain decoding when nothing has arrived
     rank          lower is better: preempted later. No two are equal
     room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
     """
@@ -43,6 +44,7 @@ class View:
     rank: tuple[int, int] = (0, 0)
     room: int = 0
     blocks: int = 0
+    local: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ def _launch(ready: Iterable[View], rows: int, blocks: _Blocks) -> tuple[list[Vie
     launched: list[View] = []
     used = 0
     for view in ready:
-        size = 1 + _num_nodes(view)
+        size = 1 + (_num_nodes(view) or view.local)
         if (not launched or used + size <= rows) and blocks.take(view, size):
             launched.append(view)
             used += size

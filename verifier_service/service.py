@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import structlog
 
@@ -25,6 +26,7 @@ from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import Dial, DrafterPool
 from verifier_service.link import Shape
+from verifier_service.local_draft import LocalDrafts
 from verifier_service.memory import Memory
 from verifier_service.metrics import Metrics
 from verifier_service.places import Places
@@ -32,7 +34,7 @@ from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, View, schedule
-from verifier_service.sessions import Session, choose_rule
+from verifier_service.sessions import Session, check_drafter, choose_rule
 from verifier_service.spans import trace_round
 
 log = structlog.get_logger("verifier")
@@ -82,6 +84,8 @@ class VerifierService:
         self._running = self.places.running
         self._num_sessions = self._num_compiling = 0
         self.rounds = Rounds(self.policy, self.pool, self._running, cost)
+        local = self.policy if model.info.supports_trees else replace(self.policy, local_draft="none")
+        self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.gains.machine.plain)
         self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None
@@ -218,15 +222,16 @@ class VerifierService:
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)
         rule, law = choose_rule(request, self.policy.law)
-        mode = request.speculation.mode
-        wanted = mode is not SpeculationMode.DISABLED and self.pool.possible
-        if mode is SpeculationMode.REQUIRED and not self.pool.up:
+        mode, drafter = request.speculation.mode, request.speculation.drafter
+        check_drafter(drafter, (*self.pool.demand, *self.local.names))
+        wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
+        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter) and drafter not in self.local.names:
             raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
         session = Session(self._num_sessions, request, rule, law if wanted else None, eos)
-        session.gain = self.rounds.gain(session)
+        session.gain, session.local = self.rounds.gain(session), self.local.of(session)
         return session
 
     @staticmethod
@@ -274,7 +279,7 @@ class VerifierService:
 
     async def _run(self, step: Plan, start_s: float) -> None:
         numbers = [number for number, _ in step.verify] + list(step.decode)
-        trees = any(session.cap for session in self._running.values())
+        drafted, local = any(s.cap for s in self._running.values()), self.local.used(self._running.values())
         chunks = [self._chunk(number, size) for number, size in step.prefill]
         rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
         with self.heart.beat():
@@ -291,8 +296,10 @@ class VerifierService:
         rows, load = sum(len(r.tree) for r in rounds), self.rounds.load
         for number, done, outcome in zip(numbers, rounds, outcomes, strict=True):
             self._commit(self._running[number], done, outcome, rows, load)
-        if not chunks:
-            self.rounds.stepped(rows, time.monotonic() - start_s, trees=trees)
+        if not chunks and local and not drafted:
+            self.local.stepped(rows, time.monotonic() - start_s)
+        elif not chunks:
+            self.rounds.stepped(rows, time.monotonic() - start_s, trees=drafted)
 
     def _sweep(self) -> None:
         """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""
@@ -304,6 +311,7 @@ class VerifierService:
         for session in self.places.sweep():
             self.pool.close(session, "ended")
             session.gain.gone(session.number)
+            self.local.gone(session)
 
     def _admit(self) -> None:
         for session in self.places.fill(self._abort):
@@ -345,7 +353,11 @@ class VerifierService:
             (session.priority, session.number),
             room,
             blocks,
+            0 if session.prefill_left else self._look_up(session),
         )
+
+    def _look_up(self, session: Session) -> int:
+        return self.local.plan(session, self.rounds.most(session), self.rounds.load, self.rounds.possible)
 
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self._running[number]
@@ -358,6 +370,7 @@ class VerifierService:
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
         self.rounds.launched(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
+        snapshot = self.local.launch(session, snapshot)
         root, length = session.tokens[-1], len(session.tokens)
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs, session.shared
         return Round(session.kv_slot, root, length, *about)
@@ -367,7 +380,8 @@ class VerifierService:
             return  # cancelled while the step ran; nothing was emitted
         missed = self.rounds.ended(session, outcome, rows, load)
         trace_round(session, outcome, missed=missed)
-        self.metrics.committed(done.tree, outcome, missed=missed)
+        local = session.local is not None and session.local.launched
+        self.metrics.committed(done.tree, outcome, missed=missed, local=local)
         about = outcome.logprobs, session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, *about, missed=missed)
         session.fed = len(session.tokens) - 1

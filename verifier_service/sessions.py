@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from rootward.core.frames import extend_hash, prefix_hash
 from rootward.core.living_tree import LivingTree
@@ -31,10 +32,13 @@ from rootward.core.rng import Key
 from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
-from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError, Unavailable
 from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.cost import Machine
 from verifier_service.gain import Gain
+
+if TYPE_CHECKING:
+    from verifier_service.local_draft import LocalDraft
 
 MAX_STOPS = 1024  # token ids that may end one generation
 MATCHED = (Law.TOP_K, Law.COUPLED)  # trees that only the target's own tokens may decide
@@ -102,6 +106,7 @@ class Session:
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
     next_draft: Draft | None = None  # where it moves to, until something has come from there
+    local: LocalDraft | None = None  # what its trees are looked up in while no drafter grows one
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
     committed_s: float = 0.0  # when the truth last advanced
     launched_s: float = 0.0  # and when the round after that was launched
@@ -293,6 +298,15 @@ def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
     if wish.law is None and default_law in MATCHED and wish.rule is None:
         return Rule.MATCH, default_law
     return wish.rule or Rule.TRAVERSAL, wish.law or (Law.SAMPLED if default_law in MATCHED else default_law)
+
+
+def check_drafter(wanted: str, known: Sequence[str]) -> None:
+    """NotFound: a request asks for a pool of drafters, or for local drafts, that this verifier does not have."""
+    if wanted and wanted not in known:
+        fix = f"use one of {', '.join(map(repr, known))}, or leave it out"
+        raise NotFound(
+            f"speculation.drafter: {wanted[:64]!r} is unknown here; {fix}", metadata={"field": "speculation.drafter"}
+        )
 
 
 def number_of(name: str) -> int:

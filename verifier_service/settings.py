@@ -59,6 +59,11 @@ class VerifierSettings(ProcessSettings):
     num_ahead_tokens: int = Field(
         0, ge=0, le=192, description="nodes that drafters grow ahead of a round, betting on its outcome; 0: none"
     )
+    local_draft: Literal["none", "ngram", "recycling", "ngram+recycling"] = Field(
+        "ngram",
+        description="trees for sessions that no drafter grows one for, looked up in their text (ngram) or in what followed each token "
+        "lately (recycling), where that pays; none: plain decoding",
+    )
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     draft_prior_row_ms: float = Field(
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"

@@ -1,6 +1,6 @@
 """Our systems: verifier and drafter as objects in this process, or as processes that talk gRPC on loopback.
 
-They are built by the services' own `build`, with the services' own defaults. Plain decoding is a verifier without drafters.
+They are built by the services' own `build`, with the services' own defaults. Plain decoding is a verifier without drafters or local drafts.
 """
 
 from __future__ import annotations
@@ -119,8 +119,9 @@ class Ours:
 
 @asynccontextmanager
 async def plain(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
-    """A verifier without drafters."""
-    async with build_verifier(target_model(pair, sizes), [], sizes.verifier(pair)) as verifier:
+    """A verifier without drafters, which looks nothing up either."""
+    settings = sizes.verifier(pair).model_copy(update={"local_draft": "none"})
+    async with build_verifier(target_model(pair, sizes), [], settings) as verifier:
         yield Ours(PLAIN, verifier)
 
 

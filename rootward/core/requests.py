@@ -14,7 +14,7 @@ from itertools import pairwise
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_BAD, MAX_BAD_TOKENS = 256, 32
-MAX_NAME = 256  # characters of a tenant
+MAX_NAME = 256  # characters of a tenant, a salt, a pool
 MAX_FORM = 1 << 18  # characters of a schema, expression or grammar
 
 _SAMPLING_RANGES = (
@@ -188,6 +188,9 @@ class Speculation:
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     topk: int | None = None
+    drafter: str = (
+        ""  # who shall grow its trees: a pool of drafters, or what the verifier looks up itself; "": the policy
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "max_depth", "topk"):
@@ -195,6 +198,8 @@ class Speculation:
             _require(value is None or 1 <= value <= 1024, name, value, "is outside [1, 1024]")
         n, d = self.num_draft_tokens, self.max_depth
         _require(n is None or d is None or d <= n, "max_depth", d, f"is larger than num_draft_tokens {n}")
+        named = len(self.drafter) <= MAX_NAME and is_text(self.drafter)
+        _require(named, "drafter", self.drafter[:32], f"is no text of at most {MAX_NAME} characters")
         ratio = self.rule in (Rule.TRAVERSAL, Rule.TOKEN)
         chosen = self.law in (Law.TOP_K, Law.COUPLED)
         _require(

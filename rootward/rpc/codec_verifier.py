@@ -103,6 +103,7 @@ def _policy_to_pb(value: Speculation) -> verifier_pb2.VerifierRequest.Policy:
         num_draft_tokens=value.num_draft_tokens,
         max_depth=value.max_depth,
         topk=value.topk,
+        drafter=value.drafter,
     )
 
 
@@ -114,6 +115,7 @@ def _policy_from_pb(pb: verifier_pb2.VerifierRequest.Policy) -> Speculation:
         num_draft_tokens=pb.num_draft_tokens if pb.HasField("num_draft_tokens") else None,
         max_depth=pb.max_depth if pb.HasField("max_depth") else None,
         topk=pb.topk if pb.HasField("topk") else None,
+        drafter=pb.drafter,
     )
 
 

@@ -525,7 +525,7 @@ class Speculation(_message.Message):
     num_draft_tokens: _builtins.int
     """nodes per round, root excluded"""
     drafter: _builtins.str
-    """drafter pool, or "ngram"; empty = the server's policy"""
+    """pool of drafters, or "ngram"; unknown: NOT_FOUND; empty = the server's policy"""
     prediction: _builtins.str
     """predicted output text, one more source of drafts"""
     def __init__(

@@ -90,12 +90,15 @@ class VerifierRequest(_message.Message):
         NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
         MAX_DEPTH_FIELD_NUMBER: _builtins.int
         TOPK_FIELD_NUMBER: _builtins.int
+        DRAFTER_FIELD_NUMBER: _builtins.int
         mode: _generate_pb2.Speculation.Mode.ValueType
         rule: Global___Rule.ValueType
         law: _drafter_pb2.Law.ValueType
         num_draft_tokens: _builtins.int
         max_depth: _builtins.int
         topk: _builtins.int
+        drafter: _builtins.str
+        """pool of drafters, or what the verifier looks up itself; empty = its policy"""
         def __init__(
             self,
             *,
@@ -105,10 +108,11 @@ class VerifierRequest(_message.Message):
             num_draft_tokens: _builtins.int | None = ...,
             max_depth: _builtins.int | None = ...,
             topk: _builtins.int | None = ...,
+            drafter: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "max_depth", b"max_depth", "num_draft_tokens", b"num_draft_tokens", "topk", b"topk"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "law", b"law", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule", "topk", b"topk"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "drafter", b"drafter", "law", b"law", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule", "topk", b"topk"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__max_depth: _TypeAlias = _typing.Literal["max_depth"]  # noqa: Y015
         _WhichOneofArgType__max_depth: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth"]  # noqa: Y015

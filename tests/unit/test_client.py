@@ -99,7 +99,7 @@ async def test_the_request_says_what_was_asked():
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
         params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, max_tokens=4, stop_token_ids=[3], ignore_eos=True)
-        wish = Speculation("required", "token", max_depth=3, topk=2, num_draft_tokens=8)
+        wish = Speculation("required", "token", max_depth=3, topk=2, num_draft_tokens=8, drafter="cheap")
         await client.generate([5, 6], sampling=params, speculation=wish)
         got = verifier.requests[-1]
         assert got.prompt == (5, 6)
@@ -107,6 +107,7 @@ async def test_the_request_says_what_was_asked():
         assert (got.stopping.max_tokens, got.stopping.stop_token_ids, got.stopping.ignore_eos) == (4, (3,), True)
         assert (got.speculation.mode, got.speculation.rule) == (SpeculationMode.REQUIRED, Rule.TOKEN)
         assert (got.speculation.max_depth, got.speculation.topk, got.speculation.num_draft_tokens) == (3, 2, 8)
+        assert got.speculation.drafter == "cheap"
         await client.generate("a", speculation=False)
         assert verifier.requests[-1].speculation.mode is SpeculationMode.DISABLED
         await client.generate("a", speculation=Speculation(verification="coupled"))

@@ -71,6 +71,7 @@ async def test_extras_answer_when_asked():
     verifier = SpellingVerifier()
     async with api(verifier) as (_, client):
         wanted = {"mode": "required", "verification": "token", "max_depth": 4, "topk": 2, "num_draft_tokens": 8}
+        wanted |= {"drafter": "cheap"}
         body = {"prompt": [5, 6], "max_tokens": 50, "return_token_ids": True, "speculation": wanted, "stop": "return"}
         answer = (await client.post("/v1/completions", json=body)).json()
         choice = answer["choices"][0]
@@ -80,6 +81,7 @@ async def test_extras_answer_when_asked():
         assert answer["metrics"]["speculative_decoding"]["block_efficiency"] > 1
         got = verifier.requests[-1].speculation
         assert (got.mode, got.rule, got.max_depth, got.topk) == (SpeculationMode.REQUIRED, Rule.TOKEN, 4, 2)
+        assert got.drafter == "cheap"
         for value, mode in [(False, "disabled"), (True, "auto"), ("disabled", "disabled"), ({}, "auto")]:
             await client.post("/v1/completions", json={"prompt": "a", "speculation": value})
             assert verifier.requests[-1].speculation.mode.value == mode
@@ -189,7 +191,8 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
         ({"prompt": "a", "speculation": "often"}, 400, "invalid_value", "speculation.mode"),
         ({"prompt": "a", "speculation": {"mode": ["x"]}}, 400, "invalid_value", "speculation.mode"),
         ({"prompt": "a", "speculation": {"verification": "no"}}, 400, "invalid_value", "speculation.verification"),
-        ({"prompt": "a", "speculation": {"drafter": "x"}}, 400, "unsupported_parameter", "speculation.drafter"),
+        ({"prompt": "a", "speculation": {"drafter": 3}}, 400, "invalid_value", "speculation.drafter"),
+        ({"prompt": "a", "speculation": {"often": 3}}, 400, "unsupported_parameter", "speculation.often"),
         ({"prompt": "a", "speculation": {"topk": 0}}, 400, "invalid_value", "topk"),
         ({"prompt": "a\ud800"}, 400, "invalid_value", "prompt"),
         ({"prompt": "a", "request_id": "a b"}, 400, "invalid_value", "request_id"),

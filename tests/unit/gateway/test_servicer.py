@@ -15,7 +15,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.servicer_codec import request_from_pb
-from rootward.errors import InvalidRequest, UnsupportedParameter
+from rootward.errors import InvalidRequest
 from rootward.rpc.columns import unpack_u32
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 
@@ -152,16 +152,8 @@ async def test_health_and_reflection():
 G = generate_pb2
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        Request(text="a", speculation=G.Speculation(drafter="ngram")),
-    ],
-    ids=str,
-)
-def test_known_and_unsupported_fields_are_refused(message):
-    with pytest.raises(UnsupportedParameter, match=r"^[\w.]+: .*leave it out$"):
-        request_from_pb(message)
+def test_who_shall_draft_is_passed_on():
+    assert request_from_pb(Request(text="a", speculation=G.Speculation(drafter="cheap"))).speculation.drafter == "cheap"
 
 
 def test_values_that_mean_off_are_fine():

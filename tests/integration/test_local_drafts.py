@@ -1,0 +1,127 @@
+"""Trees that the verifier looks up itself: the same text in fewer passes without a drafter; plain decoding where they do not pay."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import numpy as np
+import pytest
+from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
+
+from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.engine.tabular import TabularModel
+from rootward.errors import NoDrafter, NotFound, Unavailable
+from verifier_service.service import VerifierService
+
+PERIODIC = {"sharpness": 6.0}  # its greedy text runs into a circle soon
+AUTO = {"mode": SpeculationMode.AUTO, "max_tokens": 300}
+
+
+def greedy_text(model: TabularModel, length: int) -> list[int]:
+    text = [1, 2, 3]
+    while len(text) < 3 + length:
+        text.append(int(np.argmax(model.law(text))))
+    return text[3:]
+
+
+def rounds(verifier: VerifierService, kind: str) -> float:
+    return verifier.metrics.registry.get_sample_value("rootward_spec_decode_rounds_total", {"kind": kind}) or 0.0
+
+
+@pytest.mark.parametrize("kind", ["ngram", "recycling", "ngram+recycling"])
+async def test_text_that_repeats_comes_several_tokens_per_pass_without_a_drafter(kind: str) -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    async with verifier_of(target, {}, local_draft=kind) as verifier:
+        wanted = VerifierRequest(
+            "r", (1, 2, 3), request(temperature=0.0).sampling, Stopping(300), named(kind, SpeculationMode.REQUIRED)
+        )
+        tokens, last = await collect(verifier, wanted)
+        assert tokens == greedy_text(target, 300)
+        assert last.finish.stats.block_efficiency > 2
+        assert last.finish.stats.drafter == kind
+        assert rounds(verifier, "local") == last.finish.stats.num_spec_steps
+        assert rounds(verifier, "tree") == 0
+        await until(lambda: not verifier._running)
+        target.check_idle()
+
+
+def named(drafter: str, mode: SpeculationMode = SpeculationMode.AUTO) -> Speculation:
+    return Speculation(mode, drafter=drafter)
+
+
+@pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.MATCH])
+async def test_where_looked_up_trees_are_not_accepted_decoding_is_plain(rule: Rule) -> None:
+    """The text is close to noise: a few trials, then none for a long while."""
+    target, _ = tabular_pair(vocab=40, sharpness=0.2)
+    async with verifier_of(target, {}, local_draft="ngram") as verifier:
+        _, last = await collect(verifier, request(rule=rule, **AUTO))
+        assert last.finish.stats.num_spec_steps < 60
+
+
+async def test_text_under_a_seed_does_not_depend_on_what_is_looked_up() -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    texts = []
+    for kind in ("none", "ngram", "recycling"):
+        async with verifier_of(target, {}, local_draft=kind) as verifier:
+            wanted = request(law=Law.COUPLED, seed=7, **AUTO)
+            texts.append((await collect(verifier, wanted))[0])
+    assert texts[0] == texts[1] == texts[2]
+
+
+class Gate:
+    """A drafter that can be cut off."""
+
+    def __init__(self, drafter) -> None:
+        self.drafter, self.open = drafter, asyncio.Event()
+        self.open.set()
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
+        if not self.open.is_set():
+            raise Unavailable("cut off")
+        async with aclosing(self.drafter.session(inbound)) as frames:
+            async for frame in frames:
+                if not self.open.is_set():
+                    raise Unavailable("cut off")
+                yield frame
+
+
+async def test_a_session_that_loses_its_drafter_goes_on_with_trees_of_its_own() -> None:
+    target, draft = tabular_pair(**PERIODIC)
+    gate = Gate(drafter_of(draft))
+    async with gate.drafter, verifier_of(target, {"d": gate}, local_draft="ngram", draft_wait_s=0.05) as verifier:
+        await until(lambda: verifier.pool.up)
+        running = asyncio.create_task(collect(verifier, request(temperature=0.0, max_tokens=800)))
+        await until(lambda: rounds(verifier, "tree") > 3)
+        gate.open.clear()
+        tokens, last = await running
+        assert tokens == greedy_text(target, 800)
+        assert rounds(verifier, "local") > 3
+        assert rounds(verifier, "local") + rounds(verifier, "tree") == last.finish.stats.num_spec_steps
+
+
+async def test_who_drafts_can_be_asked_for_and_unknown_names_are_refused() -> None:
+    target, draft = tabular_pair(**PERIODIC)
+    drafter = drafter_of(draft)
+    async with drafter, verifier_of(target, {"d": drafter}, local_draft="ngram") as verifier:
+        await until(lambda: verifier.pool.up)
+        wanted = request(temperature=0.0, max_tokens=60)
+        for name, kind in (("ngram", "local"), ("default", "tree")):
+            before = rounds(verifier, kind)
+            asked = VerifierRequest(
+                name, wanted.prompt, wanted.sampling, wanted.stopping, named(name, SpeculationMode.REQUIRED)
+            )
+            tokens, last = await collect(verifier, asked)
+            assert tokens == greedy_text(target, 60)
+            assert rounds(verifier, kind) - before == last.finish.stats.num_spec_steps > 0
+        unknown = VerifierRequest("u", wanted.prompt, speculation=named("cheap"))
+        with pytest.raises(
+            NotFound, match=r"speculation.drafter: 'cheap' is unknown here; use one of 'default', 'ngram'"
+        ):
+            await collect(verifier, unknown)
+    async with verifier_of(target, {}) as verifier:
+        asked = VerifierRequest("r", (1, 2), speculation=named("default", SpeculationMode.REQUIRED))
+        with pytest.raises(NoDrafter):
+            await collect(verifier, asked)

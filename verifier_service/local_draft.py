@@ -1,0 +1,166 @@
+"""The second rung of the ladder: a tree that the verifier looks up itself, while no drafter has grown one (protocol.md 1.3).
+
+It is a function of the text alone and every node is chosen, so any rule may verify it: the target's own tokens, or ratio tests under
+one-hot laws. A drafter's nodes take no part in such a round, which leaves them as good as new (algorithms.md 6.1). So it stands in for
+*plain decoding* only: nothing of a drafter's tree may have arrived, and whether one is looked up is settled by what is known of the
+drafter (none, lost, not heard of yet), never by what it has grown. Whether it pays is learned apart from what drafters are worth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rootward.core.drafting.lookup import (
+    Merged,
+    Prediction,
+    Recipe,
+    Shape,
+    Source,
+    Successors,
+    extend_tree,
+    parse_recipe,
+)
+from rootward.core.living_tree import LivingTree, Snapshot
+from rootward.core.requests import Law, Rule, SpeculationMode, VerifierRequest
+from verifier_service.cost import Machine, StepCost
+from verifier_service.gain import Gain, Gains, Spent
+from verifier_service.policy import Policy
+from verifier_service.sessions import Draft, Session
+
+CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
+MAX_MEMORIES = 16
+LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
+
+
+@dataclass(slots=True, eq=False)
+class LocalDraft:
+    """Of one session. fed: tokens that the source has read; length: of the text that cap and tree are for."""
+
+    name: str
+    source: Source
+    gain: Gain
+    required: bool = False  # looks a tree up for every round, whether or not that pays
+    fed: int = 0
+    length: int = -1
+    cap: int = 0
+    tree: Snapshot | None = None
+    launched: bool = False  # the round that runs verifies the tree
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.tree.ids) - 1 if self.tree is not None else 0
+
+
+class LocalDrafts:
+    """Of all sessions of a verifier. plain: what steps cost while nobody uses trees."""
+
+    def __init__(self, policy: Policy, vocab_size: int, plain: StepCost) -> None:
+        self._policy, self._vocab_size = policy, vocab_size
+        self._recipes = _recipes(policy.local_draft)
+        self._memories: OrderedDict[str, Successors] = (
+            OrderedDict()
+        )  # by salt: as with cached prefixes, who shares them
+        self.gains = Gains(Machine(plain))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a request may ask for."""
+        return tuple(self._recipes)
+
+    def of(self, session: Session) -> LocalDraft | None:
+        """For a session that begins; None: it takes none."""
+        request, wish = session.request, session.request.speculation
+        recipe = self._recipes.get(wish.drafter or self._policy.local_draft)
+        if recipe is None or wish.mode is SpeculationMode.DISABLED:
+            return None
+        law = Law.COUPLED if session.rule is Rule.MATCH else Law.SAMPLED
+        kind = recipe.name, session.rule, round(10 * request.sampling.temperature), request.structure is not None
+        source = _expecting(recipe.source(law, self._memory(session.salt)), request)
+        return LocalDraft(recipe.name, source, self.gains.of(kind), session.required)
+
+    def plan(self, session: Session, most: int, load: int, possible: int = 0) -> int:
+        """Nodes of the tree that stands in for plain decoding in the present round; looked up once per round, at most `most`.
+
+        possible: as for `Gain.nodes`."""
+        local = session.local
+        if local is None:
+            return 0
+        if local.length != len(session.tokens):
+            local.length, local.cap, local.tree = len(session.tokens), 0, None
+            if absent(session.draft):
+                local.cap = max(0, most) if local.required else local.gain.nodes(session.number, most, load, possible)
+                local.tree = self._look_up(session, local) if local.cap else None
+        return local.num_nodes
+
+    @staticmethod
+    def launch(session: Session, drafted: Snapshot | None) -> Snapshot | None:
+        """The round begins: what it verifies, a drafter's nodes if there are any."""
+        local = session.local
+        if local is None:
+            return drafted
+        local.launched = drafted is None and local.tree is not None
+        if local.launched and not session.drafter_name:
+            session.drafter_name = local.name
+        return local.tree if local.launched else drafted
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """A step for which trees were looked up, and no drafter worked."""
+        self.gains.machine.stepped(rows, seconds, trees=True)
+
+    @staticmethod
+    def gone(session: Session) -> None:
+        """It has ended; another one goes on with its trial."""
+        if session.local is not None:
+            session.local.gain.gone(session.number)
+
+    @staticmethod
+    def used(sessions: Iterable[Session]) -> bool:
+        """Whether any of them looks trees up in the present step."""
+        return any(session.local is not None and session.local.cap for session in sessions)
+
+    def _memory(self, salt: str) -> Successors:
+        memory = self._memories.pop(salt) if salt in self._memories else Successors()
+        self._memories[salt] = memory  # the last used one is last
+        if len(self._memories) > MAX_MEMORIES:
+            self._memories.popitem(last=False)
+        return memory
+
+    def _look_up(self, session: Session, local: LocalDraft) -> Snapshot | None:
+        tokens, policy, wish = session.tokens, self._policy, session.request.speculation
+        local.source.extend(tokens[local.fed : local.fed + CHUNK])
+        local.fed = min(len(tokens), local.fed + CHUNK)
+        if local.fed < len(tokens):
+            return None
+        depth = min(wish.max_depth or policy.max_depth, policy.max_depth)
+        topk = min(wish.topk or policy.topk, policy.topk)
+        tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
+        tree.root.token = tokens[-1]
+        found = extend_tree(tree, local.source, Shape(local.cap, depth, topk, LEAST_SCORE))
+        return tree.snapshot(found) if found else None
+
+
+def absent(draft: Draft | None) -> bool:
+    """There is no drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone."""
+    return draft is None or not (draft.heard or draft.shared)
+
+
+def learn(session: Session, spent: Spent) -> None:
+    """A round without a drafter's nodes was committed; spent.cap: nodes that were looked up for it."""
+    if session.local is not None:
+        session.local.gain.add(session.number, spent)
+
+
+def _expecting(source: Source, request: VerifierRequest) -> Source:
+    if not request.prediction:
+        return source
+    return Merged([Prediction(request.prediction, prefix=len(request.prompt)), source])
+
+
+def _recipes(names: str) -> dict[str, Recipe]:
+    """By name: all of `ngram+recycling` together, and each alone."""
+    if names == "none":
+        return {}
+    found = {name: parse_recipe(f"{name}:") for name in (names, *names.split("+"))}
+    return {name: replace(recipe, name=name) for name, recipe in found.items() if recipe is not None}
