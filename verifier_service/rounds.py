@@ -54,7 +54,9 @@ class Rounds:
     def most(self, session: Session) -> int:
         """Nodes that a round of this session may verify now."""
         # Deeper than tokens_left - 1 nothing could be emitted.
-        return min(session.request.speculation.num_draft_tokens or self.possible, self.possible, session.tokens_left - 1)
+        return min(
+            session.request.speculation.num_draft_tokens or self.possible, self.possible, session.tokens_left - 1
+        )
 
     def begin(self, session: Session) -> None:
         """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""

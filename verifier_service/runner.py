@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling, TokenLogprob
-from rootward.core.rng import Key, bonus_coin, coins_batch
+from rootward.core.rng import Key, bonus_coin, bonus_coins, coins_batch
 from rootward.core.tree import TokenTree, root_only
 from rootward.core.verification import match
 from rootward.core.verification.batched import Forest, ForestLaw, forest_law, gather_ids, stop_nodes
@@ -23,6 +23,7 @@ from rootward.engine.noise import target_noise
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.residual import draw_residual, gumbel_choice, largest_residual
 from rootward.engine.sampling import gather, greedy_choice, laws
+from rootward.engine.verification import place, verify
 from rootward.ports import COMMITTED, LanguageModel, Rows
 
 Ints = NDArray[np.int64]
@@ -89,10 +90,11 @@ class Outcome:
 
 
 class Runner:
-    """Drives a target model. `decide` is the verification law; tests swap in wrong ones to see that they are caught."""
+    """Drives a target model. `decide` is the verification law; tests swap in wrong ones to see that they are caught. there: ratio tests
+    are decided where the logits are, and nothing but stop nodes and bonus tokens comes back (default: where that is no CPU)."""
 
-    def __init__(self, model: LanguageModel, *, decide: Decide = forest_law) -> None:
-        self.model, self.decide = model, decide
+    def __init__(self, model: LanguageModel, *, decide: Decide = forest_law, there: bool | None = None) -> None:
+        self.model, self.decide, self._there = model, decide, there
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks]
@@ -192,11 +194,22 @@ class Runner:
         forest = Forest.of([r.tree for r in some])
         take = np.arange(forest.num_nodes) + (starts[mine] - forest.start[:-1])[forest.tree]
         probs_TV = laws(scores_TV[take], [some[b].sampling for b in forest.tree])
+        if self._decides_there(some, probs_TV.device):
+            found = _decided_there(rule, forest, some, probs_TV)
+            nodes = found[0] - forest.start[:-1]
+            return dict(
+                zip(mine, zip(nodes.tolist(), *(column.tolist() for column in found[1:]), strict=True), strict=True)
+            )
         law = self._law(rule, forest, some, probs_TV)
         stop = stop_nodes(law, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in some])).copy()
         bonus = self._bonus(some, stop, law, probs_TV)
         nodes, expected = stop - forest.start[:-1], law.block_efficiency
         return dict(zip(mine, zip(nodes.tolist(), bonus.tolist(), expected.tolist(), strict=True), strict=True))
+
+    def _decides_there(self, rounds: Sequence[Round], device: torch.device) -> bool:
+        """Bonus tokens that follow the noise a drafter knows are found by the host, which makes that noise for the stop node alone."""
+        there = device.type != "cpu" if self._there is None else self._there
+        return there and self.decide is forest_law and not any(r.shared for r in rounds)
 
     @staticmethod
     def _bonus(rounds: Sequence[Round], stop: Ints, law: ForestLaw, probs_TV: torch.Tensor) -> Ints:
@@ -221,6 +234,19 @@ class Runner:
         p_TG, tail_T = gather(probs_TV, ids)
         whole_T = p_TG.sum(-1) + tail_T  # float32 softmax: 1 up to rounding
         return self.decide(rule.value, forest, ids, weight, p_TG / whole_T[:, None], tail_T / whole_T)
+
+
+def _decided_there(
+    rule: Rule, forest: Forest, rounds: Sequence[Round], probs_TV: torch.Tensor
+) -> tuple[Ints, Ints, Floats]:
+    """(stop node in the forest, bonus token, block efficiency) of every round; the host waits for the device once."""
+    atoms, weight = _atoms(rounds)
+    device, depths = probs_TV.device, int(forest.depth.max()) + 1
+    placed = place(forest, gather_ids(forest, atoms), weight, int(probs_TV.shape[1]), device)
+    coins = coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in rounds])
+    u_BD = bonus_coins([(r.key, r.epoch, r.length) for r in rounds], depths)
+    tossed = [torch.from_numpy(given).to(device, non_blocking=True) for given in (coins, u_BD)]
+    return verify(rule.value, placed, probs_TV, *tossed).to_host(len(rounds))
 
 
 def _rows(r: Round) -> Rows:

@@ -59,8 +59,9 @@ def greedy_choice(logits_TV: torch.Tensor) -> Ints:
         best = logits[np.arange(len(logits)), choice]
     else:
         choice_T = logits_TV.argmax(-1)  # the first of several maxima, by its documentation
-        choice = choice_T.cpu().numpy()
-        best = logits_TV.gather(1, choice_T[:, None])[:, 0].float().cpu().numpy()
+        broken_T = logits_TV.gather(1, choice_T[:, None])[:, 0].isnan()
+        choice = torch.where(broken_T, -1, choice_T).cpu().numpy()  # the host waits once
+        best = np.where(choice < 0, np.nan, 0.0)
     if np.isnan(best).any():
         raise ValueError("logits: a row holds NaN; the model's weights or its input are broken")
     return choice

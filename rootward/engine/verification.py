@@ -93,11 +93,12 @@ class Verdicts(NamedTuple):
     mass_B: torch.Tensor
 
     def to_host(self, num_trees: int) -> tuple[Ints, Ints, Floats]:
-        """(stop, bonus, block efficiency) of the trees that are no padding: the one place where the host waits."""
-        stop, bonus, expected, mass = (column.cpu().numpy()[:num_trees] for column in self)
+        """(stop, bonus, block efficiency) of the trees that are no padding: the one place where the host waits, once."""
+        table = torch.stack([column.to(self.expected_B.dtype) for column in self])  # numbers and ids are exact in it
+        stop, bonus, expected, mass = table.cpu().numpy()[:, :num_trees]
         if not (mass > 0.0).all():
             raise ValueError(f"probs: mass {mass[~(mass > 0.0)][0]} at a stop node; give rows that are laws")
-        return stop, bonus, expected.astype(np.float64)
+        return stop.astype(np.int64), bonus.astype(np.int64), expected.astype(np.float64)
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -147,7 +148,8 @@ def verify(
     """The verdicts of one round of every tree. algorithm: "token" or "traversal".
 
     probs_TV  target laws after processors; rows of padding nodes may hold anything finite
-    coins_T   a uniform per node, u_B one per tree for its bonus token, both in [0, 1)
+    coins_T   a uniform per node, in [0, 1)
+    u_B       one per tree for its bonus token, in [0, 1); or [B, D]: one for every depth at which its round may stop
     """
     p_TG, tail_T, whole_T = gathered(probs_TV, placed.ids_TG)
     law = device_law(algorithm, placed, p_TG, tail_T)
@@ -155,6 +157,8 @@ def verify(
     row_BV = probs_TV[stop_B].to(tail_T.dtype) * (law.tail_scale_T / whole_T)[stop_B, None]
     ids_BG = _outside(placed.ids_TG[stop_B], row_BV.shape[1])
     row_BV = pad(row_BV, (0, 1)).scatter(1, ids_BG, law.residual_TG[stop_B].to(row_BV.dtype))[:, :-1]
+    if u_B.dim() == 2:
+        u_B = u_B.gather(1, placed.depth_T[stop_B][:, None])[:, 0]
     bonus_B, mass_B = drawn(row_BV, u_B)
     stop, order = pad(law.stop_T, (0, 1)), placed.order_BN
     return Verdicts(stop_B, bonus_B, 1.0 + (stop[order] * placed.depth_T[order]).sum(1), mass_B)

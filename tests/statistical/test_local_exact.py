@@ -34,9 +34,7 @@ Look = Callable[["Walk", Snapshot], bool]  # a wrong twin: whether the local tre
 class Walk:
     """One session, round after round. The drafter's tree is one object: while nothing is heard its nodes have not arrived."""
 
-    def __init__(
-        self, seed: int, law: Law, chooser: Chooser, *, instead: Look | None = None
-    ):
+    def __init__(self, seed: int, law: Law, chooser: Chooser, *, instead: Look | None = None):
         self.model, self.law, self.chooser, self.instead = Model(seed), law, chooser, instead
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(LENGTH + CAP + 2))
         self.session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
