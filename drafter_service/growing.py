@@ -19,6 +19,7 @@ from drafter_service.fairness import dealt
 from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
 from rootward.core.ahead import Ahead, Bets, shared_order
+from rootward.core.calibration import MatchScale
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Growth, Policy
@@ -38,6 +39,7 @@ MAX_NODES = (
     240  # of a tree, growth ahead included, whatever a verifier asks for: a KV slot has 256 cells beyond the context
 )
 GUESS_ATOMS = 2048  # of a row, among which the bonus token is guessed
+MATCH_ATOMS = 1024  # of a row, among which the shared noise chooses: the target's token is often an unlikely one
 GREEDY_TEMPERATURE = 0.5  # what chosen trees rank by when the target decodes greedily: better than 1 (measured)
 
 
@@ -62,6 +64,7 @@ class Grower(Generic[K]):
         self.policy, self.bets = policy or Policy(Law.SAMPLED), bets or Bets()
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
+        self._match: dict[int, MatchScale] = {}  # by tenths of the temperature, which sets how far the pair is apart
         self._num_draws = 0  # counts over the life of the process: a draw number is never used twice
 
     # -- what a verifier says -----------------------------------------------------------------------------------------
@@ -160,7 +163,13 @@ class Grower(Generic[K]):
             ahead_cap=ahead_cap,
         )
         policy = replace(
-            self.policy, law=message.law, node_cap=node_cap, max_depth=message.max_depth, topk=message.topk
+            self.policy,
+            law=message.law,
+            node_cap=node_cap,
+            max_depth=message.max_depth,
+            topk=message.topk,
+            beyond=node_cap - message.node_cap,
+            match_scale=self._match_scale(message).value,
         )
         own = Growth(tree, policy, max_positions=info.max_positions)
         orders: dict[int, NDArray[np.int64]] = {}
@@ -180,6 +189,7 @@ class Grower(Generic[K]):
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is there; the rest becomes catch-up work."""
+        self._learn(growing, tokens)
         expanded = growing.growth.expanded
         walked = growing.growth.commit(tokens)
         held = 0
@@ -202,6 +212,17 @@ class Grower(Generic[K]):
         }
         growing.told_rest = False
         growing.exhausted = growing.tree.length >= self.model.info.max_positions
+
+    def _match_scale(self, message: Open) -> MatchScale:
+        return self._match.setdefault(round(10 * message.sampling.temperature), MatchScale())
+
+    def _learn(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
+        """How far the models are apart shows in where shared noise makes them differ."""
+        if growing.open.law is Law.COUPLED:
+            scale, own = self._match_scale(growing.open), growing.growth.own
+            for perturbed, chosen in own.lessons(tokens):
+                scale.learn(perturbed, chosen)
+            own.policy = replace(own.policy, match_scale=scale.value)
 
     def _wants_level(self, growing: GrowingTree) -> bool:
         if growing.exhausted or not growing.allowed:
@@ -258,7 +279,7 @@ class Grower(Generic[K]):
     def _expand(self, owners: list[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> None:
         logits_TV = _with_penalties(owners, logits_TV)
         probs_TV = processed(logits_TV, [self._processors(g) for g, _ in owners])
-        atoms = max(g.open.num_atoms for g, _ in owners)
+        atoms = max(MATCH_ATOMS if g.open.law is Law.COUPLED else g.open.num_atoms for g, _ in owners)
         ids_TK, weight_TK = quantise_top(*top_atoms(probs_TV, min(atoms, self.model.info.vocab_size)))
         for (growing, node), ids, weight in zip(owners, ids_TK, weight_TK, strict=True):
             self._expand_one(growing, node, ids, weight)
@@ -267,11 +288,13 @@ class Grower(Generic[K]):
                 self._order(growing, node, probs_V)
 
     def _expand_one(self, growing: GrowingTree, node: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        support = min(int((weight > 0).sum()), growing.open.num_atoms)
-        row = Row(ids[:support], weight[:support])
-        noise = None
-        if growing.open.law is Law.COUPLED:
+        coupled, most = growing.open.law is Law.COUPLED, growing.open.num_atoms
+        support = min(int((weight > 0).sum()), MATCH_ATOMS if coupled else most)
+        row, noise = Row(ids[:support], weight[:support]), None
+        if coupled:  # the row does not travel, so it is cut where the noise has spoken
             noise = target_gumbel(growing.key, growing.tree.at(node).depth, row.ids)
+            best = np.sort(np.argsort(-(np.log(row.law) + noise), kind="stable")[:most])
+            row, noise = Row(row.ids[best], row.weight[best]), noise[best]
         growing.growth.expand(node, row, noise)
 
     def _order(self, growing: GrowingTree, node: int, probs_V: torch.Tensor) -> None:

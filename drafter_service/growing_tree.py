@@ -66,7 +66,7 @@ class GrowingTree:
     @property
     def betting(self) -> bool:
         """What is left to do is for rounds after the next."""
-        return self.told_rest and not self.pending
+        return (self.told_rest or self.growth.own.looks_beyond) and not self.pending
 
     def allow(self, nodes: int) -> None:
         """Rounds verify no more nodes than these from now on."""
@@ -74,4 +74,4 @@ class GrowingTree:
         self.allowed = nodes > 0
         if self.allowed:
             beyond = 0 if self.ratio else self.open.ahead_cap
-            own.policy = replace(own.policy, node_cap=min(nodes + beyond, most))
+            own.policy = replace(own.policy, node_cap=min(nodes + beyond, most), beyond=beyond)

@@ -37,6 +37,7 @@ WORTH_MOVING = 8  # nor a session with fewer tokens to come: it would pay a pref
 AGAIN_S = 1.0  # before a source of addresses that failed is tried again
 
 Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
+Budget = Callable[[Session, Draft], int | None]
 
 
 class DrafterPool:
@@ -224,15 +225,16 @@ class DrafterPool:
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)
 
-    def commit(self, session: Session, tokens: Sequence[int]) -> None:
-        """The truth advanced: tell the drafters; take up the new tree of a session that moves."""
+    def commit(self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.cap) -> None:
+        """The truth advanced: tell the drafters, also how many nodes the next round may have below what was kept; take up the new tree
+        of a session that moves."""
         draft, coming = session.draft, session.next_draft
         if coming is not None:
             if (link := _link(coming)) is None:
                 self._failed(session, coming)
                 coming = None
             else:
-                link.commit(coming, tokens, session.cap)
+                link.commit(coming, tokens, lambda kept: budget(session, kept))
         if draft is not None:
             if (link := _link(draft)) is None:  # an orphan has had its round
                 self._failed(session, draft)
@@ -241,7 +243,7 @@ class DrafterPool:
                 link.close(draft, "moved")
                 draft = None
             else:
-                link.commit(draft, tokens, session.cap)
+                link.commit(draft, tokens, lambda kept: budget(session, kept))
         if draft is None and coming is not None:
             draft, coming = coming, None
             session.drafter_name = draft.drafter

@@ -58,6 +58,7 @@ class Spent:
     rows       of its step, other sessions' included;  load: sessions that share steps
     cap, path  most nodes it might have had; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
     clean      no prefill fell between
+    seen       nodes about which the round tells: fewer than the cap if it did not wait for the others (None: all)
     """
 
     tokens: int
@@ -68,6 +69,7 @@ class Spent:
     cap: int = 0
     path: tuple[int, ...] = ()
     clean: bool = True
+    seen: int | None = None
 
 
 @dataclass(slots=True)
@@ -173,7 +175,7 @@ class Gain:
                     self._fail()
             return
         plain_s = self._machine.plain.seconds(spent.load)
-        self.worth.add(spent.cap, spent.path)
+        self.worth.add(spent.cap if spent.seen is None else spent.seen, spent.path)
         self._tokens.add(spent.tokens)
         self._plain_rounds.add(spent.seconds / plain_s if plain_s else 1.0)
         if spent.clean:

@@ -23,6 +23,7 @@ from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
 from verifier_service.breaker import MAX_MISSES, Breaker
+from verifier_service.launching import Pace
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.outbox import Outbox
 from verifier_service.placement import DrafterView
@@ -76,6 +77,7 @@ class Link:
         self.breaker = Breaker()
         self.asked_s: float | None = None  # since when something it must answer has been waiting for any answer
         self.latency_s = self.gain = 0.0
+        self.pace = Pace()
         self.outbox = Outbox()
         self._load, self._load_s, self._own_then = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
@@ -136,8 +138,10 @@ class Link:
             ahead_cap=ahead_cap,
         )
         shared = message.bonus_key is not None
-        draft = self.drafts[slot] = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic())
-        draft.asked_s = draft.opened_s
+        now_s = time.monotonic()
+        draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=now_s, pace=self.pace)
+        draft.asked_s, draft.wanted = now_s, message.node_budget or node_cap
+        self.drafts[slot] = draft
         self.outbox.open(message)
         return draft
 
@@ -171,10 +175,15 @@ class Link:
             node_budget=None if session.required else session.gain.usual_nodes or None,
         )
 
-    def commit(self, draft: Draft, tokens: Sequence[int], node_budget: int | None = None) -> None:
-        """The truth advanced; both replicas re-root. node_budget: most nodes of the next round."""
+    def commit(
+        self, draft: Draft, tokens: Sequence[int], budget: Callable[[Draft], int | None] = lambda _: None
+    ) -> None:
+        """The truth advanced; both replicas re-root. budget: most nodes of the next round, with what was kept."""
         base = draft.tree.length
         walked = draft.tree.commit(tokens)
+        draft.rooted_s, draft.goes_on = time.monotonic(), False
+        node_budget = budget(draft)
+        draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
         draft.asked_s = draft.asked_s or draft.committed_s
@@ -290,6 +299,7 @@ class Link:
         if draft is None:
             self._metrics.discarded("closed")
             return
+        before = len(draft.tree)
         try:
             received = draft.tree.receive(grow)
         except MalformedFrame as error:
@@ -303,10 +313,23 @@ class Link:
         current = grow.base_len == draft.tree.length
         if current and draft.committed_s is not None:
             self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
+        self._paced(draft, before, current=current)
         if not draft.heard:  # what it was asked for last it has taken
             self._num_refusals = 0
         draft.heard, draft.asked_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
+
+    def _paced(self, draft: Draft, before: int, *, current: bool) -> None:
+        """Growth that a round could verify; `before` nodes were there. Its pace is that of nodes that are waited for: after those
+        a drafter draws more at a time."""
+        now_s, more = time.monotonic(), len(draft.tree) - before
+        if not more:
+            return
+        if current and draft.goes_on and before < draft.wanted:
+            self.pace.went_on(now_s - draft.grown_s, more)
+        elif current and not draft.goes_on and draft.rooted_s and draft.heard:
+            self.pace.began(now_s - draft.rooted_s)
+        draft.grown_s, draft.goes_on = now_s, draft.goes_on or current
 
     def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:
         """The first growth since a commit."""

@@ -13,11 +13,12 @@ from rootward.core.requests import Law
 from verifier_service.cost import Machine, StepCost
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Gains, Spent
+from verifier_service.launching import launch_s
 from verifier_service.local_draft import learn
 from verifier_service.policy import Policy
 from verifier_service.runner import Outcome
-from verifier_service.scheduler import patience_s, share
-from verifier_service.sessions import Session
+from verifier_service.scheduler import share
+from verifier_service.sessions import Draft, Session
 
 
 class Rounds:
@@ -73,15 +74,32 @@ class Rounds:
                 self.pool.close(session, "does not pay")
 
     def patience_s(self, session: Session) -> float:
-        """The longest wait for its tree that can pay. A drafter that still reads the prompt is not waited for."""
+        """How long after the last commit its round is launched, if nothing more arrives. A drafter that still reads the prompt is not
+        waited for."""
         limit_s, draft = self.policy.draft_wait_s, session.draft
         if session.required:
             return limit_s
         if draft is None or not draft.heard:
             return 0.0
-        tokens = session.gain.worth.tokens(session.cap or 0)[-1]
-        plain_s = self.gains.machine.plain.seconds(self.load) or limit_s
-        return patience_s(expected_tokens=tokens, plain_s=plain_s, limit_s=limit_s)
+        return min(limit_s, self._launch_s(session, draft, max(0.0, draft.grown_s - session.committed_s)))
+
+    def budget(self, session: Session, draft: Draft) -> int | None:
+        """Nodes that the drafter should grow for the round that has begun. What is launched with the nodes that were kept leaves the
+        drafter the whole round for what comes after it."""
+        cap, kept = session.cap, len(draft.tree)
+        if not cap or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
+            return cap
+        return min(kept, cap)
+
+    def _launch_s(self, session: Session, draft: Draft, since_s: float) -> float:
+        """What was kept is launched by the rule. Where growth below the root has begun, the cap is waited for: it was chosen so that
+        its last nodes are worth their time, and would not stay so if nobody ever saw them."""
+        cap = session.cap or 0
+        tokens = session.gain.worth.tokens(cap)
+        verify_s = self.gains.machine.step_s(self.load * (cap + 1)) or self.policy.draft_wait_s
+        kept = 0 if draft.goes_on else min(len(draft.tree), cap)
+        due = {"next_s": draft.pace.first_s, "node_s": draft.pace.node_s}
+        return launch_s(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 
     def began(self, session: Session) -> None:
         """Its clock starts: it has a place, or its truth has advanced."""
@@ -94,6 +112,8 @@ class Rounds:
         session.launched_s = time.monotonic()
         session.missed = draft is not None and not draft.at_rest and bool(session.cap) and not num_nodes
         session.waited = session.missed and draft is not None and (draft.heard or session.required)
+        cap = session.cap or 0
+        session.told = cap if draft is None or draft.goes_on or draft.wanted >= cap or not num_nodes else num_nodes
 
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
@@ -111,13 +131,14 @@ class Rounds:
             self.pool.judge(session, missed=session.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
         cap = session.cap or 0 if drafted or session.waited else 0
+        seen = min(session.told, cap)
         if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
-            session.gain.worth.add(cap if drafted else 0, path)
+            session.gain.worth.add(seen if drafted else 0, path)
             return session.waited
         seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s
         spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, outcome.num_nodes, outcome.path, session.clean)
         if not drafted:
             learn(session, spent)
         tokens = 1 if local else spent.tokens  # what a local tree gave is no merit of a drafter
-        session.gain.add(session.number, replace(spent, cap=cap, path=path, tokens=tokens))
+        session.gain.add(session.number, replace(spent, cap=cap, path=path, tokens=tokens, seen=seen))
         return session.waited

@@ -26,7 +26,7 @@ class View:
     drafting      a drafter holds a tree for it
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
-    waited_s      time since the last commit;  patience_s  the longest wait that can pay
+    waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`launching.py`)
     cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
     rank          lower is better: preempted later. No two are equal
@@ -98,11 +98,6 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
 def share(max_rows: int, num_sessions: int) -> int:
     """Nodes per session when a step of max_rows is shared, its root row included: shrinks with load, down to plain decoding."""
     return max(0, max_rows // max(num_sessions, 1) - 1)
-
-
-def patience_s(*, expected_tokens: float, plain_s: float, limit_s: float) -> float:
-    """The longest wait for a tree that can pay: remaining wait < (E − 1)·t_plain, never beyond the limit."""
-    return min(limit_s, max(0.0, (expected_tokens - 1.0) * plain_s))
 
 
 class _Blocks:

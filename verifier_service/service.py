@@ -389,7 +389,7 @@ class VerifierService:
         self.rounds.began(session)
         if not session.done:
             self.rounds.begin(session)  # at once, so that the drafter knows how much it should grow
-            self.pool.commit(session, committed.tokens)
+            self.pool.commit(session, committed.tokens, self.rounds.budget)
         session.out.put_nowait(committed)
         if session.leaving and not session.done:
             session.hand_back("verifier is draining")

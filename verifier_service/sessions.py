@@ -36,6 +36,7 @@ from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceE
 from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.cost import Machine
 from verifier_service.gain import Gain
+from verifier_service.launching import Pace
 
 if TYPE_CHECKING:
     from verifier_service.local_draft import LocalDraft
@@ -61,6 +62,11 @@ class Draft:
     asked_s: float | None = None  # since when it owes growth, of this root or an earlier one
     misses: int = 0  # rounds since then that went without it
     committed_s: float | None = None  # since when growth under the present root is waited for
+    pace: Pace = field(default_factory=Pace)  # of its drafter
+    wanted: int = 0  # nodes that the drafter was asked for; 0: as many as it was opened with
+    rooted_s: float = 0.0  # when the present root was committed
+    grown_s: float = 0.0  # when something was last added that a round could verify
+    goes_on: bool = False  # some of that belongs to the present root
     queued_s: float = 0.0  # how long this round's growth waited for its turn at the drafter
 
 
@@ -114,6 +120,7 @@ class Session:
     cap: int | None = None  # most nodes of this round, fixed when it begins
     missed: bool = False  # its round was launched without the tree that it might have had
     waited: bool = False  # and had waited for it
+    told: int = 0  # nodes of its round about which the verdict tells something
     idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
     clean: bool = True  # no prefill fell into this round
     leaving: bool = False  # hand the request back after the next commit

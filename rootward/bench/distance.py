@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss", type=float, default=0.0, help="share of segments that arrive a round trip later")
     parser.add_argument("--noise", type=float, default=0.6, help="what sets the draft's logits apart (default 0.6)")
     parser.add_argument("--nodes", type=int, default=16, help="nodes verified in a round (default 16)")
-    parser.add_argument("--ahead", type=int, default=32, help="nodes a living tree grows ahead (default 32)")
+    parser.add_argument("--ahead", type=int, default=192, help="nodes a living tree grows ahead (default 192)")
     parser.add_argument("--sessions", type=int, default=2, help="at once (default 2)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens of a session (default 160)")
     parser.add_argument("--out", type=Path, help="folder of distance.json and distance.png (default: none)")

@@ -48,7 +48,7 @@ class Bets:
     nodes: int = 0
     share: int = 8
     draws_per_level: int = 2
-    hits: tuple[float, ...] = (0.6, 0.15, 0.08, 0.05)
+    hits: tuple[float, ...] = (0.35, 0.12, 0.08, 0.06)
 
     def __post_init__(self) -> None:
         if self.nodes < 0 or self.share < 2 or self.draws_per_level < 1:
@@ -192,7 +192,7 @@ class Ahead:
     def _head(self, node: int, token: int) -> int:
         guess = self.tree.draw(node, token, sampled=False, guess=True)
         own, bets = self.own, self.bets
-        cap = min(bets.share - 1, own.policy.node_cap)  # as the root's it must keep within the tree's own
+        cap = min(bets.share - 1, self.tree.node_cap)  # as the root's it must keep within the tree's own
         policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level)
         self._guesses.append(
             Growth(self.tree, policy, max_positions=own.max_positions, calibration=own.calibration, head=guess)

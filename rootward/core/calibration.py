@@ -121,6 +121,26 @@ def places(tree: TokenTree, mass: Floats) -> Iterator[tuple[int, int, float, flo
             left -= float(mass[child])
 
 
+class MatchScale:
+    """The scale of log p − log q that makes the target's choices under shared noise likeliest, of a few; older choices count less."""
+
+    SCALES = np.geomspace(0.1, 1.6, 9)
+
+    def __init__(self, prior: float = 0.4, *, strength: float = 4.0, decay: float = 0.99) -> None:
+        self.decay = decay
+        self._score = -strength * np.log(self.SCALES / prior) ** 2
+
+    @property
+    def value(self) -> float:
+        return float(self.SCALES[int(np.argmax(self._score))])
+
+    def learn(self, perturbed: ArrayLike, chosen: int) -> None:
+        """The target took atom number `chosen`. perturbed float[k]: log q + g, as for `match_probabilities`."""
+        scaled = np.asarray(perturbed, dtype=np.float64)[None, :] / self.SCALES[:, None]
+        scaled -= scaled.max(axis=1, keepdims=True)
+        self._score = self.decay * self._score + scaled[:, chosen] - np.log(np.exp(scaled).sum(axis=1))
+
+
 def match_probabilities(perturbed: ArrayLike, temperature: float) -> Floats:
     """float64[k]: for coupled trees, the probability that each child is the target's own token.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +44,9 @@ class Policy:
     family            GREEDY: the probability that the round stops below each child of the root's family, in order of trial; as many
                       children as numbers
     match_scale       COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
-    least_levels      levels that a tree of node_cap nodes should have: a small tree grows deep, not wide
+    least_levels      levels that the nodes of a round should have: a small tree grows deep, not wide
+    beyond            chosen and coupled trees: of node_cap, nodes for the rounds after the next
+    draws_beyond      most of them drawn after each draft forward: they are late for nobody, and there is a whole round for them
     """
 
     law: Law
@@ -57,6 +59,8 @@ class Policy:
     family: tuple[float, ...] = (0.33, 0.27, 0.11)
     match_scale: float = 0.0
     least_levels: int = 1
+    beyond: int = 0
+    draws_beyond: int = 12
 
     def __post_init__(self) -> None:
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
@@ -64,7 +68,7 @@ class Policy:
                 raise ValueError(f"{name}: {value} is outside (0, 1)")
         if not self.family or min(self.family) <= 0 or sum(self.family) > 1:
             raise ValueError(f"family: {self.family}; give probabilities above 0 that sum to at most 1")
-        for name in ("node_cap", "max_depth", "topk", "draws_per_level", "least_levels"):
+        for name in ("node_cap", "max_depth", "topk", "draws_per_level", "least_levels", "draws_beyond"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
         if not 0 <= self.match_scale < math.inf:
@@ -72,8 +76,8 @@ class Policy:
 
     @property
     def draws(self) -> int:
-        """Nodes drawn after each draft forward."""
-        return min(self.draws_per_level, -(-self.node_cap // self.least_levels))
+        """Nodes drawn after each draft forward, of those that the next round may verify."""
+        return min(self.draws_per_level, max(1, -(-(self.node_cap - self.beyond) // self.least_levels)))
 
 
 @dataclass(slots=True)
@@ -84,10 +88,12 @@ class _Place:
     rank: int = 0
     order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
     chance: list[float] = field(default_factory=list)  # chosen laws: of each of them, that the target takes it
+    perturbed: Floats | None = None  # coupled: log q + noise of the row's atoms
 
     def take(self, token: int, chance: float) -> None:
         """The next child is this one, whether or not it is an atom."""
         self.row = self.row.without([token])
+        self.perturbed = None  # of a row that has changed nothing is learned
         if token in self.order[self.rank :]:
             at = self.order.index(token, self.rank)
             del self.order[at], self.chance[at : at + 1]
@@ -141,6 +147,11 @@ class Growth:
     def room(self) -> int:
         return self.policy.node_cap - (len(self.tree) if self.head == ROOT else self._num_drawn)
 
+    @property
+    def looks_beyond(self) -> bool:
+        """The next round has its nodes; what is grown now is for later ones."""
+        return self.policy.beyond > 0 and self.room <= self.policy.beyond
+
     def frontier(self, max_rows: int) -> list[int]:
         """Live nodes without a row that are worth one, best first; the root of the tree gets its own from whoever feeds the text."""
         if self.room <= 0:
@@ -189,7 +200,8 @@ class Growth:
     def draw(self, new_words: NewWords) -> list[int]:
         """Give the best places their next child, a level's worth; returns the new ids in draw order."""
         drawn: list[int] = []
-        while len(drawn) < self.policy.draws and self.room > 0 and self._heap:
+        most = self.policy.draws_beyond if self.looks_beyond else self.policy.draws
+        while len(drawn) < most and self.room > 0 and self._heap:
             _, node, rank = heapq.heappop(self._heap)
             place = self._places.get(node)
             if place is None or place.rank != rank or not self._alive(node):
@@ -203,6 +215,18 @@ class Growth:
         for node in mass:
             mass[node] -= sum(mass[c] for c in self.tree.at(node).children if c in mass)
         return {n: max(m, 0.0) for n, m in mass.items() if self.can_continue(self.tree.at(n))}
+
+    def lessons(self, tokens: Iterable[int]) -> Iterator[tuple[Floats, int]]:
+        """What a commit teaches of a coupled tree: at each node that the text went through, log q + noise of the atoms and which of
+        them the target took."""
+        node: int | None = self.root_id
+        for token in tokens:
+            place = self._places.get(node) if node is not None else None
+            if node is None or place is None or place.perturbed is None:
+                return
+            if len(at := np.flatnonzero(place.row.ids == token)):
+                yield place.perturbed, int(at[0])
+            node = next((c for c in self.tree.at(node).children if self.tree.nodes[c].token == token), None)
 
     @property
     def at_rest(self) -> bool:
@@ -269,7 +293,7 @@ class Growth:
 
     def _order_coupled(self, place: _Place, perturbed: Floats) -> None:
         order = np.argsort(-perturbed, kind="stable")
-        place.order = place.row.ids[order].tolist()
+        place.order, place.perturbed = place.row.ids[order].tolist(), perturbed
         if self.policy.match_scale:
             place.chance = match_probabilities(perturbed, self.policy.match_scale)[order].tolist()
 

@@ -12,7 +12,7 @@ from rootward.core.frames import Commit
 from rootward.core.growth import Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law
-from rootward.core.rng import Key, bonus_gumbel
+from rootward.core.rng import Key, bonus_gumbel, target_gumbel
 
 PREFIX = (1, 2, 3)
 BONUS = Key(77).bonus()
@@ -199,3 +199,55 @@ def test_a_guess_with_nothing_below_it_is_refused() -> None:
     """Were it right, the root that it became would have no growth."""
     with pytest.raises(ValueError, match="share"):
         Bets(nodes=4, share=1)
+
+
+def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_the_bets() -> None:
+    garden, verifier = grower(), replica()
+    garden.open(1, ahead())
+    for _, frame in grown(garden):
+        verifier.receive(frame)
+    guess = next(n for n in verifier.nodes.values() if n.guess and n.parent == ROOT)
+    verifier.commit([guess.token])
+    kept = len(verifier)
+    garden.commit(1, Commit(1, 3, (guess.token,), verifier.hash, node_budget=kept))
+    for _, frame in grown(garden):
+        assert verifier.receive(frame).stale == 0
+    assert len(verifier) == kept < 4
+    assert verifier.num_ahead > 6
+    parents = {n.parent for n in verifier.nodes.values() if n.guess}
+    assert parents <= {ROOT, *verifier.snapshot(99).ids}
+
+
+def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels() -> None:
+    policy = Policy(Law.SAMPLED, draws_per_level=2, draws_beyond=6)
+    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, policy=policy)
+    garden.open(1, ahead(law=Law.COUPLED, topk=5, max_depth=9))
+    sizes = [len(frame.token) for _, frame in grown(garden)]
+    assert sizes[:2] == [2, 2]
+    assert max(sizes[2:]) == 6
+    assert sum(sizes) == 28
+
+
+def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_hold() -> None:
+    """The row does not travel, so the noise speaks before it is cut."""
+    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
+    garden.open(1, ahead(law=Law.COUPLED, num_atoms=1, node_cap=1, ahead_cap=0))
+    grown(garden)
+    growing = garden.trees[1]
+    law = garden.model.law(PREFIX)
+    best = int(np.argmax(np.log(law) + target_gumbel(growing.key, 3, np.arange(5))))
+    assert [n.token for n in growing.tree.nodes.values()] == [best]
+
+
+def test_the_drafter_learns_from_commits_how_far_the_models_are_apart() -> None:
+    """The target of a coupled session takes what the draft takes: the pair could not be closer."""
+    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
+    garden.open(1, ahead(law=Law.COUPLED))
+    growing, text = garden.trees[1], list(PREFIX)
+    before = growing.growth.own.policy.match_scale
+    for _ in range(30):
+        grown(garden)
+        first = growing.tree.snapshot(1).tree
+        base, text = len(text), [*text, int(first.token[1])]
+        garden.commit(1, Commit(1, base, (text[-1],), hash_of(text)))
+    assert growing.growth.own.policy.match_scale < before

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.cost import StepCost
+from verifier_service.launching import Pace
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
@@ -76,3 +79,50 @@ def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard
     rounds.launched(session, 0)
     assert rounds.ended(session, Outcome((3,), 0), 1, 1)
     assert session.gain.worth.tokens(4) == before  # which says nothing of the nodes of trees that come
+
+
+def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -> tuple[Rounds, Session, Draft]:
+    """A session whose last commit kept a chain of nodes; the next growth is due after next_s, a step takes 60 ms."""
+    cost = StepCost()
+    for rows in (1, 64):
+        cost.add(rows, 0.06)
+    session = Session(1, VerifierRequest("r", (1, 2), stopping=Stopping(99)), rule, Law.COUPLED, frozenset())
+    rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
+    tree = LivingTree(2, 0, vocab_size=5)
+    parent = 0
+    for _ in range(kept):
+        parent = tree.draw(parent, 1, sampled=False)
+    session.gain, session.cap = rounds.gain(session), cap
+    draft = session.draft = Draft(object(), 1, tree, heard=True, pace=Pace(next_s, 0.001), wanted=cap)
+    rounds.began(session)
+    return rounds, session, draft
+
+
+def test_kept_nodes_are_launched_at_once_where_more_is_far_and_their_drafter_is_told() -> None:
+    rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
+    assert rounds.patience_s(session) == 0.0
+    assert rounds.budget(session, draft) == 4
+
+
+@pytest.mark.parametrize(("kept", "next_s"), [(4, 0.0), (1, 0.005), (0, 0.03)])
+def test_where_more_is_near_or_nothing_was_kept_the_whole_tree_is_asked_for(kept: int, next_s: float) -> None:
+    rounds, session, draft = living(kept=kept, cap=8, next_s=next_s)
+    assert rounds.patience_s(session) > 0.0
+    assert rounds.budget(session, draft) == 8
+
+
+def test_growth_that_has_begun_is_waited_for_whatever_was_kept() -> None:
+    rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
+    draft.goes_on = True
+    assert rounds.patience_s(session) > 0.06
+
+
+def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> None:
+    rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
+    draft.wanted = 4
+    before = session.gain.worth.tokens(8)
+    rounds.launched(session, 4)
+    rounds.ended(session, Outcome((1, 1, 3), 4, path=(1, 2)), 5, 1)
+    after = session.gain.worth.tokens(8)
+    assert after[2] > before[2]
+    assert [b - a for a, b in pairwise(after[4:])] == pytest.approx([b - a for a, b in pairwise(before[4:])])

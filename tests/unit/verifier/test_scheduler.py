@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.scheduler import Limits, Plan, View, patience_s, schedule, share
+from verifier_service.scheduler import Limits, Plan, View, schedule, share
 
 
 def decide(*views: View, **limits) -> Plan:
@@ -88,11 +87,6 @@ def test_the_prefill_budget_is_shared_by_rank() -> None:
 def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
     assert [share(64, n) for n in (0, 1, 2, 16, 32, 64, 1000)] == [63, 63, 31, 3, 1, 0, 0]
     assert decide(waiting(arrived=8, cap=0)).decode == (1,)
-
-
-@pytest.mark.parametrize(("expected", "wanted"), [(1.0, 0.0), (3.0, 0.02), (100.0, 0.05)])
-def test_waiting_is_bounded_by_what_it_can_gain(expected: float, wanted: float) -> None:
-    assert patience_s(expected_tokens=expected, plain_s=0.01, limit_s=0.05) == pytest.approx(wanted)
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------------
