@@ -72,7 +72,7 @@ async def test_a_tree_begins_with_the_nodes_that_rounds_of_its_kind_have() -> No
     one.gain.usual_nodes = 4
     draft = opened(busy, one)
     assert busy.outbox._opens[draft.slot].node_budget == 4
-    busy.commit(draft, (3,), node_budget=6)
+    busy.commit(draft, (3,), lambda kept: 6)
     assert busy.outbox._opens[draft.slot].node_budget == 6
 
 
