@@ -7,7 +7,7 @@ One drafter and one verifier run as processes; so many sessions generate at once
 
 The fit: S(n) = S · (1 + crowd · (n − 1)), the same for Z, and for S / A: a drafter deals its rows, so that trees grow narrower where there
 are many. What it predicts, by the simulation of the autoscaler with as many pods and sessions, stands beside what was measured, also for
-a second drafter, which the fit has not seen. D = N · A / (R − W): rows that would be busy if nobody queued.
+a second drafter, whose points the fit does not use. D = N · A / (R − W): rows that would be busy if nobody queued.
 """
 
 from __future__ import annotations
