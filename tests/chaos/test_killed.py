@@ -22,7 +22,7 @@ def services():
     with ExitStack() as running:
         port = free_port()
         grower = running.enter_context(drafter(DRAFT, port=port))
-        target = running.enter_context(verifier(TARGET, [grower.address]))
+        target = running.enter_context(verifier(TARGET, [grower.address], "--local-draft", "none"))
         front = running.enter_context(gateway(TARGET, [target.address]))
         client = running.enter_context(Client(front.address))
         yield running, port, grower, target, client

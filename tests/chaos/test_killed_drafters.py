@@ -96,7 +96,16 @@ class Run:
 async def under_load(model: str, num_drafters: int) -> AsyncIterator[Run]:
     with ExitStack() as processes:
         url = processes.enter_context(running_redis())
-        flags = ["--drafters", "redis:", "--redis-url", url, "--draft-wait-ms", str(1000 * WAIT_S)]
+        flags = [
+            "--drafters",
+            "redis:",
+            "--redis-url",
+            url,
+            "--draft-wait-ms",
+            str(1000 * WAIT_S),
+            "--local-draft",
+            "none",
+        ]
         process = await asyncio.to_thread(processes.enter_context, verifier(TARGET, [], *flags))
         async with RemoteVerifier(process.address) as target:
             run = Run(target, processes, url, model)

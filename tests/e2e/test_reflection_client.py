@@ -117,13 +117,14 @@ def test_it_cancels_and_aborts(client) -> None:
         (lambda m: setattr(m.stopping, "max_tokens", 0), "INVALID_ARGUMENT", "INVALID_VALUE", "max_tokens"),
         (lambda m: setattr(m, "text", ""), "OK", "", ""),
         (lambda m: m.ClearField("text"), "INVALID_ARGUMENT", "INVALID_VALUE", "prompt"),
-        (lambda m: setattr(m.speculation, "drafter", "x"), "INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER", "speculation.drafter"),
+        (lambda m: setattr(m.speculation, "drafter", "x"), "NOT_FOUND", "NOT_FOUND", "speculation.drafter"),
         (lambda m: setattr(m.stopping, "max_tokens", 99_999), "INVALID_ARGUMENT", "CONTEXT_LENGTH_EXCEEDED", "max_tokens"),
         (lambda m: setattr(m, "model", "other"), "NOT_FOUND", "NOT_FOUND", None),
     ],
 )  # fmt: skip
 def test_it_reads_errors(client, change, code, reason, field) -> None:
-    request = client.message("GenerateRequest")(text="x", request_id="mine")
+    name = f"mine-{reason}-{field}"
+    request = client.message("GenerateRequest")(text="x", request_id=name)
     request.stopping.max_tokens = 2
     change(request)
     if code == "OK":
@@ -134,7 +135,7 @@ def test_it_reads_errors(client, change, code, reason, field) -> None:
     details = details_of(refused.value)
     assert (refused.value.code().name, details["ErrorInfo"].reason) == (code, reason)
     assert details["ErrorInfo"].domain == "rootward"
-    assert details["RequestInfo"].request_id == "mine"
+    assert details["RequestInfo"].request_id == name
     if field is not None:
         (violation,) = details["BadRequest"].field_violations
         assert violation.field == field

@@ -33,7 +33,7 @@ async def test_they_are_the_models_own(remote, chunk):
     wanted, law = own_logprobs(target, prompt)
     async with (over_grpc if remote else in_process)(target, draft, prefill_chunk=chunk) as system:
         for k in (0, 2):
-            told = (await first(system.verifier, request("a", prompt, prompt_logprobs=k))).prefilled
+            told = (await first(system.verifier, request(f"a{k}", prompt, prompt_logprobs=k))).prefilled
             assert told is not None
             assert told.num_cached == 0
             assert [one.logprob for one in told.logprobs] == pytest.approx(wanted, abs=1e-5)

@@ -35,7 +35,7 @@ def test_a_recipe_shares_its_memory_over_the_texts() -> None:
 
 
 def test_the_command_writes_a_table_and_a_report(tmp_path, capsys) -> None:
-    flags = ["--model", "tabular:vocab=6,seed=1,sharpness=6", "--num-texts", "3", "--length", "40"]
+    flags = ["--model", "tabular:vocab=6,seed=1,sharpness=6", "--num-texts", "6", "--length", "80"]
     more = ["--sources", "ngram:", "random:vocab=6,seed=1", "--budgets", "4", "--temperatures", "0"]
     assert main([*flags, *more, "--out", str(tmp_path / "report.json")]) == 0
     assert capsys.readouterr().out.count("\n| 0 |") == 2

@@ -79,4 +79,5 @@ async def test_growth_needs_nothing_of_the_event_loop_until_it_rests() -> None:
             await asyncio.sleep(0)
         await stream.aclose()
     assert service.ended is not None
-    assert service.ended.done()
+    async with asyncio.timeout(30):
+        await service.ended
