@@ -43,9 +43,12 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
 
     def counted():
         nonlocal most
-        before, trees = len(forwards), drafter.grower.trees.values()
+        before, trees = len(forwards), list(drafter.grower.trees.values())
+        urgent = [g for g in trees if drafter.grower._wants_level(g) and not g.betting]  # bets on later rounds give way
         wanting = {
-            g.kv_slot for g in trees if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))
+            g.kv_slot
+            for g in urgent or trees
+            if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))
         }
         frames = level()
         per_level.append(len(forwards) - before)
