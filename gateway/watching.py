@@ -68,12 +68,14 @@ class Watcher:
         return belongs(told.request_id, [self.request_id])
 
     def take(self, event: Event) -> None:
-        try:
-            self.events.put_nowait(replace(event, num_missed=self.num_missed))
-        except asyncio.QueueFull:
+        """The end of a request is never missed: a watch of it would not end."""
+        if self.events.full():
             self.num_missed += 1
-        else:
-            self.num_missed = 0
+            if not isinstance(event.what, Ended):
+                return
+            self.num_missed += self.events.get_nowait().num_missed
+        self.events.put_nowait(replace(event, num_missed=self.num_missed))
+        self.num_missed = 0
 
 
 class Watching:

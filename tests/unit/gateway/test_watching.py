@@ -11,7 +11,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway import watching
 from gateway.requests import GenerateRequest
-from gateway.watching import Begun, Round, Told, Watching
+from gateway.watching import Begun, Ended, Round, Told, Watching
 from rootward import cli
 from rootward.cli_top import _view, rates
 from rootward.client import AsyncClient, Client, SamplingParams
@@ -106,6 +106,22 @@ async def test_a_slow_watcher_is_told_what_it_missed(monkeypatch):
     late = await anext(events)
     assert (late.what, late.num_missed) == (Round(10, 2, 1), 6)
     await events.aclose()
+
+
+async def test_the_end_is_never_missed(monkeypatch):
+    monkeypatch.setattr(watching, "MAX_WAITING", 4)
+    room = Watching(lambda: 0.0)
+    told = Told(room, "one", "", "", 0.0)
+    room.begun(told, Begun(1))
+    events = room.watch(request_id="one")
+    seen = [await anext(events)]
+    for i in range(10):
+        told.round(i, [True])
+    room.ended(told, Ended(None, "", 10))  # nobody has looked since: the queue is full
+    async with asyncio.timeout(10):
+        seen += [event async for event in events]
+    assert isinstance(seen[-1].what, Ended)
+    assert len(seen) + sum(e.num_missed for e in seen) == 12
 
 
 async def test_nothing_to_watch_is_refused():
