@@ -12,24 +12,22 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from drafter_service.expansion import expand
 from drafter_service.fairness import dealt
 from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
-from rootward.core.ahead import Ahead, Bets, shared_order
+from rootward.core.ahead import Ahead, Bets
 from rootward.core.calibration import MatchScale
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
-from rootward.core.requests import Law, Sampling
-from rootward.core.rng import BonusKey, Key, draw_words, target_gumbel
-from rootward.core.rows import Row, quantise_top
+from rootward.core.requests import Law
+from rootward.core.rng import Key, draw_words
 from rootward.demand import DrafterDemand
-from rootward.engine.processors import History, penalised
-from rootward.engine.sampling import processed, top_atoms
+from rootward.engine.processors import History
 from rootward.ports import LanguageModel, Rows
 
 K = TypeVar("K")  # what names a slot of a stream
@@ -38,9 +36,6 @@ CHAIN_IDS = 1 << 40  # node ids of catch-up tokens in the KV tree; drawn nodes c
 MAX_NODES = (
     240  # of a tree, growth ahead included, whatever a verifier asks for: a KV slot has 256 cells beyond the context
 )
-GUESS_ATOMS = 2048  # of a row, among which the bonus token is guessed
-MATCH_ATOMS = 1024  # of a row, among which the shared noise chooses: the target's token is often an unlikely one
-GREEDY_TEMPERATURE = 0.5  # what chosen trees rank by when the target decodes greedily: better than 1 (measured)
 
 
 class Grower(Generic[K]):
@@ -274,43 +269,7 @@ class Grower(Generic[K]):
             owners += [(growing, node) for node in nodes]
             at += 1 if chain else len(rows.node)
         if owners:
-            self._expand(owners, logits_TV[take])
-
-    def _expand(self, owners: list[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> None:
-        logits_TV = _with_penalties(owners, logits_TV)
-        probs_TV = processed(logits_TV, [self._processors(g) for g, _ in owners])
-        atoms = max(MATCH_ATOMS if g.open.law is Law.COUPLED else g.open.num_atoms for g, _ in owners)
-        ids_TK, weight_TK = quantise_top(*top_atoms(probs_TV, min(atoms, self.model.info.vocab_size)))
-        for (growing, node), ids, weight in zip(owners, ids_TK, weight_TK, strict=True):
-            self._expand_one(growing, node, ids, weight)
-        for (growing, node), probs_V in zip(owners, probs_TV, strict=True):
-            if growing.guesses_at(node):
-                self._order(growing, node, probs_V)
-
-    def _expand_one(self, growing: GrowingTree, node: int, ids: NDArray[np.int64], weight: NDArray[np.int64]) -> None:
-        coupled, most = growing.open.law is Law.COUPLED, growing.open.num_atoms
-        support = min(int((weight > 0).sum()), MATCH_ATOMS if coupled else most)
-        row, noise = Row(ids[:support], weight[:support]), None
-        if coupled:  # the row does not travel, so it is cut where the noise has spoken
-            noise = target_gumbel(growing.key, growing.tree.at(node).depth, row.ids)
-            best = np.sort(np.argsort(-(np.log(row.law) + noise), kind="stable")[:most])
-            row, noise = Row(row.ids[best], row.weight[best]), noise[best]
-        growing.growth.expand(node, row, noise)
-
-    def _order(self, growing: GrowingTree, node: int, probs_V: torch.Tensor) -> None:
-        """What the noise of the bonus token makes of a row."""
-        assert growing.open.bonus_key is not None
-        key, epoch, length = BonusKey(growing.open.bonus_key), growing.open.epoch, growing.tree.at(node).depth
-        (ids,), (law,) = top_atoms(probs_V[None], GUESS_ATOMS)
-        some = law > 0
-        growing.orders[node] = shared_order(key, epoch, length, ids[some], law[some].astype(np.float64))
-
-    @staticmethod
-    def _processors(growing: GrowingTree) -> Sampling:
-        wanted = growing.open.sampling
-        if not wanted.greedy:
-            return wanted
-        return replace(wanted, temperature=GREEDY_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
+            expand(owners, logits_TV[take])
 
     def _new_words(self, growing: GrowingTree, num_words: int) -> NDArray[np.uint64]:
         self._num_draws += 1
@@ -343,19 +302,3 @@ class Grower(Generic[K]):
             draft_us,
             guess=np.array([r.guess for r in records], dtype=np.bool_),
         )
-
-
-def _with_penalties(owners: Sequence[tuple[GrowingTree, int]], logits_TV: torch.Tensor) -> torch.Tensor:
-    """The target's penalties, each row under its own node's text."""
-    rows_of: dict[int, list[int]] = {}
-    for row, (growing, _) in enumerate(owners):
-        if growing.history is not None:
-            rows_of.setdefault(growing.kv_slot, []).append(row)
-    if rows_of:
-        logits_TV = logits_TV.clone()
-    for rows in rows_of.values():
-        growing = owners[rows[0]][0]
-        assert growing.history is not None
-        paths = [growing.path(owners[row][1]) for row in rows]
-        logits_TV[rows] = penalised(logits_TV[rows], growing.open.sampling, growing.history, paths).to(logits_TV)
-    return logits_TV

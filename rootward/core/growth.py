@@ -259,7 +259,7 @@ class Growth:
         if self.policy.law is Law.GREEDY and node == self.root_id and not place.rank:
             return self._family(node, place, new_words)
         if self._ratio:
-            token = int(draw_children(place.row, 1, new_words(4))[0])
+            token = int(draw_children(place.row, 1, new_words(2))[0])
             place.row = place.row.without([token])
         else:
             token = place.order[place.rank]
@@ -273,7 +273,7 @@ class Growth:
         masses, policy = self.policy.family, self.policy
         # More children than a level extends would only take turns: as many chains as draws.
         size = min(len(masses), policy.draws, policy.topk, self.room)
-        made = greedy_family(place.row, size, new_words(4))
+        made = greedy_family(place.row, size, new_words(2))
         del self._places[node]
         self.tree.at(node).row = (made.row.ids, made.row.weight) if len(made.row) else None
         children = zip(made.token.tolist(), made.sampled.tolist(), masses, strict=False)

@@ -128,6 +128,21 @@ def target_gumbel(key: Key, position: int, tokens: int | ArrayLike) -> Floats:
     return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, position, 0))
 
 
+def target_gumbel_batch(at: Sequence[tuple[Key, int]], tokens_TA: ArrayLike) -> Floats:
+    """float64[T, A]: `target_gumbel` at each (key, position) for the tokens of its row, in one pass."""
+    ids = np.asarray(tokens_TA, dtype=np.uint64)
+    for _, position in at:
+        _within("counter", position, 32)
+    if ids.size and int(ids.max()) >> 32:
+        raise ValueError(f"counter: {ids.max()}; use numbers below 2**32")
+    table = np.array([(position, key.derive(Role.TARGET)) for key, position in at], dtype=np.uint64).reshape(-1, 2)
+    position, keys = table.T[:, :, None]
+    salt = np.full_like(position, Role.TARGET.value)
+    out = _rounds([ids >> np.uint64(1), position, np.zeros_like(position), salt], keys)
+    odd, half = (ids & np.uint64(1)).astype(np.bool_), np.uint64(32)
+    return _gumbel(np.where(odd, out[2] | out[3] << half, out[0] | out[1] << half))
+
+
 def filter_coin(key: Key, position: int) -> float:
     """A uniform in [0, 1) for a randomised processor at a position."""
     first, _ = _blocks(key.derive(Role.FILTER), Role.FILTER, np.zeros(1, np.uint64), position, 0)

@@ -105,7 +105,7 @@ def quantise(probs: ArrayLike, num_atoms: int) -> Row:
     if law.ndim != 1 or not np.isfinite(law).all() or (law < 0.0).any():
         raise ValueError(f"probs: shape {law.shape}, negative or not finite; give one law over the vocabulary")
     ids = top(law, num_atoms)
-    weight = _weights(law[None, ids])[0]
+    weight = integer_weights(law[None, ids])[0]
     return Row(ids[weight > 0], weight[weight > 0])
 
 
@@ -114,13 +114,19 @@ def quantise_top(ids: ArrayLike, probs: ArrayLike) -> tuple[Ints, Ints]:
 
     ids int[B, K], probs float[B, K] in any order. Atoms without mass become id -1, weight 0, at the end of the row.
     """
-    atoms, weight = np.array(ids, dtype=np.int64), _weights(np.asarray(probs, dtype=np.float64))
+    atoms, weight = np.array(ids, dtype=np.int64), integer_weights(np.asarray(probs, dtype=np.float64))
     if atoms.ndim != 2 or atoms.shape != weight.shape:
         raise ValueError(f"ids, probs: shapes {atoms.shape}, {weight.shape}; give both as [B, K]")
     order = np.lexsort((atoms, -weight), axis=1)
     atoms, weight = np.take_along_axis(atoms, order, axis=1), np.take_along_axis(weight, order, axis=1)
     atoms[weight == 0] = -1
     return atoms, weight
+
+
+def rows_of(ids_BK: Ints, weight_BK: Ints, most: Iterable[int]) -> list[Row]:
+    """What `quantise_top` gives as rows, each of at most so many atoms."""
+    support = np.minimum((weight_BK > 0).sum(axis=1), np.fromiter(most, dtype=np.int64)).tolist()
+    return [_ordered(ids_BK[i, :k], weight_BK[i, :k]) for i, k in enumerate(support)]
 
 
 def top(law: Floats, k: int) -> Ints:
@@ -135,7 +141,7 @@ def top(law: Floats, k: int) -> Ints:
     return order[law[order] > 0.0].astype(np.int64)
 
 
-def _weights(probs: NDArray[np.floating]) -> Ints:
+def integer_weights(probs: NDArray[np.floating]) -> Ints:
     """int64[B, K]: mass in units of 1/65535 of the row's largest, at least 1 where there is any."""
     largest = probs.max(axis=1, keepdims=True, initial=0.0)
     share = probs / np.where(largest > 0.0, largest, 1.0)

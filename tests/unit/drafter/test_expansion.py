@@ -1,0 +1,71 @@
+"""From laws to rows: what is declared and what is matched do not pay for one another, and neither changes the other's rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from unit.drafter.test_growing import opening
+
+import drafter_service.expansion as module
+from drafter_service.expansion import matched_rows
+from drafter_service.growing import Grower
+from rootward.core.growth import Policy
+from rootward.core.requests import Law
+from rootward.core.rng import Key, target_gumbel
+from rootward.engine.tabular import TabularModel
+
+V = 300
+
+
+@pytest.mark.parametrize("num_atoms", [3, 32, 500])
+def test_a_matched_row_holds_what_the_noise_favours_among_all_atoms(num_atoms: int) -> None:
+    law = np.random.default_rng(1).dirichlet(np.full(V, 0.3), size=4)
+    law[:, 50:60] = 0.0
+    law[3] = 0.0
+    law[3, [7, 5]] = 0.75, 0.25
+    at = [(Key(1), 5), (Key(1), 6), (Key(2, 3), 5), (Key(4), 1000)]
+    found = matched_rows(torch.from_numpy(law), at, [num_atoms] * 4)
+    for probs, (key, position), (row, noise) in zip(law, at, found, strict=True):
+        whole = target_gumbel(key, position, V)
+        with np.errstate(divide="ignore"):
+            order = np.argsort(-(np.log(probs) + whole), kind="stable")
+        best = [token for token in order[:num_atoms].tolist() if probs[token] > 0]
+        assert sorted(row.ids.tolist()) == sorted(best)
+        assert noise.tolist() == whole[row.ids].tolist()
+        assert (np.diff(row.weight) <= 0).all()
+        largest = probs[row.ids].max()
+        assert row.weight.tolist() == np.clip(np.rint(probs[row.ids] / largest * 65535), 1, None).tolist()
+
+
+def rows_of_ratio_trees(*, beside: bool) -> list[object]:
+    grower: Grower[int] = Grower(
+        TabularModel(V, seed=3, max_slots=4), incarnation=1, policy=Policy(Law.SAMPLED, draws_per_level=2)
+    )
+    grower.open(1, opening(1, num_atoms=8, node_cap=6))
+    grower.open(2, opening(2, num_atoms=5, node_cap=6, law=Law.TOP_K))
+    if beside:
+        grower.open(3, opening(3, num_atoms=64, node_cap=6, law=Law.COUPLED))
+    while not grower.idle:
+        grower.level()
+    rows = [grower.trees[key].growth.own.rows for key in (1, 2)]
+    return [{node: (row.ids.tolist(), row.weight.tolist()) for node, row in of_tree.items()} for of_tree in rows]
+
+
+def test_who_declares_rows_does_not_pay_for_who_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(probs_TV: torch.Tensor, num_atoms: int) -> object:
+        asked.append(num_atoms)
+        return top_atoms(probs_TV, num_atoms)
+
+    top_atoms = module.top_atoms
+    monkeypatch.setattr(module, "top_atoms", counted)
+    alone, beside = rows_of_ratio_trees(beside=False), rows_of_ratio_trees(beside=True)
+    assert set(asked) == {8}
+    assert alone[1].keys() == beside[1].keys()
+    assert {node: alone[1][node] for node in alone[1]} == beside[1]
+    root = min(alone[0])
+    assert alone[0][root] == beside[0][root]
+    assert all(len(ids) <= 8 for ids, _ in beside[0].values())
+    assert all(len(ids) <= 5 for ids, _ in beside[1].values())
