@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from rootward.clock import Clock, SystemClock
-from rootward.demand import Reading, Signals, signals
+from rootward.demand import UNKNOWN, Cost, Reading, Signals, signals
 from rootward.discovery.registry import Registry, RegistryUnavailable, Worker
 from rootward.errors import NotFound, Unavailable
 
@@ -48,7 +48,7 @@ class DemandWatch:
     def __init__(self, registry: Registry, model: str, clock: Clock | None = None) -> None:
         self._registry, self._model, self._clock = registry, model, clock or SystemClock()
         self._looks: deque[Look] = deque()
-        self._row_seconds: dict[str, float] = {}  # A by pool, as it was when drafters last reported
+        self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
         self._ended = False
         self._changed = asyncio.Event()  # set, and replaced, after every look
 
@@ -93,7 +93,7 @@ class DemandWatch:
         new = self._latest(pool)
         verifiers = [self._reading(w, pool) for w in new.verifiers.values() if pool in w.counters]
         drafters = [self._reading(w, pool) for w in new.drafters.get(pool, {}).values()]
-        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._row_seconds.get(pool))
+        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._costs.get(pool, UNKNOWN))
 
     def _reading(self, worker: Worker, pool: str) -> Reading:
         """It counts from where it was first seen in the window, as `rate` does: one that is new here need not be young. Its registry may
@@ -117,8 +117,7 @@ class DemandWatch:
         while len(self._looks) > 2 and look.at_s - self._looks[1].at_s >= WINDOW_S:
             self._looks.popleft()
         for pool in look.pools:
-            if (row_seconds := self.signals(pool).row_seconds) is not None:
-                self._row_seconds[pool] = row_seconds
+            self._costs[pool] = self.signals(pool).cost
 
     def _wake_up(self) -> None:
         self._changed.set()

@@ -24,7 +24,7 @@ log = structlog.get_logger("scaler")
 
 NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 GRACE_S = 1.0  # for streams to end well
-SIGNALS = ("demand", "rows", "stall")
+SIGNALS = ("demand", "sessions", "rows", "stall")
 LONGEST_SILENCE_S = 10.0  # after which a stream looks by itself
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -74,7 +74,7 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     def _value(self, request: pb.ScaledObjectRef) -> float:
         pool = _pool(request)
         found = self._watch.signals(pool)
-        value = {"demand": found.demand, "rows": found.rows, "stall": found.stall}[_signal(request)]
+        value: float | None = getattr(found, _signal(request))
         if value is None:
             raise Unavailable(f"{_signal(request)} of pool {pool!r} is not known yet", retry_after_s=1.0)
         return value

@@ -2,8 +2,13 @@
 
     N    sessions that would take drafts now, with or without a drafter                          verifiers, a gauge
     A    row-seconds of wanted growth per round: rows × time in draft forwards, no queueing      drafters
-    R0   mean round time − mean stall; stall: the part of waiting explained by queueing          verifiers
+    R0   mean time of rounds with a tree − mean stall: the part of waiting that was queueing     verifiers
     D    N · A / R0, rows that would be busy if nobody queued
+
+N is a signal of its own: a drafter has places for so many trees (memory for their texts), however few rows they fill.
+
+Rounds of sessions without a tree, for want of a drafter or of a place there, are shorter. They are counted apart and stand in for R0
+only while no round has a tree; it is then no less than what such rounds took last.
 
 All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in
 heartbeats (`counters()`, the same names without prefix), so that a gateway computes the signals from two beats without a Prometheus.
@@ -33,12 +38,19 @@ class VerifierDemand:
     round_s: float = 0.0
     stall_s: float = 0.0
     prior_row_s: float = 0.0  # A before any drafter has reported
+    plain_rounds: int = 0
+    plain_s: float = 0.0
 
     def add(self, round_s: float, stall_s: float) -> None:
-        """A round was committed so long after the one before; so much of it was queueing at the drafter."""
+        """A round with a tree was committed so long after the one before; so much of it was queueing at the drafter."""
         self.rounds += 1
         self.round_s += round_s
         self.stall_s += min(stall_s, round_s)
+
+    def add_plain(self, round_s: float) -> None:
+        """A round of a session that would have taken a tree."""
+        self.plain_rounds += 1
+        self.plain_s += round_s
 
     def counters(self) -> dict[str, float]:
         return {
@@ -47,6 +59,8 @@ class VerifierDemand:
             "round_seconds_sum": self.round_s,
             "draft_stall_seconds_sum": self.stall_s,
             "draft_prior_row_seconds": self.prior_row_s,
+            "plain_round_seconds_count": self.plain_rounds,
+            "plain_round_seconds_sum": self.plain_s,
         }
 
 
@@ -97,22 +111,34 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What a round with a tree takes: row_s A, base_s R0; None: no such round was seen. To be remembered by the caller of `signals`."""
+
+    row_s: float | None = None
+    base_s: float | None = None
+
+
+UNKNOWN = Cost()
+
+
+@dataclass(frozen=True, slots=True)
 class Signals:
-    """What an autoscaler is told; None: unknown, which is not 0. row_seconds: A, to be remembered by the caller."""
+    """What an autoscaler is told; None: unknown, which is not 0."""
 
     demand: float | None = None  # D, in rows
     rows: float | None = None  # share of rows busy with wanted growth
     stall: float | None = None  # share of the rounds' time, limited
-    row_seconds: float | None = None
+    sessions: float | None = None  # N, each of which needs a place
+    cost: Cost = UNKNOWN
 
 
 def signals(
-    verifiers: Iterable[Reading], drafters: Iterable[Reading], seconds: float, remembered: float | None = None
+    verifiers: Iterable[Reading], drafters: Iterable[Reading], seconds: float, remembered: Cost = UNKNOWN
 ) -> Signals:
-    """The signals of one pool, from beats `seconds` apart. remembered: A as it was when drafters last reported."""
+    """The signals of one pool, from beats `seconds` apart. remembered: the cost as it was when drafters last reported."""
     verifiers, drafters = list(verifiers), list(drafters)
     if not verifiers:
-        return Signals(row_seconds=remembered)
+        return Signals(cost=remembered)
     sessions = sum(v.now("speculating_sessions") for v in verifiers)
     rounds = _increase(verifiers, "round_seconds_count")
     round_s, stall_s = _increase(verifiers, "round_seconds_sum"), _increase(verifiers, "draft_stall_seconds_sum")
@@ -121,16 +147,19 @@ def signals(
         _increase(drafters, "draft_compute_seconds_count"),
     )
     prior = max(v.now("draft_prior_row_seconds") for v in verifiers)
-    row_seconds = wanted_s / growths if growths else remembered or prior or None
-    base_s = (round_s - stall_s) / rounds if rounds else 0.0
-    known = row_seconds is not None and base_s > 0
-    demand = sessions * row_seconds / base_s if known and row_seconds else None
+    base_s = (round_s - stall_s) / rounds if rounds else None
+    cost = Cost(wanted_s / growths if growths else remembered.row_s, base_s or remembered.base_s)
+    if not base_s and (plain := _increase(verifiers, "plain_round_seconds_count")):
+        base_s = max(_increase(verifiers, "plain_round_seconds_sum") / plain, cost.base_s or 0.0)
+    row_s = cost.row_s or prior
+    demand = sessions * row_s / base_s if row_s and base_s else None
     rows = sum(d.now("drafter_rows") for d in drafters)
     return Signals(
         demand if sessions else 0.0,
         wanted_s / seconds / rows if rows and seconds > 0 else 0.0,
         min(stall_s / round_s, STALL_LIMIT) if round_s else 0.0,
-        row_seconds,
+        sessions,
+        cost,
     )
 
 
@@ -159,7 +188,12 @@ def _of_verifier(accounts: Mapping[str, VerifierDemand]) -> Iterator[Metric]:
     sessions = GaugeMetricFamily(
         "rootward_speculating_sessions", "Sessions that would take drafts now.", labels=["pool"]
     )
-    rounds = SummaryMetricFamily("rootward_round_seconds", "Time from commit to commit of a session.", labels=["pool"])
+    rounds = SummaryMetricFamily(
+        "rootward_round_seconds", "Time from commit to commit of a session with a tree.", labels=["pool"]
+    )
+    plain = SummaryMetricFamily(
+        "rootward_plain_round_seconds", "The same of a session that would take drafts and has no tree.", labels=["pool"]
+    )
     stalls = SummaryMetricFamily(
         "rootward_draft_stall_seconds", "Part of a round that was queueing at the drafter.", labels=["pool"]
     )
@@ -169,9 +203,10 @@ def _of_verifier(accounts: Mapping[str, VerifierDemand]) -> Iterator[Metric]:
     for pool, account in accounts.items():
         sessions.add_metric([pool], account.sessions)
         rounds.add_metric([pool], account.rounds, account.round_s)
+        plain.add_metric([pool], account.plain_rounds, account.plain_s)
         stalls.add_metric([pool], account.rounds, account.stall_s)
         prior.add_metric([pool], account.prior_row_s)
-    yield from (sessions, rounds, stalls, prior)
+    yield from (sessions, rounds, plain, stalls, prior)
 
 
 def _of_drafter(accounts: Mapping[str, DrafterDemand]) -> Iterator[Metric]:

@@ -274,10 +274,14 @@ class DrafterPool:
 
     def round(self, session: Session, now_s: float) -> None:
         """A round has ended. What its launch waited for counts as stall as far as it was queueing at the drafter."""
-        if session.drafts:
-            queued_s = session.draft.queued_s if session.draft is not None else 0.0
-            stall_s = min(queued_s, session.launched_s - session.committed_s)
-            self.demand[self._pool_of(session)].add(now_s - session.committed_s, max(0.0, stall_s))
+        if not session.drafts:
+            return
+        account, draft = self.demand[self._pool_of(session)], session.draft
+        if draft is None or not draft.heard:
+            account.add_plain(now_s - session.committed_s)
+        else:
+            stall_s = min(draft.queued_s, session.launched_s - session.committed_s)
+            account.add(now_s - session.committed_s, max(0.0, stall_s))
 
     def _pool_of(self, session: Session) -> str:
         link = _link(session.draft) if session.draft is not None else None

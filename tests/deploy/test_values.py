@@ -90,7 +90,11 @@ def test_a_replica_counts_for_the_rows_that_its_trees_can_fill(helm):
     for rows, seats, expected in ((32, 100, "16000m"), (512, 100, "200000m"), (512, 16, "32000m")):
         values = f"drafter: {{pools: {{default: {{rows: {rows}, settings: {{max_num_seqs: {seats}}}, {scaled}}}}}}}"
         hpa = named(helm.rendered(values), "HorizontalPodAutoscaler", "rw-rootward-drafter-default")
-        assert hpa["spec"]["metrics"][0]["external"]["target"]["averageValue"] == expected
+        rows_of_demand, places_of_sessions = (
+            m["external"]["target"]["averageValue"] for m in hpa["spec"]["metrics"][:2]
+        )
+        assert rows_of_demand == expected
+        assert places_of_sessions == f"{900 * seats}m"
 
 
 def test_targets_are_whole_milli_units(helm):
@@ -98,4 +102,4 @@ def test_targets_are_whole_milli_units(helm):
     objects = helm.objects("hpa")
     hpa = named(objects, "HorizontalPodAutoscaler", "rw-rootward-drafter-default")
     targets = [list(m["external"]["target"].values())[1] for m in hpa["spec"]["metrics"]]
-    assert targets == ["2800m", "850m", "100m"]
+    assert targets == ["2800m", "14400m", "850m", "100m"]

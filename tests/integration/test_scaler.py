@@ -131,6 +131,18 @@ async def test_demand_is_seen_with_no_drafter_alive(cluster: Cluster) -> None:
     assert (await cluster.value("rows"), await cluster.value("stall")) == (0, 0)
 
 
+async def test_a_fresh_pool_is_asked_for_places_before_anybody_knows_what_a_round_costs(cluster: Cluster) -> None:
+    """No drafter ever reported and nothing is assumed: demand is unknown, the sessions are not, and they are enough to begin with."""
+    unknown = cluster.verifier.counters["cheap"] | {"draft_prior_row_seconds": 0.0}
+    cluster.verifier = replace(cluster.verifier, counters={"cheap": unknown})
+    for _ in range(2):
+        await cluster.beat(15, sessions=40)
+    assert (await code_of(cluster.value()))[0] is grpc.StatusCode.UNAVAILABLE
+    assert await cluster.value("sessions") == 40
+    places = Spec((Target("AverageValue", 2.8), Target("AverageValue", 0.9 * 16)), most=40)
+    assert Autoscaler(places).sync(0.0, 1, 1, [None, 40]) == 3
+
+
 async def test_what_drafters_need_is_remembered_when_they_are_lost(cluster: Cluster) -> None:
     cluster.scale(2)
     await cluster.beat(15, sessions=40, draft_s=0.1)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from rootward.demand import DemandCollector, DrafterDemand, Reading, Signals, VerifierDemand, signals
+from rootward.demand import Cost, DemandCollector, DrafterDemand, Reading, Signals, VerifierDemand, signals
 
 BEAT_S = 15.0
 
 
-def verifier(*, sessions=80, rounds=600, round_s=60.0, stall_s=12.0, prior=0.0, again=False) -> Reading:
-    """One interval. again: its counters started over meanwhile."""
+def verifier(*, sessions=80, rounds=600, round_s=60.0, stall_s=12.0, prior=0.0, plain_s=0.0, again=False) -> Reading:
+    """One interval. again: its counters started over meanwhile. plain_s: so many seconds in 600 rounds without a tree."""
     base = VerifierDemand(sessions, 6000, 600.0, 120.0, prior)
     start = VerifierDemand() if again else base
     later = VerifierDemand(sessions, start.rounds + rounds, start.round_s + round_s, start.stall_s + stall_s, prior)
+    later.plain_rounds, later.plain_s = (600, plain_s) if plain_s else (0, 0.0)
     return Reading(base.counters(), later.counters(), not again)
 
 
@@ -27,12 +28,12 @@ def drafter(*, wanted=48.0, ahead=900.0, growths=600, again=False) -> Reading:
 
 def test_steady() -> None:
     assert signals([verifier()], [drafter()], BEAT_S) == Signals(
-        pytest.approx(80), pytest.approx(0.2), 0.15, pytest.approx(0.08)
+        pytest.approx(80), pytest.approx(0.2), 0.15, 80, Cost(pytest.approx(0.08), pytest.approx(0.08))
     )
 
 
 def test_a_cold_pool_is_wanted_before_its_first_drafter() -> None:
-    cold = signals([verifier(sessions=60, round_s=36.0, stall_s=0.0, prior=0.08)], [], BEAT_S)
+    cold = signals([verifier(sessions=60, rounds=0, round_s=0.0, stall_s=0.0, plain_s=36.0, prior=0.08)], [], BEAT_S)
     assert (cold.demand, cold.rows, cold.stall) == (pytest.approx(80), 0.0, 0.0)
 
 
@@ -46,8 +47,17 @@ def test_a_restart_starts_over() -> None:
 
 
 def test_what_a_round_costs_is_remembered_when_all_drafters_are_lost() -> None:
-    lost = signals([verifier(round_s=48.0, stall_s=0.0)], [], BEAT_S, remembered=0.08)
-    assert (lost.demand, lost.row_seconds) == (pytest.approx(80), 0.08)
+    """Rounds are plain now, and shorter: with a tree they would take what they took."""
+    remembered = Cost(0.08, 0.08)
+    lost = signals([verifier(rounds=0, round_s=0.0, stall_s=0.0, plain_s=36.0)], [], BEAT_S, remembered)
+    assert (lost.demand, lost.cost) == (pytest.approx(80), remembered)
+    slower = signals([verifier(rounds=0, round_s=0.0, stall_s=0.0, plain_s=96.0)], [], BEAT_S, remembered)
+    assert slower.demand == pytest.approx(40)  # no round with a tree is shorter than a plain one
+
+
+def test_sessions_without_a_place_do_not_make_rounds_look_short() -> None:
+    """Half of them decode plainly, at twice the pace: the others' rounds tell what all would take."""
+    assert signals([verifier(plain_s=30.0)], [drafter()], BEAT_S).demand == pytest.approx(80)
 
 
 def test_unknown_is_not_zero() -> None:
@@ -63,6 +73,7 @@ def test_two_verifiers_and_two_drafters_add_up() -> None:
 def test_accounts_are_exported_by_pool() -> None:
     registry, one, other = CollectorRegistry(), VerifierDemand(3), DrafterDemand(16)
     one.add(0.5, 0.75)  # a stall is never longer than its round
+    one.add_plain(0.25)
     other.level(2, 1, 0.25)
     other.round(0.25)
     registry.register(DemandCollector(lambda: {"fast": one, "cheap": other}))
@@ -71,6 +82,7 @@ def test_accounts_are_exported_by_pool() -> None:
         'rootward_speculating_sessions{pool="fast"} 3.0',
         'rootward_round_seconds_sum{pool="fast"} 0.5',
         'rootward_round_seconds_count{pool="fast"} 1.0',
+        'rootward_plain_round_seconds_sum{pool="fast"} 0.25',
         'rootward_draft_stall_seconds_sum{pool="fast"} 0.5',
         'rootward_draft_prior_row_seconds{pool="fast"} 0.0',
         'rootward_draft_row_seconds_total{kind="wanted",pool="cheap"} 0.5',
