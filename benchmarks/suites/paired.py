@@ -1,7 +1,6 @@
 """Paired repetitions: every system does the same job in turn, and what is compared is the ratio within a repetition.
 
-A machine that slows down or is shared slows down all systems of a repetition, so ratios are steadier than times. The interval of
-a median is the distribution-free one between order statistics; its coverage under independent repetitions is exact.
+A machine that slows down or is shared slows down all systems of a repetition, so ratios are steadier than times.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import comb
 from statistics import median
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-WANTED_COVERAGE = 0.9
+from rootward.bench.intervals import Interval, interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +72,6 @@ class System(Protocol):
     chosen: str  # the setting it was tuned to; "" where there is nothing to tune
 
     async def run(self, job: Job) -> Run: ...
-
-
-class Interval(NamedTuple):
-    """A median and the order statistics around it."""
-
-    median: float
-    low: float
-    high: float
-    coverage: float
-
-
-def interval(values: Sequence[float]) -> Interval:
-    """Median and the narrowest symmetric order statistics with WANTED_COVERAGE; smallest and largest if none has it."""
-    ordered, n = sorted(values), len(values)
-    if not n:
-        raise ValueError("values: none; measure at least one repetition")
-
-    def coverage(k: int) -> float:  # of [k-th smallest, k-th largest], k from 1
-        outside: float = 2 * sum(comb(n, i) for i in range(k)) / 2.0**n
-        return max(0.0, 1 - outside)
-
-    k = max((k for k in range(1, (n + 1) // 2 + 1) if coverage(k) >= WANTED_COVERAGE), default=1)
-    return Interval(median(ordered), ordered[k - 1], ordered[n - k], coverage(k))
 
 
 @dataclass(slots=True)

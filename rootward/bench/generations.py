@@ -15,13 +15,15 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many sessions of so many tokens each, at temperature 1; `name` keeps request ids of different loads apart."""
+    """So many sessions of so many tokens each, at temperature 1; `name` keeps request ids of different loads apart, and `seed` their texts
+    where those follow from it (coupled)."""
 
     sessions: int
     max_tokens: int
     speculation: Speculation
     name: str
     prompt: tuple[int, ...] = (1, 2, 3)
+    seed: int = 0
 
     def scaled(self, share: float) -> Load:
         return replace(self, max_tokens=max(1, int(share * self.max_tokens)), name=f"{self.name}-warm")
@@ -71,7 +73,7 @@ async def _session(verifier: Verifier, load: Load, number: int) -> tuple[float, 
         Sampling(1.0),
         Stopping(load.max_tokens, ignore_eos=True),
         load.speculation,
-        seed=number,
+        seed=load.seed + number,
     )
     async for run in verifier.generate(request):
         tokens += len(run.tokens) if times else 0
