@@ -256,12 +256,13 @@ class Grower(Generic[K]):
         return Rows(growing.kv_slot, *columns)
 
     def _forward(self, work: list[tuple[GrowingTree, Rows, list[int]]]) -> None:
-        last_only = [bool(g.pending) for g, _, _ in work]
-        logits_TV = self.model.forward([rows for _, rows, _ in work], last_only=last_only)
+        chains = [bool(g.pending) for g, _, _ in work]
+        num_logits = [1 if chain else len(rows.node) for chain, (_, rows, _) in zip(chains, work, strict=True)]
+        logits_TV = self.model.forward([rows for _, rows, _ in work], num_logits=num_logits)
         take: list[int] = []  # rows of the logits that belong to a tree node
         owners: list[tuple[GrowingTree, int]] = []
         at = 0
-        for (growing, rows, nodes), chain in zip(work, last_only, strict=True):
+        for (growing, rows, nodes), chain in zip(work, chains, strict=True):
             if chain:
                 self.model.commit(growing.kv_slot, int(rows.node[-1]), keep_below=False)
                 del growing.pending[: len(rows.node)]

@@ -100,10 +100,9 @@ class LanguageModel(Protocol):
     def length(self, slot: int) -> int:
         """Committed tokens whose KV is held."""
 
-    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
-        """ONE forward for all sessions. Returns logits [T, V], rows in the order of the batch; for entries with
-        last_only (prefill) only the last row is returned. errors.KvFull if blocks are missing, ValueError if a row cannot be placed:
-        nothing has changed then."""
+    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
+        """ONE forward for all sessions. Returns logits [T, V], rows in the order of the batch: of each entry the last num_logits
+        ones (None: all). errors.KvFull if blocks are missing, ValueError if a row cannot be placed: nothing has changed then."""
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""

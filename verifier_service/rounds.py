@@ -123,8 +123,10 @@ class Rounds:
         """Nothing could be launched for so long."""
         self._idle_s += seconds
 
-    def ended(self, session: Session, outcome: Outcome, rows: int, load: int) -> bool:
-        """A verdict: learn from it. rows: of the whole step. Returns whether a tree was waited for in vain."""
+    def ended(self, session: Session, outcome: Outcome, rows: int, load: int, *, prefilled: bool = False) -> bool:
+        """A verdict: learn from it. rows: of the whole step; prefilled: so was the end of its own prefill.
+
+        Returns whether a tree was waited for in vain."""
         local = session.local is not None and session.local.launched
         drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
         if session.missed or drafted:
@@ -132,7 +134,9 @@ class Rounds:
         self.pool.round(session, time.monotonic())
         cap = session.cap or 0 if drafted or session.waited else 0
         seen = min(session.told, cap)
-        if session.required:  # those wait whether or not it pays: their seconds would teach the others despair
+        if (
+            session.required or prefilled
+        ):  # waiting whether or not it pays, or prefill: such seconds would teach the others despair
             session.gain.worth.add(seen if drafted else 0, path)
             return session.waited
         seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s

@@ -28,6 +28,8 @@ from rootward.ports import COMMITTED, LanguageModel, Rows
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+FILL = 1 << 40  # ids of the end of the prefill among the nodes of a round
+
 Decide = Callable[[str, Forest, Ints, Ints, Floats, Floats], ForestLaw]  # the signature of `forest_law`
 
 
@@ -45,12 +47,8 @@ class Chunk:
     told: list[TokenLogprob] = field(default_factory=list)
 
     @property
-    def last_only(self) -> bool:
-        return not self.follow
-
-    @property
     def num_logits(self) -> int:
-        return 1 if self.last_only else len(self.tokens)
+        return len(self.tokens) if self.follow else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Round:
     """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none).
 
     `prefix` is what processors know of that text; `logprobs` as in `VerifierRequest`; `shared`: the bonus token follows noise that
-    the drafter knows (algorithms.md 6.6)."""
+    the drafter knows (algorithms.md 6.6); `fill`: the end of the prefill, tokens right before the root whose KV the same forward makes."""
 
     kv_slot: int
     root: int
@@ -71,6 +69,7 @@ class Round:
     prefix: Prefix = field(default_factory=Prefix)
     logprobs: int | None = None
     shared: bool = False
+    fill: tuple[int, ...] = ()
 
     @property
     def tree(self) -> TokenTree:
@@ -97,25 +96,19 @@ class Runner:
         self.model, self.decide, self._there = model, decide, there
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
-        batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks]
-        self._filled(chunks, self.model.forward(batch, last_only=[c.last_only for c in chunks]))
-
-    def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
-        """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
-        if not chunks:
-            return self.verify(rounds)
-        if not rounds:
-            self.prefill(chunks)
-            return []
-        batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
-        last_only = [c.last_only for c in chunks] + [False] * len(rounds)
-        logits_TV = self.model.forward(batch, last_only=last_only)
-        self._filled(chunks, logits_TV)
-        return self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :])
+        self.step(chunks, [])
 
     def verify(self, rounds: Sequence[Round]) -> list[Outcome]:
         """One round for every session, in order."""
-        return self._decided(rounds, self.model.forward([_rows(r) for r in rounds]))
+        return self.step([], rounds)
+
+    def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
+        """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
+        batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
+        num_logits = [c.num_logits for c in chunks] + [len(r.tree) for r in rounds]
+        logits_TV = self.model.forward(batch, num_logits=num_logits)
+        self._filled(chunks, logits_TV)
+        return self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
 
     def _filled(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
         at = 0
@@ -250,12 +243,14 @@ def _decided_there(
 
 
 def _rows(r: Round) -> Rows:
-    tree = r.tree
-    token = tree.token.copy()
-    token[0] = r.root
-    node = np.arange(len(tree), dtype=np.int64)
-    parent = np.where(tree.parent < 0, COMMITTED, tree.parent)
-    return Rows(r.kv_slot, node, parent, token)
+    """The end of the prefill as a chain, the root at its end, the tree below."""
+    tree, num = r.tree, len(r.fill)
+    fill = FILL + np.arange(num, dtype=np.int64)
+    parent = np.concatenate([fill - 1, tree.parent])
+    parent[num] = FILL + num - 1
+    parent[0] = COMMITTED
+    token = np.concatenate([np.array([*r.fill, r.root], dtype=np.int64), tree.token[1:]])
+    return Rows(r.kv_slot, np.concatenate([fill, np.arange(len(tree))]), parent, token)
 
 
 def _logprobs(

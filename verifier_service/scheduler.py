@@ -29,6 +29,7 @@ class View:
     waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`launching.py`)
     cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
+    joins         its first round has begun, and may be launched by the step that ends its prefill
     rank          lower is better: preempted later. No two are equal
     room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
     """
@@ -45,6 +46,7 @@ class View:
     room: int = 0
     blocks: int = 0
     local: int = 0
+    joins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +67,24 @@ class Plan:
     A plan that preempts does nothing else: blocks may be shared, so the caller preempts, counts what came free, and asks again.
     """
 
-    prefill: tuple[tuple[int, int], ...] = ()  # (session, tokens)
+    prefill: tuple[
+        tuple[int, int], ...
+    ] = ()  # (session, tokens); all that is left where it is launched in the same step
     verify: tuple[tuple[int, int], ...] = ()  # (session, cap in nodes)
     decode: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     wait_s: float | None = None
+
+    @property
+    def launches(self) -> tuple[tuple[int, int], ...]:
+        """(session, cap in nodes) of every round."""
+        return (*self.verify, *((session, 0) for session in self.decode))
+
+    @property
+    def chunks(self) -> tuple[tuple[int, int], ...]:
+        """Prefill that no round takes along."""
+        launched = {session for session, _ in self.launches}
+        return tuple((session, size) for session, size in self.prefill if session not in launched)
 
     @property
     def empty(self) -> bool:
@@ -84,7 +99,8 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
     blocks = _Blocks(views, limits)
     kept = min(limits.floor, limits.chunk, sum(v.prefill_left for v in filling))
     launched, used = _launch(ready, limits.rows - kept, blocks)
-    prefill = _chunks(filling, min(limits.chunk, max(kept, limits.rows - used)), blocks)
+    prefill, joined = _chunks(filling, min(limits.chunk, max(kept, limits.rows - used)), blocks)
+    launched += joined
     verify = tuple((v.session, v.cap) for v in launched if _num_nodes(v))
     decode = tuple(v.session for v in launched if not _num_nodes(v))
     if blocks.preempted:
@@ -150,19 +166,24 @@ def _launch(ready: Iterable[View], rows: int, blocks: _Blocks) -> tuple[list[Vie
     return launched, used
 
 
-def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tuple[int, int], ...]:
+def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tuple[tuple[int, int], ...], list[View]]:
+    """Prefill by session, and who is launched together with the end of its own."""
     chunks: list[tuple[int, int]] = []
+    joined: list[View] = []
     for view in filling:
         size = min(view.prefill_left, budget)
-        if size > 0 and not blocks.take(view, size):
+        if size <= 0:
+            break
+        joins = view.joins and size == view.prefill_left and _launches(view)
+        if joins and blocks.take(view, size + 1 + _num_nodes(view)):
+            joined.append(view)
+        elif not blocks.take(view, size):
             size = blocks.fitting(view, size)
             if size <= 0 or not blocks.take(view, size):
                 continue
-        if size <= 0:
-            break
         chunks.append((view.session, size))
         budget -= size
-    return tuple(chunks)
+    return tuple(chunks), joined
 
 
 def _num_nodes(view: View) -> int:

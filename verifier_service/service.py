@@ -274,31 +274,30 @@ class VerifierService:
             raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
             log.exception("step_failed")
-            for number in {n for n, _ in (*step.prefill, *step.verify)} | set(step.decode):
+            for number in {n for n, _ in (*step.prefill, *step.launches)}:
                 self._abort(self._running[number], error)
 
     async def _run(self, step: Plan, start_s: float) -> None:
-        numbers = [number for number, _ in step.verify] + list(step.decode)
         drafted, local = any(s.cap for s in self._running.values()), self.local.used(self._running.values())
-        chunks = [self._chunk(number, size) for number, size in step.prefill]
-        rounds = [self._round(n, cap) for n, cap in step.verify] + [self._round(n, 0) for n in step.decode]
+        chunks = [self._chunk(number, size) for number, size in step.chunks]
+        rounds = [self._round(number, cap) for number, cap in step.launches]
         with self.heart.beat():
             outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
-        kind = "prefill" if chunks else "verify" if step.verify else "plain"
+        kind = "prefill" if step.prefill else "verify" if step.verify else "plain"
         self.metrics.stepped(kind, time.monotonic() - start_s)
-        if chunks:
+        if step.prefill:
             for session in self._running.values():
                 session.clean = False
-        for (number, size), chunk in zip(step.prefill, chunks, strict=True):
+        for (number, size), chunk in zip(step.chunks, chunks, strict=True):
             session = self._running[number]
             session.feed(size, chunk.told)
             self.rounds.began(session)
         rows, load = sum(len(r.tree) for r in rounds), self.rounds.load
-        for number, done, outcome in zip(numbers, rounds, outcomes, strict=True):
+        for (number, _), done, outcome in zip(step.launches, rounds, outcomes, strict=True):
             self._commit(self._running[number], done, outcome, rows, load)
-        if not chunks and local and not drafted:
+        if local and not drafted and not step.prefill:
             self.local.stepped(rows, time.monotonic() - start_s)
-        elif not chunks:
+        elif not step.prefill:
             self.rounds.stepped(rows, time.monotonic() - start_s, trees=drafted)
 
     def _sweep(self) -> None:
@@ -321,23 +320,21 @@ class VerifierService:
 
     def _plan(self) -> Plan:
         """The next step, once those have been preempted that have to be."""
+        p, memory = self.policy, self.places.memory
         while True:
             running = [s for s in self._running.values() if not s.done]
-            limits = self._limits()
-            rows = self.policy.max_rows - (limits.floor if any(s.prefill_left for s in running) else 0)
-            self.rounds.count(min(rows, self.places.memory.free_rows))
+            limits = Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, memory.free_blocks, memory.block_size)
+            rows = p.max_rows - (limits.floor if any(s.prefill_left for s in running) else 0)
+            self.rounds.count(min(rows, memory.free_rows))
             now_s = time.monotonic()
             step = schedule([self._view(session, now_s) for session in running], limits)
             if not step.preempt:
                 return step
             self.places.preempt(step.preempt)
 
-    def _limits(self) -> Limits:
-        p, memory = self.policy, self.places.memory
-        return Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, memory.free_blocks, memory.block_size)
-
     def _view(self, session: Session, now_s: float) -> View:
-        if session.cap is None and not session.prefill_left:
+        joins = 0 < session.prefill_left <= self.policy.prefill_chunk and session.joins
+        if session.cap is None and (joins or not session.prefill_left):
             self.rounds.begin(session)
         draft = session.draft
         room, blocks = self.places.memory.held(session)
@@ -354,6 +351,7 @@ class VerifierService:
             room,
             blocks,
             0 if session.prefill_left else self._look_up(session),
+            joins,
         )
 
     def _look_up(self, session: Session) -> int:
@@ -369,16 +367,19 @@ class VerifierService:
         assert session.kv_slot is not None
         r = session.request
         snapshot = session.draft.tree.snapshot(cap) if cap and session.draft is not None else None
+        fill = tuple(session.tokens[session.fed : -1])
+        if fill:
+            self.rounds.began(session)
         self.rounds.launched(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
         snapshot = self.local.launch(session, snapshot)
         root, length = session.tokens[-1], len(session.tokens)
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs, session.shared
-        return Round(session.kv_slot, root, length, *about)
+        return Round(session.kv_slot, root, length, *about, fill)
 
     def _commit(self, session: Session, done: Round, outcome: Outcome, rows: int, load: int) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
-        missed = self.rounds.ended(session, outcome, rows, load)
+        missed = self.rounds.ended(session, outcome, rows, load, prefilled=bool(done.fill))
         trace_round(session, outcome, missed=missed)
         local = session.local is not None and session.local.launched
         self.metrics.committed(done.tree, outcome, missed=missed, local=local)

@@ -201,6 +201,11 @@ class Session:
         return max(0, len(self.tokens) - 1 - self.fed)
 
     @property
+    def joins(self) -> bool:
+        """Its first round may share a forward with the end of its prefill: nothing has to be read off that, or waited for."""
+        return self.request.prompt_logprobs is None and not self.required
+
+    @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 

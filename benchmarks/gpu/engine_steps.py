@@ -40,7 +40,7 @@ def filled(model: HuggingFaceModel, num_slots: int) -> list[int]:
     for seed in range(num_slots):
         slot = model.open()
         tokens = np.random.default_rng(seed).integers(0, model.info.vocab_size, CONTEXT)
-        model.forward([Rows.chain(slot, 0, tokens.tolist())], last_only=[True])
+        model.forward([Rows.chain(slot, 0, tokens.tolist())], num_logits=[1])
         model.commit(slot, CONTEXT - 1, keep_below=False)
         slots.append(slot)
     return slots

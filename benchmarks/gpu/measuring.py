@@ -102,7 +102,7 @@ def opened(model: HuggingFaceModel, num_sessions: int, context: int) -> list[int
         slot = model.open(tokens)
         while (held := model.length(slot)) < context:
             chunk = tokens[held : held + CHUNK]
-            model.forward([Rows.chain(slot, 0, chunk)], last_only=[True])
+            model.forward([Rows.chain(slot, 0, chunk)], num_logits=[1])
             model.commit(slot, len(chunk) - 1, keep_below=False)
         slots.append(slot)
     return slots

@@ -88,7 +88,7 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
             not part or (len(part) + 1) * max(len(texts[i]) for i in [*part, waiting[0]]) <= PREFILL_ROWS
         ):
             part.append(waiting.pop(0))
-        logits = model.forward([Rows.chain(slots[i], 0, texts[i]) for i in part], last_only=[True] * len(part))
+        logits = model.forward([Rows.chain(slots[i], 0, texts[i]) for i in part], num_logits=[1] * len(part))
         for i in part:
             model.commit(slots[i], len(texts[i]) - 1, keep_below=False)
         if last_CV is None:

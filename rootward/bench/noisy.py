@@ -66,11 +66,11 @@ class NoisyModel:
     def length(self, slot: int) -> int:
         return self.inner.length(slot)
 
-    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
         """Logits [T, V] of the inner model plus noise."""
-        logits_TV = self.inner.forward(batch, last_only=last_only)
+        logits_TV = self.inner.forward(batch, num_logits=num_logits)
         hashes: list[int] = []
-        for rows, kept in zip(batch, kept_rows(batch, last_only), strict=True):
+        for rows, kept in zip(batch, kept_rows(batch, num_logits), strict=True):
             below = self._hashed(rows)
             hashes += [below[i] for i in kept]
         noise_TV = np.stack([_noise(h, logits_TV.shape[1]) for h in hashes])

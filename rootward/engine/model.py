@@ -188,9 +188,9 @@ class HuggingFaceModel:
         return self._slots[slot]
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
         """Logits float32[T, V]; -inf for ids the tokenizer does not have. Nothing changes if it raises."""
-        kept = kept_rows(batch, last_only)
+        kept = kept_rows(batch, num_logits)
         with self._slots.placed(batch) as entries:
             logits_TV = self._pass.run(entries, kept).float()
         if self._num_ids < logits_TV.shape[1]:

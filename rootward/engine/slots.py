@@ -216,10 +216,14 @@ class Slots:
         self.pool.check([session.table.blocks.tolist() for session in open_])
 
 
-def kept_rows(batch: Sequence[Rows], last_only: Sequence[bool] | None) -> list[range]:
-    """Per entry the rows whose logits are wanted: all of them, or the last one."""
-    if last_only is None:
+def kept_rows(batch: Sequence[Rows], num_logits: Sequence[int] | None) -> list[range]:
+    """Per entry the rows whose logits are wanted: so many last ones (None: all)."""
+    if num_logits is None:
         return [range(len(rows.node)) for rows in batch]
-    if len(last_only) != len(batch):
-        raise ValueError(f"last_only: {len(last_only)} entries for a batch of {len(batch)}; give one each")
-    return [range(len(r.node) - 1 if last else 0, len(r.node)) for r, last in zip(batch, last_only, strict=True)]
+    if len(num_logits) != len(batch):
+        raise ValueError(f"num_logits: {len(num_logits)} entries for a batch of {len(batch)}; give one each")
+    sizes = [len(rows.node) for rows in batch]
+    for num, size in zip(num_logits, sizes, strict=True):
+        if not 1 <= num <= size:
+            raise ValueError(f"num_logits: {num} of {size} rows; ask for one at least, and for no more than there are")
+    return [range(size - num, size) for num, size in zip(num_logits, sizes, strict=True)]

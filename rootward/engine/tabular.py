@@ -119,10 +119,10 @@ class TabularModel:
     def length(self, slot: int) -> int:
         return self._slots[slot].length
 
-    def forward(self, batch: Sequence[Rows], *, last_only: Sequence[bool] | None = None) -> torch.Tensor:
+    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
         """Log-probabilities float64[T, V], -inf for tokens without probability."""
         end_s = time.monotonic() + self.step_ms / 1e3
-        kept = kept_rows(batch, last_only)
+        kept = kept_rows(batch, num_logits)
         with self._slots.placed(batch) as entries:
             for entry in entries:
                 self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token

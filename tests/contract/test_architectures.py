@@ -58,7 +58,7 @@ def prefilled(model: HuggingFaceModel, network: Any) -> tuple[list[Session], flo
     """Three sessions whose prefixes went through one forward, and the error of its last rows."""
     sessions = [Session(model, model.open()) for _ in PREFIXES]
     chains = [s.chain(tokens(n, i)) for i, (s, n) in enumerate(zip(sessions, PREFIXES, strict=True))]
-    logits = model.forward(chains, last_only=[True] * len(chains))
+    logits = model.forward(chains, num_logits=[1] * len(chains))
     wrong = error(logits, [s.truth(network, c)[-1:] for s, c in zip(sessions, chains, strict=True)])
     for session, rows in zip(sessions, chains, strict=True):
         session.commit(int(rows.node[-1]))

@@ -30,7 +30,7 @@ LLAMA = "LlamaConfig"
 
 def decode_greedily(model: HuggingFaceModel, prompt: list[int], num: int) -> list[int]:
     slot = model.open()
-    logits = model.forward([Rows.chain(slot, 0, prompt)], last_only=[True])
+    logits = model.forward([Rows.chain(slot, 0, prompt)], num_logits=[1])
     model.commit(slot, len(prompt) - 1, keep_below=False)
     out = [int(greedy_choice(logits)[0])]
     while len(out) < num:
@@ -67,7 +67,7 @@ def test_what_cannot_run_trees_decodes_plainly(config: str, changes: dict[str, o
     assert why in model.probe_report.reason
     assert isinstance(model._pass, PathPass if why else TreePass)
     slot = model.open()
-    model.forward([Rows.chain(slot, 0, [3, 4, 5])], last_only=[True])
+    model.forward([Rows.chain(slot, 0, [3, 4, 5])], num_logits=[1])
     model.commit(slot, 2, keep_below=False)
     logits = model.forward([Rows(slot, np.arange(3), np.array([COMMITTED, 0, 0]), np.array([6, 7, 8]))])
     paths = ([6], [6, 7], [6, 8])
@@ -143,7 +143,7 @@ def test_networks_that_slice_logits_their_own_way(monkeypatch: pytest.MonkeyPatc
         assert model.info.supports_trees, model.probe_report
         assert own is not no_masks or not model.probe_report.ragged
         a, b = model.open(), model.open()
-        logits = model.forward([Rows.chain(b, 0, [1, 2, 3]), Rows.chain(a, 0, [4, 5])], last_only=[True, False])
+        logits = model.forward([Rows.chain(b, 0, [1, 2, 3]), Rows.chain(a, 0, [4, 5])], num_logits=[1, 2])
         expected = torch.stack([truth(network, context) for context in ([1, 2, 3], [4], [4, 5])])
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
@@ -253,7 +253,7 @@ def test_a_tree_may_hang_over_the_end_of_the_context() -> None:
     model = HuggingFaceModel(tiny("GPT2Config", **shape), name="tiny", max_slots=1, tree_room=8)
     slot = model.open()
     prompt = list(range(14))
-    model.forward([Rows.chain(slot, 0, prompt)], last_only=[True])
+    model.forward([Rows.chain(slot, 0, prompt)], num_logits=[1])
     model.commit(slot, 13, keep_below=False)
     logits = model.forward([Rows.chain(slot, 0, [50, 51, 52, 53])])
     expected = torch.stack([truth(model.network, [*prompt, 50]), truth(model.network, [*prompt, 50, 51])])
@@ -268,7 +268,7 @@ def test_nan_of_one_session_stays_in_its_slot() -> None:
     model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=2)
     bad, good = model.open(), model.open()
     model.network.get_input_embeddings().weight[90] = torch.nan
-    logits = model.forward([Rows.chain(bad, 0, [90, 1]), Rows.chain(good, 0, [1, 2, 3])], last_only=[True, True])
+    logits = model.forward([Rows.chain(bad, 0, [90, 1]), Rows.chain(good, 0, [1, 2, 3])], num_logits=[1, 1])
     assert torch.isnan(logits[0]).any()
     model.network.get_input_embeddings().weight[90] = 0.0
     torch.testing.assert_close(logits[1], truth(model.network, [1, 2, 3]), atol=1e-5, rtol=1e-5)
@@ -284,7 +284,7 @@ def test_known_prefixes_are_not_computed_again() -> None:
     text = np.random.default_rng(0).integers(0, VOCAB, 48).tolist()
     first = model.open(text)
     assert model.length(first) == 0
-    model.forward([Rows.chain(first, 0, text)], last_only=[True])
+    model.forward([Rows.chain(first, 0, text)], num_logits=[1])
     model.commit(first, 47, keep_below=False)
     for tokens, salt, held in [
         (text, "", 32),
@@ -295,7 +295,7 @@ def test_known_prefixes_are_not_computed_again() -> None:
     ]:
         slot = model.open(tokens, salt=salt)
         assert model.length(slot) == held
-        logits = model.forward([Rows.chain(slot, 0, tokens[held:])], last_only=[True])
+        logits = model.forward([Rows.chain(slot, 0, tokens[held:])], num_logits=[1])
         torch.testing.assert_close(logits[0], truth(model.network, tokens), atol=1e-5, rtol=1e-5)
         model.close(slot)
     model.close(first)
@@ -313,7 +313,7 @@ def test_kv_memory_is_bounded(caplog: pytest.LogCaptureFixture, tmp_path: Path) 
     a, b = model.open(), model.open()
     assert model.blocks_needed(a, 40) == 3
     for slot in (a, b):
-        model.forward([Rows.chain(slot, 0, text)], last_only=[True])
+        model.forward([Rows.chain(slot, 0, text)], num_logits=[1])
         model.commit(slot, 39, keep_below=False)
     assert model.num_free_blocks == 1
     trees = [Rows(slot, np.arange(9), np.full(9, COMMITTED), np.arange(9)) for slot in (a, b)]

@@ -38,7 +38,7 @@ class Text:
         return Rows(self.slot, np.array(nodes), np.array(parents), np.array(tokens))
 
     def chain(self, tokens: list[int]) -> torch.Tensor:
-        logits = self.model.forward([Rows.chain(self.slot, 500, tokens)], last_only=[True])
+        logits = self.model.forward([Rows.chain(self.slot, 500, tokens)], num_logits=[1])
         self.model.commit(self.slot, 499 + len(tokens), keep_below=False)
         self.tokens += tokens
         return logits[0]
@@ -181,12 +181,12 @@ def test_prefill_in_chunks_equals_prefill_at_once(family: str) -> None:
 
 
 def test_prefill_and_trees_share_a_forward() -> None:
-    """`last_only` per entry, whatever the order of slots and however ragged."""
+    """`num_logits` per entry, whatever the order of slots and however ragged."""
     model = load("llama")
     a, b = Text(model, PREFIXES[0]), Text(model, PREFIXES[1])
     c = model.open()
     batch = [Rows.chain(c, 0, tokens(20, 6)), b.rows([-1, 0, 0], [1, 2, 3]), a.rows([-1], [4])]
-    logits = model.forward(batch, last_only=[True, False, True])
+    logits = model.forward(batch, num_logits=[1, 3, 1])
     expected = [truth(model.network, tokens(20, 6)), *b.expected(batch[1]), *a.expected(batch[2])]
     assert logits.shape[0] == 5
     assert error(logits, expected) < TOLERANCE
@@ -215,7 +215,7 @@ def test_a_split_batch_keeps_the_order_of_its_rows() -> None:
         texts[1].rows([-1, 0], tokens(2, 3)),
     ]
     assert len(split([len(rows.node) for rows in batch], model._pass.overhead)) == 2
-    logits = model.forward(batch, last_only=[False, True, False])
+    logits = model.forward(batch, num_logits=[3, 1, 2])
     expected = [*texts[2].expected(batch[0]), texts[0].expected(batch[1])[-1], *texts[1].expected(batch[2])]
     assert error(logits, expected) < TOLERANCE
 

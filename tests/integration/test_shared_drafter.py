@@ -30,9 +30,9 @@ class Watched(TabularModel):
         self.seen: list[set[int]] = []
         return self.seen
 
-    def forward(self, batch, *, last_only=None):
+    def forward(self, batch, *, num_logits=None):
         self.seen.append({rows.slot for rows in batch})
-        return super().forward(batch, last_only=last_only)
+        return super().forward(batch, num_logits=num_logits)
 
 
 async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None:

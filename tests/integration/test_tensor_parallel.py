@@ -54,7 +54,7 @@ def rounds(model: HuggingFaceModel) -> list[torch.Tensor]:
     """Logits of prompts of two sessions, of trees, after commits that move cells, and of a session that found its prefix."""
     a, b = model.open(), model.open()
     prompts = {a: tokens(37, 1), b: tokens(9, 2)}
-    found = [model.forward([Rows.chain(slot, 0, prompt) for slot, prompt in prompts.items()], last_only=[True, True])]
+    found = [model.forward([Rows.chain(slot, 0, prompt) for slot, prompt in prompts.items()], num_logits=[1, 1])]
     for slot, prompt in prompts.items():
         model.commit(slot, len(prompt) - 1, keep_below=False)
     trees = [Rows(slot, np.arange(7), PARENTS, np.array(tokens(7, 3 + slot))) for slot in (b, a)]

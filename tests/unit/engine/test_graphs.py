@@ -81,7 +81,7 @@ def session(model: HuggingFaceModel) -> list[torch.Tensor]:
         if len(open_) < 5 and step % 2 == 0:
             open_.append(slot := model.open())
             found.append(
-                model.forward([Rows.chain(slot, 0, rng.integers(2, VOCAB, 3 + step).tolist())], last_only=[True])
+                model.forward([Rows.chain(slot, 0, rng.integers(2, VOCAB, 3 + step).tolist())], num_logits=[1])
             )
             model.commit(slot, 2 + step, keep_below=False)
         batch = [tree(slot, int(rng.integers(1, 9)), rng) for slot in open_[: 1 + step % len(open_)]]

@@ -162,8 +162,9 @@ def test_a_batch_is_refused_as_a_whole() -> None:
             pass
     with pytest.raises(ValueError, match="empty"), slots.placed([]):
         pass
-    with pytest.raises(ValueError, match="last_only"):
-        kept_rows([good], [True, False])
+    for wrong in ([1, 1], [0], [3]):
+        with pytest.raises(ValueError, match="num_logits"):
+            kept_rows([good], wrong)
     assert slots[a].num_uncommitted == slots[b].num_uncommitted == 0
     with slots.placed([Rows.chain(b, 0, [1] * 16)]):
         pass

@@ -16,7 +16,7 @@ from rootward.ports import COMMITTED, Rows
 def committed(model: TabularModel, tokens: list[int]) -> int:
     """A slot that holds these tokens."""
     slot = model.open()
-    model.forward([Rows.chain(slot, 0, tokens)], last_only=[True])
+    model.forward([Rows.chain(slot, 0, tokens)], num_logits=[1])
     model.commit(slot, len(tokens) - 1, keep_below=False)
     return slot
 
@@ -88,12 +88,12 @@ def test_zeros_sharpness_and_noise() -> None:
     assert TabularModel(4, zeros=1.0).law([0]).max() == 1.0
 
 
-def test_last_only_and_slots() -> None:
+def test_wanted_logits_and_slots() -> None:
     model = TabularModel(5, max_slots=2, eos=4)
     assert model.info.eos_ids == (4,)
     a, b = model.open(), model.open()
     both = [Rows.chain(b, 0, [1, 2, 3]), Rows.chain(a, 0, [0, 4])]
-    logits = model.forward(both, last_only=[True, False])
+    logits = model.forward(both, num_logits=[1, 2])
     np.testing.assert_allclose(logits.exp(), [model.law([1, 2, 3]), model.law([0]), model.law([0, 4])])
     assert model.num_free_slots == 0
     model.close(a)
@@ -110,7 +110,7 @@ def test_a_known_text_is_held_at_once_until_its_memory_is_needed() -> None:
     for tokens, salt, held in ((text, "", 16), ([*text, 1], "", 24), (text, "salt", 0), ([4 - text[0], *text], "", 0)):
         slot = model.open(tokens, salt=salt)
         assert model.length(slot) == held
-        row = model.forward([Rows.chain(slot, 0, tokens[held:])], last_only=[True])[0]
+        row = model.forward([Rows.chain(slot, 0, tokens[held:])], num_logits=[1])[0]
         np.testing.assert_allclose(row.exp(), model.law(tokens))
         model.close(slot)
     assert model.num_free_blocks == model.num_blocks == 12

@@ -55,6 +55,26 @@ def test_one_step_holds_prefill_and_rounds() -> None:
     assert decide(View(1, prefill_left=25), waiting(2)) == Plan(prefill=((1, 10),))  # the wait costs at most a chunk
 
 
+def test_a_first_round_joins_the_end_of_its_prefill() -> None:
+    first = View(1, prefill_left=7, joins=True)
+    assert decide(first) == Plan(prefill=((1, 7),), decode=(1,))
+    assert decide(first).chunks == ()
+    grown = waiting(1, prefill_left=7, joins=True, arrived=3)
+    assert decide(replace(grown, waited_s=1.0)) == Plan(prefill=((1, 7),), verify=((1, 8),))
+    assert decide(grown) == Plan(prefill=((1, 7),))  # its tree may still be waited for, its prefill not
+    assert decide(replace(first, prefill_left=11)) == Plan(prefill=((1, 10),))
+    assert decide(replace(first, joins=False)) == Plan(prefill=((1, 7),))
+    step = decide(first, View(2, prefill_left=9, joins=True, rank=(0, 2)), View(3))
+    assert (step.prefill, step.decode, step.chunks) == (((1, 7), (2, 3)), (3, 1), ((2, 3),))
+    assert step.launches == ((3, 0), (1, 0))
+
+
+def test_a_first_round_without_blocks_is_left_for_later() -> None:
+    tight = {"free_blocks": 1, "block_size": 4}
+    assert decide(View(1, prefill_left=4, joins=True), **tight) == Plan(prefill=((1, 4),))
+    assert decide(View(1, prefill_left=4, joins=True, room=1), **tight) == Plan(prefill=((1, 4),), decode=(1,))
+
+
 def test_prefill_takes_what_rounds_leave_and_at_least_its_floor() -> None:
     rounds = [waiting(n, arrived=7, waited_s=float(n)) for n in (1, 2)]
     assert decide(View(9, prefill_left=25), *rounds, rows=24).prefill == ((9, 8),)

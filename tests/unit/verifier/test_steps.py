@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from support.services import request, tabular_pair, verifier_of
 
+from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Rule, Sampling, SpeculationMode
 from rootward.core.rng import Key
 from rootward.engine.tabular import TabularModel
@@ -40,6 +42,44 @@ def test_a_mixed_step_is_its_two_halves_in_one_forward() -> None:
     assert outcomes[0] == outcomes[1]
     assert lengths[0] == lengths[1] == (4, 2)
     assert forwards == [2, 3]
+
+
+def drafted(text: list[int]) -> LivingTree:
+    """A child of the root and one below it, of the kind that any rule verifies: chosen."""
+    tree = LivingTree(len(text), 0, vocab_size=5)
+    tree.root.token = text[-1]
+    tree.draw(tree.draw(ROOT, 1, sampled=False), 2, sampled=False)
+    return tree
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_first_round_takes_the_end_of_its_prefill_along(grown: bool) -> None:
+    text, model = [2, 2, 1, 3], TabularModel(5, seed=1)
+    runner, found = Runner(model), []
+    first = replace(round_of(0, text), rule=Rule.MATCH, snapshot=drafted(text).snapshot(8) if grown else None)
+    for num in (0, 1, 3):  # of the prefill's three tokens go along
+        slot = model.open()
+        if num < 3:
+            runner.prefill([Chunk(slot, tuple(text[: 3 - num]))])
+        (outcome,) = runner.step([], [replace(first, fill=tuple(text[3 - num : 3]))])
+        found.append((outcome, model.length(slot)))
+        assert model.length(slot) == len(text) + len(outcome.tokens) - 1
+        model.close(slot)
+    assert found == found[:1] * 3
+
+
+async def test_the_first_token_comes_with_the_end_of_the_prompt() -> None:
+    target, _ = tabular_pair()
+    honest, rows = target.forward, []
+    target.forward = lambda batch, **k: rows.append([len(r.node) for r in batch]) or honest(batch, **k)
+    service = verifier_of(target, {}, prefill_chunk=4)
+    async with service:
+        for i, (size, forwards) in enumerate([(1, [1]), (5, [5]), (6, [4, 2]), (10, [4, 4, 2])]):
+            rows.clear()
+            prompt = tuple(1 + n % 3 for n in range(size))
+            wanted = request(f"r{i}", prompt, max_tokens=1, mode=SpeculationMode.AUTO, cache_salt=str(i))
+            assert len([run async for run in service.generate(wanted)]) == 1
+            assert sum(rows, []) == forwards
 
 
 def session(service, number: int = 1, **about) -> Session:
