@@ -277,11 +277,11 @@ async def test_vocabularies_that_differ_are_refused_and_the_verifier_serves_alon
 async def test_a_step_that_fails_costs_its_sessions_and_not_the_service() -> None:
     target, draft = tabular_pair()
     async with in_process(target, draft) as system:
-        honest = system.service.runner.verify
-        system.service.runner.verify = lambda rounds: 1 / 0
+        honest = system.service.runner.step
+        system.service.runner.step = lambda chunks, rounds: 1 / 0
         with pytest.raises(Unavailable, match="ZeroDivisionError"):
             await collect(system.verifier, request("bad"))
-        system.service.runner.verify = honest
+        system.service.runner.step = honest
         assert len((await collect(system.verifier, request("good")))[0]) == 40
         await assert_at_rest(system)
 

@@ -79,7 +79,7 @@ async def test_the_first_token_comes_with_the_end_of_the_prompt() -> None:
             prompt = tuple(1 + n % 3 for n in range(size))
             wanted = request(f"r{i}", prompt, max_tokens=1, mode=SpeculationMode.AUTO, cache_salt=str(i))
             assert len([run async for run in service.generate(wanted)]) == 1
-            assert sum(rows, []) == forwards
+            assert [size for step in rows for size in step] == forwards
 
 
 def session(service, number: int = 1, **about) -> Session:
