@@ -78,6 +78,8 @@ def described(drafter: DrafterService, settings: DrafterSettings, address: str) 
 
 def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     """The drafter that looks trees up. What is learned from the sessions of one verifier serves that verifier."""
+    if settings.cuda_graphs:
+        raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
     incarnation = secrets.randbits(64)
     lookup: Lookup[Key] = Lookup(
         ModelInfo(recipe.name, recipe.vocab_size, settings.max_model_len or LONGEST_TEXT),
@@ -121,6 +123,7 @@ async def load(settings: DrafterSettings) -> LanguageModel:
         max_slots=settings.max_num_seqs,
         max_len=settings.max_model_len,
         require_trees=True,
+        cuda_graphs=settings.cuda_graphs,
     )
 
 

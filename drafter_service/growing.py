@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from drafter_service.expansion import expand
+from drafter_service.expansion import Asked, launch, ranking
 from drafter_service.fairness import dealt
 from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
@@ -178,6 +178,7 @@ class Grower(Generic[K]):
             history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key)
         planted.source, planted.orders, planted.history = source, orders, history
+        planted.ranking = ranking(message.sampling)
         if message.node_budget is not None:
             planted.allow(message.node_budget)
         return planted
@@ -256,21 +257,20 @@ class Grower(Generic[K]):
         return Rows(growing.kv_slot, *columns)
 
     def _forward(self, work: list[tuple[GrowingTree, Rows, list[int]]]) -> None:
+        """One forward, and the rows that it makes known. The host waits for it once, when there is nothing else to do."""
         chains = [bool(g.pending) for g, _, _ in work]
         num_logits = [1 if chain else len(rows.node) for chain, (_, rows, _) in zip(chains, work, strict=True)]
-        logits_TV = self.model.forward([rows for _, rows, _ in work], num_logits=num_logits)
-        take: list[int] = []  # rows of the logits that belong to a tree node
-        owners: list[tuple[GrowingTree, int]] = []
+        asked: list[Asked] = []
         at = 0
-        for (growing, rows, nodes), chain in zip(work, chains, strict=True):
+        for (growing, _, nodes), num in zip(work, num_logits, strict=True):
+            asked += [Asked(at + i, growing, node) for i, node in enumerate(nodes)]
+            at += num
+        expand = launch(self.model, [rows for _, rows, _ in work], num_logits, asked)
+        for (growing, rows, _), chain in zip(work, chains, strict=True):
             if chain:
                 self.model.commit(growing.kv_slot, int(rows.node[-1]), keep_below=False)
                 del growing.pending[: len(rows.node)]
-            take += range(at, at + len(nodes))
-            owners += [(growing, node) for node in nodes]
-            at += 1 if chain else len(rows.node)
-        if owners:
-            expand(owners, logits_TV[take])
+        expand()
 
     def _new_words(self, growing: GrowingTree, num_words: int) -> NDArray[np.uint64]:
         self._num_draws += 1

@@ -12,6 +12,7 @@ from rootward.core.ahead import Ahead
 from rootward.core.drafting.lookup import Source, best_path
 from rootward.core.frames import Open
 from rootward.core.living_tree import ROOT, LivingTree
+from rootward.core.requests import Sampling
 from rootward.core.rng import Key
 from rootward.engine.processors import History
 
@@ -34,6 +35,7 @@ class GrowingTree:
     owner: tuple[Hashable, int] = (0, 0)  # verifier, tenant
     source: Source | None = None  # of what the client expects
     history: History | None = None  # of the text, where penalties need it
+    ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
     orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # guesses after a node, the best first
     allowed: bool = True  # its rounds may have trees
 

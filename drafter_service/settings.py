@@ -27,6 +27,7 @@ class DrafterSettings(ProcessSettings):
     advertise: str = Field("", description="host:port that verifiers dial (default: the one it listens on)")
     zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
+    cuda_graphs: bool = Field(False, description="record levels of growth as CUDA graphs")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")

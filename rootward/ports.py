@@ -6,7 +6,7 @@ seam can tell which one it holds.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -59,6 +59,20 @@ class Rows:
         return Rows(slot, node, parent, np.asarray(tokens, dtype=np.int64))
 
 
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is made of the wanted rows of a forward where their logits are, so that less travels to the host.
+
+    kind   what is static; reductions of one kind differ in their tables alone
+    of     (logits [T, V], table float64[T, n]) -> [T, …], row by row: a function of tensors that reads none, so it can be recorded
+    table  float64[T, n]
+    """
+
+    kind: Hashable
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    table: NDArray[np.float64]
+
+
 class LanguageModel(Protocol):
     """A causal language model with a KV tree per slot: a committed chain and, below its end, uncommitted nodes.
 
@@ -100,9 +114,12 @@ class LanguageModel(Protocol):
     def length(self, slot: int) -> int:
         """Committed tokens whose KV is held."""
 
-    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
         """ONE forward for all sessions. Returns logits [T, V], rows in the order of the batch: of each entry the last num_logits
-        ones (None: all). errors.KvFull if blocks are missing, ValueError if a row cannot be placed: nothing has changed then."""
+        ones (None: all); or what a reduction makes of them. errors.KvFull if blocks are missing, ValueError if a row cannot be
+        placed: nothing has changed then."""
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""

@@ -12,8 +12,9 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
+from rootward.engine.atoms import reduced
 from rootward.engine.slots import kept_rows
-from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Rows
+from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Reduction, Rows
 
 
 class NoisyModel:
@@ -66,7 +67,9 @@ class NoisyModel:
     def length(self, slot: int) -> int:
         return self.inner.length(slot)
 
-    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
         """Logits [T, V] of the inner model plus noise."""
         logits_TV = self.inner.forward(batch, num_logits=num_logits)
         hashes: list[int] = []
@@ -74,7 +77,7 @@ class NoisyModel:
             below = self._hashed(rows)
             hashes += [below[i] for i in kept]
         noise_TV = np.stack([_noise(h, logits_TV.shape[1]) for h in hashes])
-        return logits_TV + self.std * torch.from_numpy(noise_TV).to(logits_TV)
+        return reduced(logits_TV + self.std * torch.from_numpy(noise_TV).to(logits_TV), reduction)
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         self.inner.commit(slot, node, keep_below=keep_below)

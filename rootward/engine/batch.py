@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.engine.atoms import readable
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.reach import Reach, reach
 from rootward.engine.slots import Entry, Size
@@ -26,8 +27,7 @@ class Step:
 
     ids, positions  int64[B, Q]
     write           int64[B·Q]  cell of the storage for each row, the trash cell for padding
-    keep            bool[B, Q]  rows whose logits are wanted; None: all of them
-    num_kept        T
+    wanted          int64[T]    which of the B·Q rows' logits are wanted; None: all of them
     """
 
     def __init__(self, entries: Sequence[Entry], kept: Sequence[range], size: Size, device: torch.device):
@@ -35,15 +35,28 @@ class Step:
         num, width = len(entries), max(entry.plan.num_rows for entry in entries)
         self.width = width
         packed = packed_rows(entries, num, width, size)
-        keep = np.zeros((num, width), np.bool_)
-        for b, rows in enumerate(kept):
-            keep[b, rows.start : rows.stop] = True
         self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
-        self.ids, self.positions, write = torch.from_numpy(packed).to(device).unbind(0)  # one array: one copy
+        self.ids, self.positions, write = self._there(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
-        self.num_kept = sum(map(len, kept))
-        self.keep = None if self.num_kept == num * width else torch.from_numpy(keep).to(device)
+        self._kept = kept
+        self.wanted = None if sum(map(len, kept)) == num * width else self._there(flat_rows(kept, width))
         self._reach: dict[int | None, Reach] = {}
+
+    def told(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What a network is told of the wanted rows (`logits_to_keep`), and which of those that it answers they are; None: all."""
+        if len(self._kept) == 1:
+            return self._there(np.asarray(self._kept[0])), None
+        if readable(self.device):  # exactly these; elsewhere somebody would have to ask how many they are
+            mask = np.zeros((len(self._kept), self.width), np.bool_)
+            for b, rows in enumerate(self._kept):
+                mask[b, rows.start : rows.stop] = True
+            return torch.from_numpy(mask), None
+        most = max(map(len, self._kept))
+        some = np.stack([np.resize(np.asarray(rows), most) for rows in self._kept])
+        return self._there(some), self._there(flat_rows([range(len(rows)) for rows in self._kept], most))
+
+    def _there(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property
     def paged(self) -> PagedContext:
@@ -72,6 +85,11 @@ def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> N
     # rows beyond the network's context carry no meaning
     np.minimum(packed[1], size.max_positions - 1, out=packed[1])
     return packed
+
+
+def flat_rows(kept: Sequence[range], width: int) -> NDArray[np.int64]:
+    """int64[T]: which rows of all entries they are, `width` to an entry."""
+    return np.concatenate([b * width + np.asarray(rows) for b, rows in enumerate(kept)])
 
 
 def split(widths: Sequence[int], overhead: int) -> list[list[int]]:

@@ -1,34 +1,43 @@
-"""Steps as graphs: the forward of a bucket is recorded once over buffers that never move, and replayed for every step that fits.
+"""Steps as graphs: the forward of a bucket, and what is made of its rows, is recorded once over buffers that never move, and replayed for
+every step that fits.
 
 A step in eager mode is hundreds of launches from Python; recorded, it is one. What may differ between two replays lies in the buffers:
 tokens, positions, cells, block tables, lengths, visibility. All else is the bucket: sizes rounded up to powers of two. Rows and entries of
-padding write to the trash cell. Two host-to-device copies fill the buffers; nothing in between asks the device for a value.
+padding write to the trash cell. Two or three host-to-device copies fill the buffers; nothing in between asks the device for a value.
 
-A bucket runs unrecorded the first time (many come once) and is recorded the second time. Prefill and steps beyond `MAX_ROWS` are not
+A bucket runs unrecorded the first time (many come once) and is recorded the second time. Prompts and steps beyond `MAX_ROWS` are not
 recorded: there the launches do not count. What cannot be recorded (experts that look at their routing, say) stays as it is.
 
-Legend: B entries, Q rows of each (padded), V vocabulary.
+Legend: B entries, Q rows of each (padded), R wanted rows (padded), V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rootward.engine.batch import packed_rows
+from rootward.engine.atoms import reduced
+from rootward.engine.batch import flat_rows, packed_rows
 from rootward.engine.paged import Extents, packed_context, seen_in
 from rootward.engine.reach import Reach
 from rootward.engine.slots import Entry, Size
+from rootward.ports import Reduction
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 512
 MIN_BLOCKS = 16  # below, shorter prefixes save nothing
-MAX_GRAPHS = 64
+MIN_NODES = 32  # a word of visibility, half a tile of the kernel
+MAX_GRAPHS = 128
+MAX_DROPPED = 16  # rows of an entry whose logits nobody wants: a few tokens that a drafter catches up with, no prompt
+Ints = NDArray[np.int64]
 Run = Callable[[], torch.Tensor]
 
 
@@ -57,6 +66,14 @@ class CudaCapture:
         return replay
 
 
+class Bucket(NamedTuple):
+    """What steps that share a recording have in common. `num_rows`, `kind`: of a reduction, how many rows and what is static of it."""
+
+    extents: Extents
+    num_rows: int = 0
+    kind: Hashable = None
+
+
 class StaticStep:
     """The buffers of a bucket; for the network they are a `Step`."""
 
@@ -79,57 +96,97 @@ class StaticStep:
         raise RuntimeError("a recorded step has no reach: attention on the CPU cannot be recorded")
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A step that can be replayed. `numbers` float64[R, 1 + n]: which rows are wanted, and their lines of the reduction's table."""
+
+    static: StaticStep
+    replay: Run
+    numbers: torch.Tensor | None
+
+    def of(self, entries: Sequence[Entry], wanted: Ints, reduction: Reduction | None) -> torch.Tensor:
+        """Logits [T, V] of the wanted rows, or what is made of them: a copy, for the next replay writes to the same place."""
+        self.static.fill(entries)
+        if reduction is None:
+            index = torch.from_numpy(wanted).to(self.static.device, non_blocking=True)
+            return self.replay().flatten(0, 1).index_select(0, index)
+        assert self.numbers is not None
+        numbers = np.column_stack([wanted, reduction.table])
+        self.numbers[: len(numbers)].copy_(
+            torch.from_numpy(numbers), non_blocking=True
+        )  # the others' are of some earlier rows
+        return self.replay()[: len(wanted)].clone()
+
+
 class Graphs:
-    """Recorded forwards by bucket. `forward` runs the network over the buffers of one: logits [B, Q, V]."""
+    """Recorded forwards by bucket, and what is made of their rows. `forward` runs the network over the buffers of one: [B, Q, V]."""
 
     def __init__(
         self, forward: Callable[[StaticStep], torch.Tensor], capture: Capture, size: Size, device: torch.device
     ):
         self._forward, self._capture, self._size, self._device = forward, capture, size, device
-        self._seen: set[Extents] = set()
-        self._recorded: dict[Extents, tuple[StaticStep, Run]] = {}
-        self._can_record = True
+        self._seen: set[Bucket] = set()
+        self._recorded: dict[Bucket, Recorded] = {}
+        self._refused: set[Hashable] = set()  # kinds that cannot be recorded
         self.num_replayed = self.num_other = 0
 
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def logits(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor | None:
-        """[T, V] of the wanted rows; None if this step is none that is recorded."""
-        bucket = bucket_of(entries)
-        prefill = any(len(rows) < entry.plan.num_rows for entry, rows in zip(entries, kept, strict=True))
-        if prefill or (bucket not in self._recorded and not self._record(bucket)):
+    def run(
+        self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None
+    ) -> torch.Tensor | None:
+        """Logits [T, V] of the wanted rows, or what is made of them; None if this step is none that is recorded."""
+        if reduction is not None and reduction.kind in self._refused:
+            found = self.run(entries, kept)
+            return None if found is None else reduced(found, reduction)
+        extents = bucket_of(entries)
+        wanted = flat_rows(kept, extents.rows)
+        num_rows = extents.entries if len(wanted) <= extents.entries else extents.entries * extents.rows
+        bucket = Bucket(extents) if reduction is None else Bucket(extents, num_rows, reduction.kind)
+        dropped = max(entry.plan.num_rows - len(rows) for entry, rows in zip(entries, kept, strict=True))
+        if dropped > MAX_DROPPED or (bucket not in self._recorded and not self._record(bucket, reduction)):
             self.num_other += 1
             return None
-        static, replay = self._recorded[bucket]
-        static.fill(entries)
         self.num_replayed += 1
-        wanted = np.concatenate([b * bucket.rows + np.asarray(rows) for b, rows in enumerate(kept)])
-        index = torch.from_numpy(wanted).to(self._device, non_blocking=True)
-        return replay().flatten(0, 1).index_select(0, index)  # a copy: the next replay writes to the same place
+        return self._recorded[bucket].of(entries, wanted, reduction)
 
-    def _record(self, bucket: Extents) -> bool:
+    def _record(self, bucket: Bucket, reduction: Reduction | None) -> bool:
         """Whether this bucket has been recorded now."""
-        if not self._can_record or bucket.entries * bucket.rows > MAX_ROWS or len(self) >= MAX_GRAPHS:
+        rows = bucket.extents.entries * bucket.extents.rows
+        if bucket.kind in self._refused or rows > MAX_ROWS or len(self) >= MAX_GRAPHS:
             return False
         if bucket not in self._seen:
             self._seen.add(bucket)
             return False
-        static = StaticStep(bucket, self._size, self._device)
+        static = StaticStep(bucket.extents, self._size, self._device)
         static.fill([])
         try:
-            self._forward(static)  # kernels of this very shape are compiled, their buffers grown
-            self._recorded[bucket] = static, self._capture(lambda: self._forward(static))
+            self._recorded[bucket] = self._recording(static, bucket, reduction)
         except RuntimeError as wrong:
             log.warning("steps are not recorded: %s", str(wrong).splitlines()[0])
-            self._can_record = False
+            self._refused.add(bucket.kind)
         return bucket in self._recorded
+
+    def _recording(self, static: StaticStep, bucket: Bucket, reduction: Reduction | None) -> Recorded:
+        numbers: torch.Tensor | None = None
+        run: Run = partial(self._forward, static)
+        if reduction is not None:
+            padding = np.resize(np.append(0.0, reduction.table[0]), (bucket.num_rows, 1 + reduction.table.shape[1]))
+            numbers = torch.from_numpy(padding).to(self._device)
+            run = partial(self._reduced, static, numbers, reduction)
+        run()  # kernels of this very shape are compiled, their buffers grown
+        return Recorded(static, self._capture(run), numbers)
+
+    def _reduced(self, static: StaticStep, numbers: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+        wanted = numbers[:, 0].long()
+        return reduction.of(self._forward(static).flatten(0, 1).index_select(0, wanted), numbers[:, 1:])
 
 
 def bucket_of(entries: Sequence[Entry]) -> Extents:
     """The sizes of a step, rounded up to powers of two."""
     own = Extents.of(entries, max(entry.plan.num_rows for entry in entries))
-    return Extents(_up(own.entries), _up(own.rows), max(MIN_BLOCKS, _up(own.blocks)), _up(own.nodes))
+    return Extents(_up(own.entries), _up(own.rows), max(MIN_BLOCKS, _up(own.blocks)), max(MIN_NODES, _up(own.nodes)))
 
 
 def _up(num: int) -> int:

@@ -112,7 +112,9 @@ class PagedCache:
 
     def move(self, moves: CellMoves, device: torch.device) -> None:
         if len(moves.source):
-            source, target = (torch.from_numpy(cells).to(device) for cells in (moves.source, moves.target))
+            source, target = (
+                torch.from_numpy(cells).to(device, non_blocking=True) for cells in (moves.source, moves.target)
+            )
             for layer in self.layers:
                 layer.move(source, target)
 

@@ -53,6 +53,8 @@ def load_model(
         for name, given in (("tensor_parallel", group), ("target_adapter", adapter), ("quantization", quantization)):
             if given is not None:
                 raise ConfigurationError(f"{name}: {spec!r} has no weights; leave it out")
+        if cuda_graphs:
+            raise ConfigurationError(f"cuda_graphs: {spec!r} runs on no device; leave it out")
         return _tabular(spec, max_slots, max_len, kv_cache_tokens)
     require_folder(spec)
     from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import

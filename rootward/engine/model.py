@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.engine.weights import fingerprint, num_bytes, read_network
 from rootward.errors import ConfigurationError
-from rootward.ports import ModelInfo, Rows
+from rootward.ports import ModelInfo, Reduction, Rows
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +110,7 @@ class HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
         if attn not in ("sdpa", "eager"):
             raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
-        if cuda_graphs and torch.device(device).type != "cuda":
-            raise ConfigurationError(f"cuda_graphs: device {device!r} has none; leave it out")
+        _check_device(device, cuda_graphs)
         network = read_network(
             path_or_name, device=device, dtype=dtype, quantization=quantization, adapter=adapter, group=group
         )
@@ -188,11 +188,22 @@ class HuggingFaceModel:
         return self._slots[slot]
 
     @torch.inference_mode()
-    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
-        """Logits float32[T, V]; -inf for ids the tokenizer does not have. Nothing changes if it raises."""
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
+        """Logits float32[T, V], -inf for ids the tokenizer does not have; or what a reduction makes of them. Nothing changes if it
+        raises."""
         kept = kept_rows(batch, num_logits)
+        own = None
+        if reduction is not None:
+            of = reduction.of
+            own = replace(reduction, of=lambda logits_TV, table: of(self._finished(logits_TV), table))
         with self._slots.placed(batch) as entries:
-            logits_TV = self._pass.run(entries, kept).float()
+            found = self._pass.run(entries, kept, own)
+        return self._finished(found) if own is None else found
+
+    def _finished(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        logits_TV = logits_TV.float()
         if self._num_ids < logits_TV.shape[1]:
             logits_TV[:, self._num_ids :] = -torch.inf
         return logits_TV
@@ -207,6 +218,14 @@ class HuggingFaceModel:
     def check_idle(self) -> None:
         """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""
         self._slots.check()
+
+
+def _check_device(device: str, cuda_graphs: bool) -> None:
+    cuda = torch.device(device).type == "cuda"
+    if cuda_graphs and not cuda:
+        raise ConfigurationError(f"cuda_graphs: device {device!r} has none; leave it out")
+    if cuda and not torch.cuda.is_available():
+        raise ConfigurationError(f"device: {device!r}, but torch {torch.__version__} finds no CUDA device; use cpu")
 
 
 def eos_ids(network: Any) -> tuple[int, ...]:

@@ -76,7 +76,7 @@ class Extents:
 def paged_context(entries: Sequence[Entry], width: int, block_size: int, device: torch.device) -> PagedContext:
     """The context of a step of `width` rows an entry: everything in one array, one copy to the device."""
     extents = Extents.of(entries, width)
-    on_device = torch.from_numpy(packed_context(entries, extents, trash=0)).to(device)
+    on_device = torch.from_numpy(packed_context(entries, extents, trash=0)).to(device, non_blocking=True)
     return seen_in(on_device, extents, block_size, max(e.plan.length for e in entries))
 
 

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from rootward.engine.atoms import reduced
 from rootward.engine.passes import ForwardPass
 from rootward.engine.slots import CellMoves, Entry
 from rootward.errors import ConfigurationError, ModelLost
+from rootward.ports import Reduction
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +92,8 @@ class LeadingPass:
     def __init__(self, own: ForwardPass, group: Group):
         self._own, self._group, self._lost = own, group, False
 
-    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
-        return self._led("run", entries, kept)  # type: ignore[no-any-return]
+    def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
+        return reduced(self._led("run", entries, kept), reduction)
 
     def move(self, moves: CellMoves) -> None:
         if len(moves.source):

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 
 from rootward.engine import tree_attention
+from rootward.engine.atoms import reduced
 from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
 from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
 from rootward.engine.slots import CellMoves, Entry, Size
+from rootward.ports import Reduction
 
 # What a forward costs beyond its rows, in rows: measured on a CPU; on an accelerator launches dwarf rows.
 OVERHEAD_ROWS = {"cpu": 32}
@@ -29,8 +31,8 @@ OVERHEAD_ROWS = {"cpu": 32}
 class ForwardPass(Protocol):
     """Runs the network; told afterwards what becomes of the cells."""
 
-    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
-        """Logits [T, V] of the wanted rows, in the order of the entries."""
+    def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
+        """Logits [T, V] of the wanted rows, in the order of the entries; or what is made of them."""
 
     def move(self, moves: CellMoves) -> None:
         """Bring what was committed into place."""
@@ -39,7 +41,7 @@ class ForwardPass(Protocol):
 class TreePass:
     """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
 
-    `ragged`: the network takes a mask of the rows whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
+    `ragged`: the network can be told entry by entry whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
     """
 
     def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool, capture: Capture | None = None):
@@ -50,26 +52,26 @@ class TreePass:
         self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 
-    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+    def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         parts = split([entry.plan.num_rows for entry in entries], self.overhead)
         if len(parts) == 1:
-            return self._run(entries, kept)
+            return self._run(entries, kept, reduction)
         found: dict[int, torch.Tensor] = {}
         for part in parts:
             mine = [kept[i] for i in part]
             logits = self._run([entries[i] for i in part], mine)
             found.update(zip(part, torch.split(logits, list(map(len, mine))), strict=True))
-        return torch.cat([found[i] for i in range(len(entries))])
+        return reduced(torch.cat([found[i] for i in range(len(entries))]), reduction)
 
-    def _run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
-        found = None if self.graphs is None else self.graphs.logits(entries, kept)
+    def _run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
+        found = None if self.graphs is None else self.graphs.run(entries, kept, reduction)
         if found is not None:
             return found
         step = Step(entries, kept, self.size, self.device)
         view = None if self.reads_storage else DenseView(step.paged)
         token = running.set(Running(step, view))
         try:
-            return self._logits(step, self._mask(view))
+            return reduced(self._logits(step, self._mask(view)), reduction)
         finally:
             running.reset(token)
 
@@ -90,13 +92,14 @@ class TreePass:
         return self.windows.masks(lambda window: view.mask(window, self.network.dtype))
 
     def _logits(self, step: Step, mask: Any) -> torch.Tensor:
-        if step.keep is None:
+        """[T, V] of the wanted rows. The host knows which they are, so no device is asked."""
+        if step.wanted is None:
             return self._forward(step, mask).flatten(0, 1)
-        if self.can_slice and len(step.entries) == 1:
-            return self._forward(step, mask, logits_to_keep=step.keep[0].nonzero()[:, 0])[0]
-        if self.can_slice and self.ragged:
-            return self._forward(step, mask, logits_to_keep=step.keep)
-        return self._forward(step, mask)[step.keep]
+        if self.can_slice and (self.ragged or len(step.entries) == 1):
+            keep, which = step.told()
+            logits = self._forward(step, mask, logits_to_keep=keep).flatten(0, -2)
+            return logits if which is None else logits.index_select(0, which)
+        return self._forward(step, mask).flatten(0, 1).index_select(0, step.wanted)
 
     def _forward(self, step: Step | StaticStep, mask: Any, **kwargs: Any) -> torch.Tensor:
         out = self.network(
@@ -124,13 +127,13 @@ class PathPass:
         self.network, self.device = network, network.device
         self.token = np.zeros(size.storage, dtype=np.int64)
 
-    def run(self, entries: Sequence[Entry], kept: Sequence[range]) -> torch.Tensor:
+    def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         wanted = []
         for entry, keep in zip(entries, kept, strict=True):
             self.token[entry.table.cells(entry.plan.cells)] = entry.rows.token
             by_row = self._rows(entry, set(keep))
             wanted += [by_row[row] for row in keep]
-        return torch.stack(wanted)
+        return reduced(torch.stack(wanted), reduction)
 
     def _rows(self, entry: Entry, missing: set[int]) -> dict[int, torch.Tensor]:
         """Logits [V] by new row. The forward over a path answers every wanted row on it."""

@@ -127,7 +127,9 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float
         ([alone], [2]),
     )
     for batch, stops in steps:
-        kept = kept_rows(batch, [1 if len(r.node) > 2 and r.slot == 2 else len(r.node) for r in batch])
+        kept = kept_rows(
+            batch, [1 if len(r.node) > 8 or (len(r.node) > 2 and r.slot == 2) else len(r.node) for r in batch]
+        )
         with slots.placed(batch) as entries:
             got = tree.run(entries, kept).float()
             with eager(path.network):

@@ -86,13 +86,6 @@ def top_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, NDArray[np.
 
 
 @torch.inference_mode()
-def likely_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, Floats]:
-    """`top_atoms` in no order, ties as they come: several times cheaper, for laws on which nobody else has to agree."""
-    values_TK, ids_TK = torch.topk(probs_TV, min(num_atoms, probs_TV.shape[1]), dim=-1, sorted=False)
-    return ids_TK.cpu().numpy(), values_TK.double().cpu().numpy()
-
-
-@torch.inference_mode()
 def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
     """Mass at some ids of each row, float64[T, G] (0 where the id is -1), and mass of all others, float64[T].
 

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.engine.atoms import reduced
 from rootward.engine.kv_tree import Ints, KvTree
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
-from rootward.ports import ModelInfo, Rows
+from rootward.ports import ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
 
@@ -119,18 +120,20 @@ class TabularModel:
     def length(self, slot: int) -> int:
         return self._slots[slot].length
 
-    def forward(self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None) -> torch.Tensor:
-        """Log-probabilities float64[T, V], -inf for tokens without probability."""
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
+        """Log-probabilities float64[T, V], -inf for tokens without probability; or what a reduction makes of them."""
         end_s = time.monotonic() + self.step_ms / 1e3
         kept = kept_rows(batch, num_logits)
         with self._slots.placed(batch) as entries:
             for entry in entries:
                 self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token
         contexts = [self._context(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
-        logits_TV = torch.from_numpy(np.stack([self.log_law(context) for context in contexts]))
+        found = reduced(torch.from_numpy(np.stack([self.log_law(context) for context in contexts])), reduction)
         if self.step_ms and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
-        return logits_TV
+        return found
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         moves = self._slots.commit(slot, node, keep_below=keep_below)

@@ -30,9 +30,9 @@ class Watched(TabularModel):
         self.seen: list[set[int]] = []
         return self.seen
 
-    def forward(self, batch, *, num_logits=None):
+    def forward(self, batch, **how):
         self.seen.append({rows.slot for rows in batch})
-        return super().forward(batch, num_logits=num_logits)
+        return super().forward(batch, **how)
 
 
 async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None:

@@ -11,6 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "unique")  # operators whose result the host has to see
 
+MASKED = ("index", "index_put", "index_put_")  # with a mask: how many places does it have?
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype == torch.bool
+
 
 class Waits(TorchDispatchMode):
     """Copies to the host (`count["cpu"]`, `values` in all), and operators whose result the host has to see."""
@@ -30,6 +36,6 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in READS:
+        if name in READS or (name in MASKED and any(_is_mask(index) for index in args[1])):
             self.count[name] += 1
         return func(*args, **(kwargs or {}))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
-import torch
 from unit.drafter.test_growing import opening
 
 import drafter_service.expansion as module
@@ -13,7 +14,9 @@ from drafter_service.growing import Grower
 from rootward.core.growth import Policy
 from rootward.core.requests import Law
 from rootward.core.rng import Key, target_gumbel
+from rootward.engine.atoms import Atoms, atoms_of
 from rootward.engine.tabular import TabularModel
+from rootward.ports import Reduction
 
 V = 300
 
@@ -25,7 +28,7 @@ def test_a_matched_row_holds_what_the_noise_favours_among_all_atoms(num_atoms: i
     law[3] = 0.0
     law[3, [7, 5]] = 0.75, 0.25
     at = [(Key(1), 5), (Key(1), 6), (Key(2, 3), 5), (Key(4), 1000)]
-    found = matched_rows(torch.from_numpy(law), at, [num_atoms] * 4)
+    found = matched_rows(np.tile(np.arange(V), (4, 1)), law, at, [num_atoms] * 4)
     for probs, (key, position), (row, noise) in zip(law, at, found, strict=True):
         whole = target_gumbel(key, position, V)
         with np.errstate(divide="ignore"):
@@ -53,16 +56,16 @@ def rows_of_ratio_trees(*, beside: bool) -> list[object]:
 
 
 def test_who_declares_rows_does_not_pay_for_who_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    asked: list[Atoms] = []
 
-    def counted(probs_TV: torch.Tensor, num_atoms: int) -> object:
-        asked.append(num_atoms)
-        return top_atoms(probs_TV, num_atoms)
+    def counted(*given: Any) -> tuple[Atoms, Reduction]:
+        kind, reduction = atoms_of(*given)
+        asked.append(kind)
+        return kind, reduction
 
-    top_atoms = module.top_atoms
-    monkeypatch.setattr(module, "top_atoms", counted)
+    monkeypatch.setattr(module, "atoms_of", counted)
     alone, beside = rows_of_ratio_trees(beside=False), rows_of_ratio_trees(beside=True)
-    assert set(asked) == {8}
+    assert {(kind.num_atoms, kind.num_likely) for kind in asked} == {(8, 0), (0, V)}
     assert alone[1].keys() == beside[1].keys()
     assert {node: alone[1][node] for node in alone[1]} == beside[1]
     root = min(alone[0])

@@ -19,10 +19,10 @@ class Counting(TabularModel):
     forwards = 0
     widest = 0
 
-    def forward(self, batch, *, num_logits=None):
+    def forward(self, batch, **how):
         self.forwards += 1
         self.widest = max(self.widest, len(batch))
-        return super().forward(batch, num_logits=num_logits)
+        return super().forward(batch, **how)
 
 
 def hash_of(tokens) -> int:

@@ -104,7 +104,7 @@ def test_recorded_steps_give_the_same(family: str) -> None:
     for ours, theirs in zip(session(recorded), session(model_of(family, None)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
     assert graphs.num_replayed >= 8
-    assert graphs.num_other >= 14  # prefill, and every bucket's first time
+    assert graphs.num_other > len(graphs)  # every bucket's first time, and the long prompts
     assert len(graphs) == len(replays.buffers) >= 3
     used = [seen for seen in replays.buffers if seen]
     assert used
@@ -127,8 +127,8 @@ def test_buckets_are_powers_of_two() -> None:
     rng = np.random.default_rng(0)
     batch = [tree(slots.open(), num, rng) for num in (3, 5, 1)]
     with slots.placed(batch) as entries:
-        assert bucket_of(entries) == Extents(4, 8, 16, 8)
-        assert bucket_of(entries[2:]) == Extents(1, 1, 16, 1)
+        assert bucket_of(entries) == Extents(4, 8, 16, 32)
+        assert bucket_of(entries[2:]) == Extents(1, 1, 16, 32)
 
 
 def test_what_cannot_be_recorded_runs_as_before() -> None:

@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from rootward.core.requests import Sampling
 from rootward.engine import sampling
-from rootward.engine.sampling import draw, draw_rows, gather, greedy_choice, likely_atoms, processed, top_atoms
+from rootward.engine.sampling import draw, draw_rows, gather, greedy_choice, processed, top_atoms
 
 
 def reference(row_V: torch.Tensor, s: Sampling) -> torch.Tensor:
@@ -106,15 +106,6 @@ def test_top_atoms_break_ties_by_id(rows: list[list[int]], num: int) -> None:
     expected = [sorted(range(6), key=lambda i: (-row[i], i))[:num] for row in rows]
     assert ids.tolist() == expected
     assert values.tolist() == [[row[i] / 8 for i in e] for row, e in zip(rows, expected, strict=True)]
-
-
-@pytest.mark.parametrize("num", [1, 7, 50, 80])
-def test_likely_atoms_are_the_top_atoms_in_some_order(num: int) -> None:
-    probs = torch.from_numpy(np.random.default_rng(2).dirichlet(np.full(50, 0.3), size=3))
-    ids, values = likely_atoms(probs, num)
-    best, _ = top_atoms(probs, num)
-    assert np.sort(ids, axis=1).tolist() == np.sort(best, axis=1).tolist()
-    assert values.tolist() == np.take_along_axis(probs.numpy(), ids, axis=1).tolist()
 
 
 def test_gather_and_the_tail() -> None:
