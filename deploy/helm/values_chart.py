@@ -9,11 +9,11 @@ from gateway.settings import GatewaySettings
 from verifier_service.settings import VerifierSettings
 
 
-def image(meaning: str, name: str) -> Schema:
+def image(meaning: str, name: str, tag: str = "") -> Schema:
     return group(
         meaning,
-        repository=text("Image without registry and tag.", name, minLength=1),
-        tag=text("Tag; empty is the chart's appVersion."),
+        repository=text("Image without tag; `global.imageRegistry` stands before ours.", name, minLength=1),
+        tag=text("Tag." if tag else "Tag; empty is the chart's appVersion.", tag),
         digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
         pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
     )
@@ -46,6 +46,18 @@ def drain(pre_stop: int, timeout: int, margin: int) -> Schema:
         timeoutSeconds=whole("The service's shutdown_timeout_s.", timeout),
         marginSeconds=whole("For what the service does once the timeout has passed.", margin, 1),
     )
+
+
+def lifetime(drain: Schema, pdb: Schema, startup_failures: int) -> dict[str, Schema]:
+    """How pods of a part start, run somewhere, and go."""
+    return {"drain": drain, "pdb": pdb, "probes": probes(startup_failures), **placement()}
+
+
+def on_gpus() -> dict[str, Schema]:
+    return {
+        "gpuToleration": flag("Tolerate nvidia.com/gpu:NoSchedule.", True),
+        "shm": text("Size of /dev/shm; empty is the runtime's."),
+    }
 
 
 def pdb(most: int | str) -> Schema:
@@ -94,8 +106,7 @@ def pool() -> Schema:
         resources=cpu("1", "2Gi"),
         settings=settings_of(DrafterSettings),
         spot=flag("Tolerate the usual taints of preemptible nodes.", False),
-        gpuToleration=flag("Tolerate nvidia.com/gpu:NoSchedule.", True),
-        shm=text("Size of /dev/shm; empty is the runtime's."),
+        **on_gpus(),
         autoscaling=group(
             "How many drafters; see docs/operations/autoscaling.md.",
             mode=choice("`keda-push` needs `gateway.scaler.port`.", "none", "hpa", "keda", "keda-push"),
@@ -128,10 +139,7 @@ def pool() -> Schema:
             pollingIntervalSeconds=whole("KEDA: between two questions while there are no drafters.", 15, 1),
             cooldownSeconds=whole("KEDA: idle time before the last drafter goes.", 300),
         ),
-        drain=drain(0, 20, 5),
-        pdb=pdb("25%"),
-        probes=probes(60),
-        **placement(),
+        **lifetime(drain(0, 20, 5), pdb("25%"), startup_failures=60),
     )
 
 
@@ -139,13 +147,7 @@ def redis() -> Schema:
     return group(
         "Leases, sessions, the registry of workers. Losing it stops no running request.",
         mode=choice("`single`: one of ours; `external`: yours.", "single", "external"),
-        image=group(
-            "Image of our own.",
-            repository=text("Image.", "docker.io/library/redis", minLength=1),
-            tag=text("Tag.", "7.4-alpine"),
-            digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
-            pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
-        ),
+        image=image("Image of our own.", "docker.io/library/redis", "7.4-alpine"),
         auth=group(
             "Users gateway, verifier and drafter, each with rights on its own keys.",
             existingSecret=text(
@@ -243,10 +245,7 @@ def gateway() -> Schema:
             "KEDA's external scaler.",
             port=whole("Port of the gRPC API; 0 is off.", 0),
         ),
-        drain=drain(5, 30, 10),
-        pdb=pdb(1),
-        probes=probes(30),
-        **placement(),
+        **lifetime(drain(5, 30, 10), pdb(1), startup_failures=30),
     )
 
 
@@ -258,12 +257,8 @@ def verifier() -> Schema:
         rows=whole("Rows of one target forward (`max_num_batched_tokens`).", 256, 2),
         resources=cpu("1", "2Gi"),
         settings=settings_of(VerifierSettings),
-        gpuToleration=flag("Tolerate nvidia.com/gpu:NoSchedule.", True),
-        shm=text("Size of /dev/shm; empty is the runtime's."),
-        drain=drain(5, 60, 10),
-        pdb=pdb(1),
-        probes=probes(180),
-        **placement(),
+        **on_gpus(),
+        **lifetime(drain(5, 60, 10), pdb(1), startup_failures=180),
     )
 
 

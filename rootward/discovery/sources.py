@@ -69,8 +69,11 @@ async def _open(source: Source, role: str, registry: Registry | None) -> AsyncIt
         assert registry is not None
         yield RegistryDiscovery(registry, role, source.target or source.pool)
     else:
-        from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
-
+        try:
+            from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
+        except ImportError:
+            message = f"kubernetes:{source.target}: needs the package kubernetes; install rootward[kubernetes]"
+            raise ConfigurationError(message) from None
         async with open_endpoint_slices(source.target) as discovery:
             yield discovery
 

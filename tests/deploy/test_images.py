@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -37,6 +38,53 @@ def images():
     for name in ("slim", "worker"):
         if podman("image", "exists", f"rootward/{name}:{VERSION}").returncode:
             pytest.skip(f"NO IMAGE rootward/{name}:{VERSION}; run deploy/docker/build.sh")
+
+
+def inside(image: str, script: str) -> str:
+    """What a Python script prints in the container of an image."""
+    flags = ("--rm", *LIMITS, "--read-only", "--tmpfs", "/tmp", "--entrypoint", "python3")
+    done = podman("run", *flags, f"rootward/{image}:{VERSION}", "-c", script)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("image", ["slim", "worker"])
+def test_every_version_is_that_of_the_constraints(image):
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    wanted = {normal(name): version for name, version in pins.items()} | {"rootward": VERSION}
+    script = "import importlib.metadata as m\nfor d in m.distributions(): print(d.metadata['Name'], d.version)"
+    found = {normal(name): version for name, version in map(str.split, inside(image, script).splitlines())}
+    del found["pip"]  # of the base image
+    assert {name: version.partition("+")[0] for name, version in found.items()} == {
+        name: wanted.get(name) for name in found
+    }
+
+
+@pytest.mark.parametrize("image", ["slim", "worker"])
+def test_what_settings_can_ask_for_is_there(image):
+    names = ["kubernetes.aio", "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.grpc", "uvloop"]
+    names += ["torch", "llguidance", "accelerate", "peft"] if image == "worker" else []
+    inside(image, f"import importlib\nfor name in {names}: importlib.import_module(name)")
+    if image == "slim":
+        assert "None" in inside(image, "import importlib.util; print(importlib.util.find_spec('torch'))")
+
+
+@pytest.mark.parametrize("image", ["slim", "worker"])
+def test_bytecode_is_valid_by_hash_and_our_code_is_a_small_layer(image):
+    """A bytecode file that is valid by time holds the time of the build: no two builds are alike, and none of it is ever used."""
+    script = """
+import pathlib, sysconfig
+flags = [path.read_bytes()[4] for path in pathlib.Path(sysconfig.get_path("purelib")).rglob("__pycache__/*.pyc")]
+print(len(flags), sum(flag & 1 for flag in flags))"""
+    every, by_hash = map(int, inside(image, script).split())
+    assert every == by_hash > 1000
+    layers = json.loads(podman("history", "--format", "json", f"rootward/{image}:{VERSION}").stdout)
+    ours, libraries = [layer["size"] for layer in layers if layer["size"] > 1_000_000][:2]
+    assert ours < 30_000_000 < libraries
 
 
 def confinement(pod) -> list[str]:
