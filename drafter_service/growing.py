@@ -119,6 +119,10 @@ class Grower(Generic[K]):
     def idle(self) -> bool:
         return not any(self._wants_level(g) for g in self.trees.values())
 
+    @property
+    def unread(self) -> int:
+        return sum(len(growing.pending) for growing in self.trees.values())
+
     def level(self) -> list[tuple[K, Grow]]:
         """One draft forward for all trees that can use one; the frames it makes."""
         start_s = time.monotonic()

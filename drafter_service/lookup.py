@@ -113,6 +113,10 @@ class Lookup(Generic[K]):
     def idle(self) -> bool:
         return all(growing.at_rest for growing in self.trees.values())
 
+    @property
+    def unread(self) -> int:
+        return sum(len(growing.pending) for growing in self.trees.values())
+
     def level(self) -> list[tuple[K, Grow]]:
         """Grow the trees that have waited longest; the frames they make."""
         waiting = [(key, growing) for key, growing in self.trees.items() if not growing.at_rest]

@@ -1,8 +1,11 @@
 """The drafter as an object: streams in, frames out, one growth loop for all of them.
 
-The event loop moves frames; growth runs on one worker thread, which waits for the loop at no time: it takes frames out of a mailbox and
-leaves its own with the loop. Between two levels the mailbox is emptied, so a Commit is never older than one draft forward when it is
-applied, and work for a branch that died stops there.
+The event loop moves frames; growth takes them out of a mailbox and leaves its own with the loop. Between two levels the mailbox is
+emptied, so a Commit is never older than one draft forward when it is applied, and work for a branch that died stops there.
+
+Where a level runs depends on how long it takes (`turns.py`). A long one, as of a model, runs on a worker thread, which waits for the loop
+at no time: growth must not stand still while frames are coded, nor the loop while a device computes. A short one, as of a table or a
+look-up, runs in the loop itself, since crossing to a thread and back, and sharing the interpreter with it, would cost more than the level.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from drafter_service.pairing import Agree, with_model
 from drafter_service.spans import Spans
 from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
+from drafter_service.turns import LOOP_TURNS, LevelCost
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import Law
 from rootward.demand import DemandCollector
@@ -76,13 +80,16 @@ class DrafterService:
         )
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: growth ends
+        self._posted = asyncio.Event()  # something has been put there
+        self._cost = LevelCost()
         self._spans = Spans()
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
-        self._growth: asyncio.Future[None] | None = None
+        self._growth: asyncio.Task[None] | None = None
         self._beat_task: asyncio.Task[None] | None = None
 
     @property
@@ -94,16 +101,16 @@ class DrafterService:
         return DrafterInfo(self.info, self._answer(None), self._load())
 
     async def __aenter__(self) -> DrafterService:
-        loop = asyncio.get_running_loop()
-        self._growth = loop.run_in_executor(self._thread, self._grow_forever, loop)
+        self._growth = asyncio.create_task(self._grow_forever(), name="growth")
         self._beat_task = asyncio.create_task(self._beat_forever(), name="heartbeat")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self._mailbox.put(None)
+        self._posted.set()
         if self._beat_task is not None:
             self._beat_task.cancel()
-            await asyncio.gather(self._beat_task, return_exceptions=True)
+        await asyncio.gather(*filter(None, (self._beat_task, self._growth)), return_exceptions=True)
         self._thread.shutdown(wait=True)
 
     # -- streams ------------------------------------------------------------------------------------------------------
@@ -161,6 +168,7 @@ class DrafterService:
     def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
         stream.unheard += 1
         self._mailbox.put((stream, frame, time.monotonic()))
+        self._posted.set()
 
     def _answer(self, hello: Hello | None) -> HelloAck:
         info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
@@ -197,18 +205,41 @@ class DrafterService:
 
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
-    def _grow_forever(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _grow_forever(self) -> None:
+        """Turns, here as long as they are short, and on the worker thread as long as they are not."""
+        loop = asyncio.get_running_loop()
+        while not self._closed:
+            if self._short:
+                await self._turn_here()
+            else:
+                await loop.run_in_executor(self._thread, self._turns_away, loop)
+
+    async def _turn_here(self) -> None:
+        while self.grower.idle and self._mailbox.empty():
+            self._posted.clear()
+            await self._posted.wait()
+        if (mail := self._mail()) is not None:
+            self._deliver(mail, self._turn(mail, True))
+        for _ in range(LOOP_TURNS):
+            await asyncio.sleep(0)
+
+    def _turns_away(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread, with everything it calls."""
         while (mail := self._mail()) is not None:
-            with self.heart.beat():
-                answers = self._turn(mail)
-            loop.call_soon_threadsafe(self._deliver, mail, answers)
+            loop.call_soon_threadsafe(self._deliver, mail, self._turn(mail))
+            if self._short:
+                return
+
+    @property
+    def _short(self) -> bool:
+        return self._cost.short(len(self.grower.trees), self.grower.unread)
 
     def _mail(self) -> list[Mail] | None:
         """Everything that waits; if there is nothing else to do, at least one. None: the service closes."""
         mail: list[Mail] = []
         while not self._mailbox.empty() or (self.grower.idle and not mail):
             if (one := self._mailbox.get()) is None:
+                self._closed = True
                 return None
             mail.append(one)
         return mail
@@ -219,8 +250,14 @@ class DrafterService:
         for stream, message in answers:
             stream.put(message)
 
-    def _turn(self, mail: list[Mail]) -> list[Answer]:
-        """Apply the mail, then grow one level."""
+    def _turn(self, mail: list[Mail], here: bool = False) -> list[Answer]:
+        """Apply the mail, then grow one level; in the loop only if the mail has not made it a long one."""
+        with self.heart.beat():
+            answers = self._heard(mail)
+            return answers if here and not self._short else answers + self._grown()
+
+    def _heard(self, mail: list[Mail]) -> list[Answer]:
+        """Apply the mail."""
         out: list[Answer] = []
         now_s = time.monotonic()
         for stream, frame, came_s in mail:
@@ -232,12 +269,15 @@ class DrafterService:
             keys = [(stream.number, slot) for slot in slots]
             self._waited |= {key: now_s - came_s for key in keys if key in self.grower.trees}
             self._queue_s += QUEUE_MEMORY * (now_s - came_s - self._queue_s)
-        return out + self._grown()
+        return out
 
     def _grown(self) -> list[Answer]:
         """One level. A bug in it must cost the trees, not the drafter: verifiers decode plainly and open new ones."""
+        if self.grower.idle:
+            return []
         try:
-            frames = self.grower.level()
+            with self._cost.counted():
+                frames = self.grower.level()
         except Exception:
             log.exception("level_failed")
             self._num_failures += 1

@@ -38,6 +38,10 @@ class Trees(Protocol[K]):
     def idle(self) -> bool:
         """`level` has nothing to do until something is opened or committed."""
 
+    @property
+    def unread(self) -> int:
+        """Committed tokens that the next levels have to read before trees can grow."""
+
     def open(self, key: K, message: Open) -> Reject | None:
         """Start a tree; the answer is a Reject when it cannot be taken."""
 
