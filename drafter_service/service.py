@@ -158,7 +158,7 @@ class DrafterService:
                 if frame.hello is not None:
                     stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(), True
                     stream.ready.set()
-                if frame.opens or frame.commits or frame.closes:
+                if frame.opens or frame.commits or frame.closes or frame.unreadable:
                     self._post(stream, frame)
                 await stream.room()
         finally:
@@ -310,7 +310,7 @@ class DrafterService:
 
     def _apply(self, stream: Stream, frame: ToDrafter) -> list[Answer]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
-        out: list[Answer] = []
+        out: list[Answer] = [(stream, reject) for reject in frame.unreadable]
         for close in frame.closes:
             self._close((stream.number, close.slot))
         messages: tuple[Commit | Open, ...] = (*frame.commits, *frame.opens)

@@ -98,11 +98,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                 raise NotFound(
                     "stream: no stream has this name; name it in the Hello, and send long Opens while it lasts"
                 )
-            try:
-                frame = from_pb(drafter_pb2.ToDrafter(opens=request.opens))
-            except ValueError as error:
-                raise invalid_request(str(error)) from error
-            await stream.put(frame)
+            await stream.put(from_pb(drafter_pb2.ToDrafter(opens=request.opens)))
         return drafter_pb2.OpenLongResponse()
 
     async def GetInfo(self, request: drafter_pb2.GetDrafterInfoRequest, context: Context) -> drafter_pb2.DrafterInfo:

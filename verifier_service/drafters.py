@@ -19,9 +19,11 @@ import structlog
 
 from rootward.backoff import jittered
 from rootward.core.frames import Hello
+from rootward.core.requests import Law
 from rootward.demand import VerifierDemand
 from rootward.discovery.sources import DEFAULT_POOL
 from rootward.ports import Discovery, Drafter, Peer
+from verifier_service.awake import Awake
 from verifier_service.breaker import State
 from verifier_service.link import Link, Shape
 from verifier_service.link_metrics import LinkMetrics
@@ -64,7 +66,8 @@ class DrafterPool:
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
         self._sources, self._shape = sources, shape
         self._fixed, self._zone = dict(drafters), zone
-        self.links = [Link(name, drafter, hello, on_growth, self._metrics) for name, drafter in drafters.items()]
+        self._awake = Awake()
+        self.links = [self._link(name, drafter) for name, drafter in drafters.items()]
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
         self.demand = {pool: VerifierDemand(prior_row_s=prior_row_s) for pool in pools}
         for link in self.links:
@@ -79,7 +82,8 @@ class DrafterPool:
     async def __aenter__(self) -> DrafterPool:
         for link in self.links:
             self._tasks[link.name] = asyncio.create_task(link.run(), name=f"drafter {link.name}")
-        self._following = [
+        self._following = [asyncio.create_task(self._awake.run(), name="awake")]
+        self._following += [
             asyncio.create_task(self._follow(number, discovery), name=f"drafters of {pool}")
             for number, (pool, discovery) in enumerate(self._sources)
         ]
@@ -109,9 +113,9 @@ class DrafterPool:
         """There is a drafter (of this pool, if it is named), or one may be found."""
         return bool(self.links or self._sources) and (not pool or pool in self.demand)
 
-    def has(self, pool: str) -> bool:
-        """A drafter (of this pool, if it is named) has a stream."""
-        return any(link.ack is not None and pool in ("", link.pool) for link in self.links)
+    def has(self, pool: str, law: Law) -> bool:
+        """A drafter (of this pool, if it is named) has a stream and makes such trees."""
+        return any(link.makes(law) and pool in ("", link.pool) for link in self.links)
 
     # -- which drafters there are ----------------------------------------------------------------------------------------
 
@@ -146,10 +150,13 @@ class DrafterPool:
     def _add(self, address: str) -> Link:
         assert self._dial is not None, "sources of addresses need a way to dial them"
         dialled = self._dial(address)
-        link = Link(address, dialled, self._hello, self._on_growth, self._metrics)  # type: ignore[arg-type]  # a remote drafter is its own context
+        link = self._link(address, dialled)  # type: ignore[arg-type]  # a remote drafter is its own context
         self.links.append(link)
         self._tasks[address] = asyncio.create_task(_run(link, dialled), name=f"drafter {address}")
         return link
+
+    def _link(self, name: str, drafter: Drafter) -> Link:
+        return Link(name, drafter, self._hello, self._on_growth, self._metrics, self._awake)
 
     def _drop(self) -> None:
         """Forget those that are found no more and hold nothing."""
@@ -295,8 +302,10 @@ async def _run(link: Link, drafter: AbstractAsyncContextManager[Drafter]) -> Non
 
 
 def _wanted(session: Session, link: Link) -> bool:
-    """The request names no pool, or this one's."""
-    return session.request.speculation.drafter in ("", link.pool)
+    """The request names no pool, or this one's, and the drafter makes the trees that it takes."""
+    return (
+        session.request.speculation.drafter in ("", link.pool) and session.law is not None and link.makes(session.law)
+    )
 
 
 def _link(draft: Draft) -> Link | None:

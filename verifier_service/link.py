@@ -22,6 +22,7 @@ from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
+from verifier_service.awake import Awake
 from verifier_service.breaker import MAX_MISSES, Breaker
 from verifier_service.launching import Pace
 from verifier_service.link_metrics import LinkMetrics
@@ -64,9 +65,10 @@ class Link:
         hello: Callable[[], Hello],
         on_growth: Callable[[], None],
         metrics: LinkMetrics | None = None,
+        awake: Awake | None = None,
     ) -> None:
         self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
-        self._metrics = metrics or LinkMetrics()
+        self._metrics, self.awake = metrics or LinkMetrics(), awake or Awake()
         self.pool = ""
         self.ack: HelloAck | None = None  # not None: up
         self.refusal = ""
@@ -75,7 +77,7 @@ class Link:
         self.near = True  # in this verifier's zone, as far as is known
         self.drafts: dict[int, Draft] = {}  # by slot
         self.breaker = Breaker()
-        self.asked_s: float | None = None  # since when something it must answer has been waiting for any answer
+        self.asked_s: float | None = None  # since when (`awake`) something it must answer has waited for any answer
         self.latency_s = self.gain = 0.0
         self.pace = Pace()
         self.outbox = Outbox()
@@ -90,6 +92,10 @@ class Link:
         """Sessions it holds, of all verifiers: what it said last, and what this one did since."""
         return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_then)
 
+    def makes(self, law: Law) -> bool:
+        """It is up, and has said that it grows such trees."""
+        return self.ack is not None and law in self.ack.laws
+
     @property
     def room(self) -> int:
         """Sessions it would take now."""
@@ -103,7 +109,7 @@ class Link:
         if asked_s is None:
             return False
         unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.heard)
-        return time.monotonic() - asked_s > SILENT_S + READ_S * unread
+        return self.awake.now() - asked_s > SILENT_S + READ_S * unread
 
     def view(self) -> DrafterView:
         return DrafterView(
@@ -138,9 +144,8 @@ class Link:
             ahead_cap=ahead_cap,
         )
         shared = message.bonus_key is not None
-        now_s = time.monotonic()
-        draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=now_s, pace=self.pace)
-        draft.asked_s, draft.wanted = now_s, message.node_budget or node_cap
+        draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic(), pace=self.pace)
+        draft.asked_s, draft.wanted = self.awake.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.outbox.open(message)
         return draft
@@ -186,7 +191,7 @@ class Link:
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
-        draft.asked_s = draft.asked_s or draft.committed_s
+        draft.asked_s = self.awake.now() if draft.asked_s is None else draft.asked_s
         self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
 
     def close(self, draft: Draft, reason: str) -> None:
@@ -213,7 +218,7 @@ class Link:
             if tokens:
                 self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
             return
-        draft.misses += 1  # a single one may be our own doing: a process that was stopped finds everything overdue
+        draft.misses += 1
         if self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
             self._leave_alone("late")
         elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # whatever it does for others
@@ -227,7 +232,7 @@ class Link:
     def flush(self) -> None:
         """Send what has collected, as one frame."""
         if self.ack is not None and self.outbox.flush() and self.asked_s is None:
-            self.asked_s = time.monotonic()
+            self.asked_s = self.awake.now()
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 

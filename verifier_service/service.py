@@ -225,8 +225,8 @@ class VerifierService:
         mode, drafter = request.speculation.mode, request.speculation.drafter
         check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
-        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter) and drafter not in self.local.names:
-            raise NoDrafter("speculation.mode: 'required' and no drafter is up; use 'auto', or start a drafter")
+        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and drafter not in self.local.names:
+            raise NoDrafter("speculation.mode: 'required' and no drafter grows such trees; use 'auto', or start one")
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)

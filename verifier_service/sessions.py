@@ -59,7 +59,7 @@ class Draft:
     drafter: str = ""  # name
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0
-    asked_s: float | None = None  # since when it owes growth, of this root or an earlier one
+    asked_s: float | None = None  # since when (its link's `awake`) it owes growth, of this root or an earlier one
     misses: int = 0  # rounds since then that went without it
     committed_s: float | None = None  # since when growth under the present root is waited for
     pace: Pace = field(default_factory=Pace)  # of its drafter

@@ -214,6 +214,7 @@ class ToDrafter:
     commits: tuple[Commit, ...] = ()
     closes: tuple[Close, ...] = ()
     load: Load | None = None
+    unreadable: tuple[Reject, ...] = ()  # Opens that came over a wire and say what cannot be: their slots, and why
 
 
 @dataclass(frozen=True, slots=True)

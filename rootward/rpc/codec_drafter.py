@@ -35,12 +35,15 @@ def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
 
 
 def to_drafter_from_pb(pb: drafter_pb2.ToDrafter) -> ToDrafter:
+    """An Open that cannot be read costs its slot; anything else that cannot is a ValueError."""
+    opens = [_open_or_fault(x) for x in pb.opens]
     return ToDrafter(
         hello=_hello_from_pb(pb.hello) if pb.HasField("hello") else None,
-        opens=tuple(_open_from_pb(x) for x in pb.opens),
+        opens=tuple(x for x in opens if isinstance(x, Open)),
         commits=tuple(_commit_from_pb(x) for x in pb.commits),
         closes=tuple(Close(x.slot, x.reason) for x in pb.closes),
         load=_load_from_pb(pb.load) if pb.HasField("load") else None,
+        unreadable=tuple(x for x in opens if isinstance(x, Reject)),
     )
 
 
@@ -176,6 +179,13 @@ def _open_from_pb(pb: drafter_pb2.Open) -> Open:
         tenant=pb.tenant,
         node_budget=pb.node_budget if pb.HasField("node_budget") else None,
     )
+
+
+def _open_or_fault(pb: drafter_pb2.Open) -> Open | Reject:
+    try:
+        return _open_from_pb(pb)
+    except ValueError as error:
+        return Reject(pb.slot, str(error))
 
 
 def _commit_to_pb(value: Commit) -> drafter_pb2.Commit:

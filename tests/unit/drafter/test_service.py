@@ -15,6 +15,7 @@ from unit.drafter.test_growing import Counting, hash_of, opening
 import drafter_service.service as module
 from drafter_service.service import DrafterService
 from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
+from rootward.rpc.codec import from_pb, to_pb
 
 HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))
 
@@ -145,3 +146,21 @@ async def test_more_atoms_than_the_drafter_offers_are_refused(drafter) -> None:
         (reason,) = peer.told[1]
         assert "num_atoms" in reason
         assert str(drafter.max_atoms) in reason
+
+
+async def test_an_open_that_cannot_be_read_costs_its_slot_and_nothing_else(drafter) -> None:
+    async with Peer(drafter) as peer:
+        peer.say(ToDrafter(opens=(opening(1),)))
+        await peer.heard(1, "at rest")
+        message = to_pb(ToDrafter(opens=(opening(2), opening(3)), commits=(advance(1),)))
+        message.opens[0].law = 99
+        peer.say(from_pb(message))
+        await peer.heard(3, "at rest")
+        await until(lambda: peer.told[1].count("at rest") == 2)
+        (reason,) = peer.told[2]
+        assert "open.law: 99" in reason
+        message = to_pb(ToDrafter(opens=(opening(4),)))
+        message.opens[0].prefix = b"odd"
+        peer.say(from_pb(message))  # alone in its frame
+        await until(lambda: 4 in peer.told)
+        assert {slot for _, slot in drafter.grower.trees} == {1, 3}

@@ -94,8 +94,6 @@ def request(**fields) -> verifier_pb2.VerifierRequest:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(prefix=b"123", law=1)]), "open.prefix"),
-        (drafter_pb2.ToDrafter(opens=[drafter_pb2.Open()]), "open.law"),
         (drafter_pb2.ToDrafter(commits=[drafter_pb2.Commit(tokens=b"1")]), "commit.tokens"),
         (request(prompt=b""), "prompt"),
         (request(prompt=b"12345"), "prompt"),
@@ -109,7 +107,6 @@ def request(**fields) -> verifier_pb2.VerifierRequest:
         (request(decoding=generate_pb2.Decoding(logit_bias={1: 101})), "logit_bias"),
         (request(decoding=generate_pb2.Decoding(json_schema="")), "json_schema"),
         (request(logprobs=21), "logprobs"),
-        (drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(law=1, sampling=generate_pb2.Sampling(n=1))]), "sampling"),
         (verifier_pb2.Committed(logprobs=generate_pb2.Logprobs(emitted=bytes(4))), "logprobs"),
         (verifier_pb2.Committed(logprobs=generate_pb2.Logprobs(top_token_ids=bytes(4))), "logprobs"),
         (
@@ -125,6 +122,24 @@ def request(**fields) -> verifier_pb2.VerifierRequest:
 def test_an_error_names_the_field(message, field):
     with pytest.raises(ValueError, match=rf"^{field}: "):
         from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"prefix": b"123", "law": 1}, "open.prefix"),
+        ({}, "open.law"),
+        ({"law": 1, "sampling": generate_pb2.Sampling(n=1)}, "sampling"),
+    ],
+)
+def test_an_open_that_cannot_be_read_is_named_and_the_frame_goes_on(wrong, field):
+    frame = from_pb(
+        drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(slot=7, **wrong)], closes=[drafter_pb2.Close(slot=3)])
+    )
+    (fault,) = frame.unreadable
+    assert fault.slot == 7
+    assert fault.reason.startswith(f"{field}: ")
+    assert (frame.opens, frame.closes[0].slot) == ((), 3)
 
 
 @pytest.mark.parametrize(

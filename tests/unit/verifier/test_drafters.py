@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import reduce
 
 import numpy as np
@@ -15,7 +16,7 @@ from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierReq
 from rootward.core.rng import Key, Role
 from verifier_service.breaker import MAX_MISSES
 from verifier_service.drafters import DrafterPool
-from verifier_service.link import SILENT_S, Link, Shape
+from verifier_service.link import Link, Shape
 from verifier_service.sessions import Draft, Session
 
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
@@ -147,63 +148,25 @@ def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
     assert busy.room == 0
 
 
-def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
-    busy, one = up(link()), session()
-    opened(busy, one)
-    for _ in range(20):
-        busy.judge(one.draft, missed=True)
-    assert busy.room > 0  # slower than patience, but alive
-    busy.judge(one.draft, missed=False)
-    busy.asked_s = time.monotonic() - 60
-    for _ in range(4):
-        busy.judge(one.draft, missed=True)
-    busy.judge(one.draft, missed=False)
-    for _ in range(5):
-        assert busy.room > 0
-        busy.judge(one.draft, missed=True)
-    assert busy.room == 0
-    assert one.draft.link is None
-    busy.breaker.until_s = 0.0
-    assert busy.room == 1  # one session, to see
-
-
 def long_ago(asked_s: float) -> float:
     return asked_s - 60
 
 
-def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get() -> None:
-    busy, one, other = up(link()), session(1, law=Law.TOP_K), session(2, law=Law.TOP_K)
-    opened(busy, one)
-    opened(busy, other)
-    grown(busy, one.draft)
-    busy.commit(one.draft, (2,))
-    for _ in range(20):
-        busy.judge(one.draft, missed=True)
-    assert one.draft.link is busy  # it may still come
-    grown(busy, one.draft, 0)
-    busy.commit(one.draft, (1,))
-    one.draft.asked_s = long_ago(one.draft.asked_s)
-    for _ in range(MAX_MISSES):
-        assert one.draft.link is busy  # we may have been away ourselves
-        grown(busy, other.draft)
-        busy.commit(other.draft, (1,))
-        busy.judge(other.draft, missed=False)
-        busy.judge(one.draft, missed=True)
-    assert one.draft.link is None
-    assert one.draft.at_rest  # what has arrived is verified once more
-    assert other.draft.link is busy
-    assert busy.room > 0
-
-
-def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:
-    busy, one = up(link()), session()
-    one.tokens = [1] * 10_000
-    opened(busy, one)
-    busy.flush()
-    assert not busy.overdue(busy.asked_s - SILENT_S)
-    assert busy.overdue(long_ago(busy.asked_s))
-    busy.close(one.draft, "ended")
-    assert not busy.overdue(busy.asked_s)  # nothing is owed
+def test_nobody_is_placed_where_its_trees_are_not_made() -> None:
+    chosen = up(link("chosen"))
+    chosen.ack = replace(chosen.ack, laws=(Law.TOP_K, Law.GREEDY))
+    pool, sampled, greedy = pool_of(chosen), session(1, Law.SAMPLED), session(2, Law.GREEDY)
+    pool.place([sampled, greedy])
+    assert (sampled.draft, sampled.drafter_name) == (None, "")
+    assert greedy.drafter_name == "chosen"
+    assert (pool.has("", Law.SAMPLED), pool.has("", Law.GREEDY)) == (False, True)
+    old = up(link("old"))
+    pool.links.append(old)
+    pool.place([sampled])
+    heard_load(old, 1, draining=True)
+    heard_load(chosen, 1)
+    pool.balance([sampled])
+    assert (sampled.drafter_name, sampled.next_draft) == ("old", None)  # nor moved there
 
 
 def test_a_lost_link_leaves_its_sessions_to_others() -> None:

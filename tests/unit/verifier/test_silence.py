@@ -1,0 +1,88 @@
+"""When a drafter is silent: it owes an answer, and this process was there to hear it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, session, up
+
+from rootward.clock import FakeClock
+from rootward.core.requests import Law
+from verifier_service.awake import Awake
+from verifier_service.breaker import MAX_MISSES, State
+from verifier_service.link import SILENT_S, Link
+
+
+def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
+    busy, one = up(link()), session()
+    opened(busy, one)
+    for _ in range(20):
+        busy.judge(one.draft, missed=True)
+    assert busy.room > 0  # slower than patience, but alive
+    busy.judge(one.draft, missed=False)
+    busy.asked_s = long_ago(busy.awake.now())
+    for _ in range(4):
+        busy.judge(one.draft, missed=True)
+    busy.judge(one.draft, missed=False)
+    for _ in range(5):
+        assert busy.room > 0
+        busy.judge(one.draft, missed=True)
+    assert busy.room == 0
+    assert one.draft.link is None
+    busy.breaker.until_s = 0.0
+    assert busy.room == 1  # one session, to see
+
+
+def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get() -> None:
+    busy, one, other = up(link()), session(1, law=Law.TOP_K), session(2, law=Law.TOP_K)
+    opened(busy, one)
+    opened(busy, other)
+    grown(busy, one.draft)
+    busy.commit(one.draft, (2,))
+    for _ in range(20):
+        busy.judge(one.draft, missed=True)
+    assert one.draft.link is busy  # it may still come
+    grown(busy, one.draft, 0)
+    busy.commit(one.draft, (1,))
+    one.draft.asked_s = long_ago(one.draft.asked_s)
+    for _ in range(MAX_MISSES):
+        assert one.draft.link is busy  # we may have been away ourselves
+        grown(busy, other.draft)
+        busy.commit(other.draft, (1,))
+        busy.judge(other.draft, missed=False)
+        busy.judge(one.draft, missed=True)
+    assert one.draft.link is None
+    assert one.draft.at_rest  # what has arrived is verified once more
+    assert other.draft.link is busy
+    assert busy.room > 0
+
+
+@pytest.mark.parametrize("awake", [True, False], ids=["awake", "stopped"])
+async def test_a_pause_of_the_verifier_is_no_fault_of_its_drafters(awake: bool) -> None:
+    """A process that was stopped finds every session's tree overdue at once: many misses, no evidence."""
+    clock = FakeClock()
+    busy = up(Link("d", None, hello, lambda: None, awake=Awake(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
+    sessions = [session(number) for number in range(2 * MAX_MISSES)]
+    for one in sessions:
+        opened(busy, one)
+    busy.flush()
+    for _ in range(100):
+        await clock.advance(SILENT_S / 10 if awake else 0.0)
+        busy.awake.now()
+    await clock.advance(0.0 if awake else 10 * SILENT_S)
+    for one in sessions:
+        busy.judge(one.draft, missed=True)
+    assert (busy.breaker.state(time.monotonic()) is State.CLOSED) is not awake
+    assert all((one.draft.link is busy) is not awake for one in sessions)
+
+
+def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:
+    busy, one = up(link()), session()
+    one.tokens = [1] * 10_000
+    opened(busy, one)
+    busy.flush()
+    assert not busy.overdue(busy.asked_s - SILENT_S)
+    assert busy.overdue(long_ago(busy.asked_s))
+    busy.close(one.draft, "ended")
+    assert not busy.overdue(busy.asked_s)  # nothing is owed
