@@ -30,9 +30,8 @@ from drafter_service.turns import LOOP_TURNS, LevelCost
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import Law
 from rootward.demand import DemandCollector
-from rootward.discovery.sources import DEFAULT_POOL
 from rootward.heart import Heart
-from rootward.ports import ModelInfo
+from rootward.ports import DEFAULT_POOL, ModelInfo
 from rootward.rpc.info import DrafterInfo
 
 log = structlog.get_logger("drafter")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rootward.discovery.sources import DEFAULT_POOL
+from rootward.ports import DEFAULT_POOL
 from rootward.process_settings import ProcessSettings
 
 

@@ -19,6 +19,7 @@ from rootward.core.requests import Committed, VerifierRequest
 if TYPE_CHECKING:
     import torch
 
+DEFAULT_POOL = "default"  # of workers that no setting puts elsewhere
 COMMITTED = -1  # as a parent: the row hangs below the last committed token in the KV cache
 
 

@@ -21,8 +21,7 @@ from rootward.backoff import jittered
 from rootward.core.frames import Hello
 from rootward.core.requests import Law
 from rootward.demand import VerifierDemand
-from rootward.discovery.sources import DEFAULT_POOL
-from rootward.ports import Discovery, Drafter, Peer
+from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.awake import Awake
 from verifier_service.breaker import State
 from verifier_service.link import Link, Shape

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu.large import LARGE, TINY_INFLATED, Network, difference, inflated_network
-from benchmarks.gpu.measuring import head_of, model_of, parser, settle, tell
+from benchmarks.gpu.measuring import head_of, model_of, parser, recorded, settle, tell
 from benchmarks.suites.models import Prompts
 from benchmarks.suites.paired import Job, Paired, Run, measure
 from drafter_service.growing import Grower
@@ -154,12 +154,6 @@ def row_of(paired: Paired) -> dict[str, Any]:
         "runs": runs,
     }
     return speeds | found | counts
-
-
-def recorded(model: HuggingFaceModel) -> dict[str, int] | None:
-    """Steps that were replayed, and others; None where none is recorded."""
-    graphs = getattr(model._pass, "graphs", None)
-    return None if graphs is None else {"replayed": graphs.num_replayed, "other": graphs.num_other}
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:

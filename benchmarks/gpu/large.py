@@ -37,6 +37,7 @@ class Shape:
 
 
 LARGE = Shape(4096, 14336, 32, 32, 8, 128, 128256)
+DRAFT = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # of a 1 B Llama
 TINY = Shape(64, 96, 2, 4, 2, 16, 256)
 TINY_INFLATED = Shape(320, 768, 8, 8, 2, 64, 2304)  # above the demo target in every direction
 

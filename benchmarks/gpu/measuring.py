@@ -18,7 +18,7 @@ from rootward.bench.environment import described
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key
-from rootward.engine.graphs import CudaCapture
+from rootward.engine.graphs import CudaCapture, Run
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import Rows
 from verifier_service.runner import Round, Runner
@@ -43,7 +43,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def settle(args: argparse.Namespace, **small: Any) -> None:
     """What --smoke stands for."""
     if args.smoke:
-        vars(args).update({"device": "cpu", "dtype": "float32", "no_cuda_graphs": True, "repeats": 3, **small})
+        vars(args).update({"device": "cpu", "dtype": "float32", "repeats": 3, **small})
     torch.set_grad_enabled(False)
 
 
@@ -82,9 +82,27 @@ def model_of(
     network: Network, args: argparse.Namespace, *, max_slots: int, max_len: int, **more: Any
 ) -> HuggingFaceModel:
     """The network in our engine, steps recorded unless that was refused."""
-    capture = None if args.no_cuda_graphs else CudaCapture()
-    name = more.pop("name", "random")
-    return HuggingFaceModel(network, name=name, max_slots=max_slots, max_len=max_len, capture=capture, **more)
+    on_device = network.device.type == "cuda"
+    capture = None if args.no_cuda_graphs else CudaCapture() if on_device else run_again
+    how = {"name": "random", "attn": "sdpa" if on_device else "eager"}  # our attention on a CPU cannot be recorded
+    return HuggingFaceModel(network, max_slots=max_slots, max_len=max_len, capture=capture, **(how | more))
+
+
+def run_again(run: Run) -> Run:
+    """Stands for a graph on a CPU: what was recorded is run, over the same buffers, into the same tensor."""
+    out = run()
+    return lambda: out.copy_(run())
+
+
+def recorded(model: HuggingFaceModel) -> dict[str, int] | None:
+    """Steps that were replayed, and others; None where none is recorded."""
+    graphs = getattr(model._pass, "graphs", None)
+    return None if graphs is None else {"replayed": graphs.num_replayed, "other": graphs.num_other}
+
+
+def dtype_of(args: argparse.Namespace) -> torch.dtype:
+    found: torch.dtype = getattr(torch, args.dtype)
+    return found
 
 
 def random_model(args: argparse.Namespace, *, max_slots: int, max_len: int) -> HuggingFaceModel:

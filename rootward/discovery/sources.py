@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from rootward.discovery.registry import Registry, RegistryDiscovery, open_registry
 from rootward.discovery.static import DnsDiscovery, StaticDiscovery
 from rootward.errors import ConfigurationError
-from rootward.ports import Discovery
+from rootward.ports import DEFAULT_POOL, Discovery
 
-DEFAULT_POOL = "default"
 KINDS = ("static", "dns", "redis", "kubernetes")
 
 

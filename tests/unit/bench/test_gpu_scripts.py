@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,10 @@ WITHOUT_RPC = """
 import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.startswith(("grpc", "google.protobuf", "rootward.v1")):
+        if name.startswith(("grpc", "google.protobuf", "redis", "rootward.v1")):
             raise ImportError(f"{name} belongs to the rpc layer")
 sys.meta_path.insert(0, Blocked())
-from benchmarks.gpu import end_to_end, engine_steps, plain_decoding, verification, verify_rows
+from benchmarks.gpu import attention, end_to_end, engine_steps, growth, plain_decoding, verification, verify_rows
 plain_decoding.main(["--smoke", "--out", sys.argv[1]])
 """
 
@@ -121,6 +123,32 @@ def test_end_to_end_uses_the_defaults_of_the_services():
     assert grown == (drafter.draws_per_level, drafter.acceptance, drafter.later_acceptance)
 
 
+def test_growth_replays_levels_and_launches_them(tmp_path, capsys):
+    from benchmarks.gpu import growth
+
+    growth.main(["--smoke", "--out", str(tmp_path / "growth.json")])
+    report = written(tmp_path / "growth.json", capsys.readouterr().out, growth.COLUMNS)
+    laws = ("greedy", "top_k", "coupled")
+    assert settings_of(report, "recorded", "law", "sessions") == list(itertools.product((False, True), laws, (1, 2)))
+    assert report["steps"]["replayed"] > report["steps"]["other"] > 0
+    launched, replayed = report["rows"][:6], report["rows"][6:]
+    assert [(row["levels"], row["rows"]) for row in launched] == [(row["levels"], row["rows"]) for row in replayed]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it exists for Linux only")
+def test_attention_is_right_where_it_is_interpreted():
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu.attention", "--smoke"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "ok"
+
+
 def test_engine_steps_counts_its_rows(tmp_path, capsys):
     from benchmarks.gpu import engine_steps
 
@@ -128,7 +156,9 @@ def test_engine_steps_counts_its_rows(tmp_path, capsys):
     report = json.loads((tmp_path / "steps.json").read_text())
     assert {n: list(line) for n, line in report["milliseconds"].items()} == {"1": ["1", "4"]}
     assert report["relative_error"] < 1e-6
-    assert "1 sessions: 1 rows" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 sessions: 1 rows" in printed
+    assert "target: the same logits" in printed
 
 
 def test_device_verdicts_are_the_hosts(tmp_path, capsys):
