@@ -305,5 +305,5 @@ class Grower(Generic[K]):
             rows,
             growing.told_rest,
             draft_us,
-            guess=np.array([r.guess for r in records], dtype=np.bool_),
+            guess=np.array([r.guess for r in records], dtype=np.bool_) if growing.open.ahead_cap else None,
         )

@@ -217,14 +217,14 @@ class DrafterService:
         while self.grower.idle and self._mailbox.empty():
             self._posted.clear()
             await self._posted.wait()
-        if (mail := self._mail()) is not None:
+        if (mail := self._mail(wait=False)) is not None:
             self._deliver(mail, self._turn(mail, True))
         for _ in range(LOOP_TURNS):
             await asyncio.sleep(0)
 
     def _turns_away(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread, with everything it calls."""
-        while (mail := self._mail()) is not None:
+        while (mail := self._mail(wait=self.grower.idle)) is not None:
             loop.call_soon_threadsafe(self._deliver, mail, self._turn(mail))
             if self._short:
                 return
@@ -233,10 +233,10 @@ class DrafterService:
     def _short(self) -> bool:
         return self._cost.short(len(self.grower.trees), self.grower.unread)
 
-    def _mail(self) -> list[Mail] | None:
-        """Everything that waits; if there is nothing else to do, at least one. None: the service closes."""
+    def _mail(self, *, wait: bool) -> list[Mail] | None:
+        """Everything that waits, at least one if there is nothing else to do. None: the service closes."""
         mail: list[Mail] = []
-        while not self._mailbox.empty() or (self.grower.idle and not mail):
+        while not self._mailbox.empty() or (wait and not mail):
             if (one := self._mailbox.get()) is None:
                 self._closed = True
                 return None
@@ -272,11 +272,9 @@ class DrafterService:
 
     def _grown(self) -> list[Answer]:
         """One level. A bug in it must cost the trees, not the drafter: verifiers decode plainly and open new ones."""
-        if self.grower.idle:
-            return []
+        start_s = time.monotonic()
         try:
-            with self._cost.counted():
-                frames = self.grower.level()
+            frames = self.grower.level()
         except Exception:
             log.exception("level_failed")
             self._num_failures += 1
@@ -285,6 +283,7 @@ class DrafterService:
             return self._uproot()
         if frames:  # a level of no trees proves nothing
             self._num_failures = 0
+            self._cost.took(time.monotonic() - start_s)
         out: list[Answer] = []
         for key, grow in frames:
             if (owner := self._streams.get(key[0])) is not None:

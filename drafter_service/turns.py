@@ -10,10 +10,6 @@ can be told beforehand is told: a level that begins with text to read (a prompt,
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 SHORT_S = 1e-3  # for a tree; coding its frame and the hand-over take a third of it
 LONGEST_S = 4e-3  # for any number of trees
 FEW_UNREAD = 64  # committed tokens: those of a round, for several trees
@@ -27,12 +23,8 @@ class LevelCost:
     def __init__(self) -> None:
         self._seconds: float | None = None
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Around every level."""
-        start_s = time.monotonic()
-        yield
-        took_s = time.monotonic() - start_s
+    def took(self, took_s: float) -> None:
+        """One more level that grew something."""
         self._seconds = took_s if self._seconds is None else self._seconds + MEMORY * (took_s - self._seconds)
 
     def short(self, num_trees: int, num_unread: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,6 +74,8 @@ def unpack_f32(data: bytes, name: str) -> tuple[float, ...]:
 
 def pack_column(values: Sequence[int] | Ints, name: str = "column", least_width: int = 1) -> bytes:
     """The smallest width that holds the largest value, but not less than `least_width` bytes."""
+    if isinstance(values, list) and least_width == 1 and max(values, default=256) < 256 and min(values) >= 0:
+        return bytes(values)
     if (few := _few(values, name)) is not None:
         return b"" if not few else _packed(few, max(least_width, (max(few).bit_length() + 7) // 8))
     array, bits = _ints(values, name)
@@ -104,11 +107,35 @@ def unpack_column(data: bytes, count: int, name: str = "column") -> Ints:
     return wide.view(_UINT[4]).reshape(count).astype(_INT64)
 
 
+def pack_each(columns: Sequence[Ints], name: str = "columns", least_width: int = 1) -> list[bytes]:
+    """`pack_column` of each, made as one column: they get one width."""
+    if len(columns) == 1:
+        return [pack_column(columns[0], name, least_width)]
+    whole = np.concatenate([np.empty(0, _INT64), *columns])
+    return cut(pack_column(whole, name, least_width), [len(column) for column in columns])
+
+
+def cut(data: bytes, counts: Sequence[int]) -> list[bytes]:
+    """A column apart, into those of so many entries."""
+    if len(counts) == 1:
+        return [data]
+    width = len(data) // (sum(counts) or 1)
+    return [data[width * start : width * end] for start, end in pairwise(accumulate(counts, initial=0))]
+
+
+def unpack_few(data: bytes, count: int, name: str = "column") -> list[int]:
+    """`unpack_column` as plain integers."""
+    if len(data) == count:
+        return list(data)
+    found: list[int] = unpack_column(data, count, name).tolist()
+    return found
+
+
 def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, bytes]:
     """(base, column) of node references."""
     if (few := _few(nodes, name)) is not None:
-        base = min((node for node in few if node > 0), default=0)
-        return base, pack_column([node - base + 1 if node > 0 else 0 for node in few], name)
+        base = min([node for node in few if node], default=0)
+        return base, pack_column([node - base + 1 if node else 0 for node in few], name)
     array, _ = _ints(nodes, name)
     below = array[array > 0]
     base = int(below.min()) if below.size else 0
@@ -118,9 +145,17 @@ def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, by
 def unpack_refs(base: int, data: bytes, count: int, name: str = "nodes") -> Ints:
     """int64[count]: inverse of `pack_refs`."""
     if len(data) == count <= FEW:
-        return np.array([value + base - 1 if value else 0 for value in data], dtype=_INT64)
+        return np.array(unpack_few_refs(base, data, count, name), dtype=_INT64)
     values = unpack_column(data, count, name)
     return np.where(values > 0, values + (base - 1), 0)
+
+
+def unpack_few_refs(base: int, data: bytes, count: int, name: str = "nodes") -> list[int]:
+    """The same as plain integers."""
+    if len(data) == count:
+        return [value + base - 1 if value else 0 for value in data]
+    found: list[int] = unpack_refs(base, data, count, name).tolist()
+    return found
 
 
 def pack_bits(flags: NDArray[np.bool_]) -> bytes:

@@ -26,6 +26,20 @@ def test_columns_round_trip(values):
     assert columns.unpack_refs(base, data, len(values)).tolist() == values
 
 
+@given(st.lists(u32_lists, min_size=1, max_size=5), st.sampled_from([1, 3]))
+def test_columns_made_as_one_can_be_read_apart(several, least_width):
+    parts = columns.pack_each([np.array(values, dtype=np.int64) for values in several], least_width=least_width)
+    read = [columns.unpack_column(part, len(values)).tolist() for part, values in zip(parts, several, strict=True)]
+    assert read == several
+
+
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_few_can_be_read_as_plain_integers(values):
+    assert columns.unpack_few(columns.pack_column(values), len(values)) == values
+    base, data = columns.pack_refs(values)
+    assert columns.unpack_few_refs(base, data, len(values)) == values
+
+
 @given(st.lists(st.booleans(), max_size=70))
 def test_bits_round_trip(flags):
     array = np.array(flags, dtype=np.bool_)
