@@ -130,6 +130,8 @@ class HuggingFaceModel:
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
+            how = ", steps are recorded" if cuda_graphs else ""
+            log.info("%s: attention %s%s", path_or_name, model.probe_report.attention or "none", how)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
