@@ -5,9 +5,10 @@ One drafter and one verifier run as processes; so many sessions generate at once
     S   time of a round in draft forwards       A   row-seconds of wanted growth a round       W   of a round, queueing at the drafter
     Z   the rest of the round: R − S − W        each by n, the sessions that the drafter holds
 
-The fit: S(n) = S · (1 + crowd · (n − 1)), the same for Z, and for S / A: a drafter deals its rows, so that trees grow narrower where there
-are many. What it predicts, by the simulation of the autoscaler with as many pods and sessions, stands beside what was measured, also for
-a second drafter, whose points the fit does not use. D = N · A / (R − W): rows that would be busy if nobody queued.
+The fit: S(n) = S · (1 + crowd · (n − 1)); Z alone, and from two sessions on, which take turns at the verifier, again a line; A / S, the
+width of trees, is what one session fills alone, or its share of the rows among those that draft at the same time. What it predicts, by the
+simulation of the autoscaler with as many pods and sessions, stands beside what was measured, also for loads and a second drafter that the
+fit has not seen (marked). D = N · A / (R − W): rows that would be busy if nobody queued.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rootward.errors import ConfigurationError
 from rootward.rpc.clients import RemoteVerifier
 
 SESSIONS = (1, 2, 4, 8, 16)
+HELD_OUT = (3, 5, 10)
 TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"
 WARM_UP = 0.3
 MEASURED = "| drafters | sessions | tokens/s a session | S, ms | A, row-ms | Z, ms "
@@ -117,8 +119,10 @@ def models(given: argparse.Namespace) -> tuple[str, str]:
 
 
 async def measured_points(given: argparse.Namespace) -> tuple[list[Point], list[Point]]:
-    """(with one drafter, by sessions; with two, by the same sessions for each)."""
-    return await points(given, 1, given.sessions), await points(given, 2, [2 * n for n in given.sessions[-2:]])
+    """(for the fit: one drafter, by sessions; not for it: one drafter at other loads, two at the largest loads for each)."""
+    one = await points(given, 1, sorted({*given.sessions, *given.held_out}))
+    two = await points(given, 2, [2 * n for n in given.sessions[-2:]])
+    return [p for p in one if p.sessions in given.sessions], [p for p in one if p.sessions not in given.sessions] + two
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,23 +134,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(str(wrong).splitlines()[0], file=sys.stderr)
         return wrong.exit_code
     fit = fitted(seen, given.rows)
-    text = table(fit, [*seen, *unseen])
+    text = table(fit, seen, unseen)
     print(text)
     if given.out is not None:
         _write(given, fit, [*seen, *unseen], text)
     return 0
 
 
-def table(fit: Fit, found: Sequence[Point]) -> str:
-    """Measured beside predicted."""
+def table(fit: Fit, seen: Sequence[Point], unseen: Sequence[Point]) -> str:
+    """Measured beside predicted, and how far predictions of what the fit has not seen are off."""
     lines = [MEASURED + BESIDE, "|---" * 12 + "|"]
-    for p in found:
+    off: list[tuple[float, float]] = []
+    for p in [*seen, *unseen]:
         outcome = predicted(fit, p.drafters, p.sessions)
+        mark = ""
+        if p in unseen:
+            mark = " (not in the fit)"
+            off.append((abs(outcome.round_s / p.round_s - 1), abs(outcome.demand / p.demand - 1)))
         parts = " | ".join(f"{1e3 * x:.1f}" for x in (p.draft_s, p.row_s, p.rest_s))
         rounds = f"{1e3 * p.round_s:.1f} | {1e3 * outcome.round_s:.1f} ({outcome.round_s / p.round_s:.2f})"
         stalls = f"{1e3 * p.stall_s:.1f} | {1e3 * outcome.stall_s:.1f}"
         demand = f"{p.demand:.1f} | {outcome.demand:.1f} ({outcome.demand / p.demand:.2f})"
-        lines.append(f"| {p.drafters} | {p.sessions} | {p.rate:.1f} | {parts} | {rounds} | {stalls} | {demand} |")
+        lines.append(f"| {p.drafters} | {p.sessions}{mark} | {p.rate:.1f} | {parts} | {rounds} | {stalls} | {demand} |")
+    for name, errors in zip(("R", "D"), zip(*off, strict=True), strict=False):
+        lines += [
+            "",
+            f"{name} of what the fit has not seen is off by {fmean(errors):.0%} on average, {max(errors):.0%} at most.",
+        ]
     return "\n".join(lines)
 
 
@@ -178,6 +192,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="of both (default cpu)")
     parser.add_argument(
         "--sessions", type=int, nargs="+", default=SESSIONS, help="at once, of one drafter (default 1 2 4 8 16)"
+    )
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        nargs="*",
+        default=HELD_OUT,
+        help="of one drafter too, and not for the fit (default 3 5 10)",
     )
     parser.add_argument("--rows", type=int, default=32, help="of one draft forward (default 32)")
     parser.add_argument("--nodes", type=int, default=16, help="verified in a round (default 16)")

@@ -9,6 +9,8 @@ from math import hypot
 from rootward.bench.scaling import Plan, Pool, Work
 
 SIMULATED_ROUNDS = 400  # of each session
+# Widths that tell how many draft at once: narrower than alone, wider than the one row that every session gets.
+CROWDED, LEAST_WIDTH = 0.9, 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Seconds of a round with one session; what each further one on the same drafter, or verifier, adds, as a share; rows that one session
-    fills while it drafts, and by what each further one at the drafter narrows that, as a share; rows of a forward; the share of a time that
-    is the same every time."""
+    """Seconds of a round with one session: drafting, the rest; what each further session on the drafter adds to drafting, as a share.
+    shared: how many times longer the rest is with two sessions, which take turns at the verifier; verify_crowd: what each further one adds
+    to that. Rows that a session fills while it drafts; the share of a drafter's sessions that draft at the same time; rows of a forward;
+    the share of a time that is the same every time."""
 
     draft_s: float
     draft_crowd: float
     verify_s: float
+    shared: float
     verify_crowd: float
     width: float
-    width_crowd: float
+    together: float
     rows: int
     fixed: float
 
@@ -57,12 +61,15 @@ class Fit:
             draft_s=self.draft_s,
             draft_fixed=self.fixed,
             draft_crowd=self.draft_crowd,
-            verify_s=self.verify_s * (1 + self.verify_crowd * (verifier_sessions - 1)),
+            verify_s=self.verify_s * (1 if verifier_sessions == 1 else self.shared * self._crowded(verifier_sessions)),
             verify_fixed=self.fixed,
             rows=self.rows,
             width=self.width,
-            width_crowd=self.width_crowd,
+            together=self.together,
         )
+
+    def _crowded(self, verifier_sessions: int) -> float:
+        return 1 + self.verify_crowd * (verifier_sessions - 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +80,33 @@ class Prediction:
 
 
 def fitted(points: Sequence[Point], rows: int) -> Fit:
-    """From points of one drafter and one verifier."""
-    draft_s, draft_crowd = _line(points, lambda p: p.draft_s)
-    verify_s, verify_crowd = _line(points, lambda p: p.rest_s)
-    narrow, width_crowd = _line(points, lambda p: p.draft_s / p.row_s)
+    """From points of one drafter and one verifier; one session and at least two must be among them."""
+    alone = next(p for p in points if p.sessions == 1)
+    draft_s, draft_crowd = _line(points, lambda p: p.draft_s, 1)
+    rest_s, verify_crowd = _line([p for p in points if p.sessions > 1], lambda p: p.rest_s, 2)
+    width = alone.row_s / alone.draft_s
+    dealt = [p for p in points if LEAST_WIDTH < p.row_s / p.draft_s < CROWDED * width]
+    together = [rows / (p.sessions * p.row_s / p.draft_s) for p in dealt]
     # Independent parts of which a share is exponential: their variances add up.
     free = [p.spread * p.round_s / hypot(p.draft_s, p.rest_s) for p in points]
     fixed = 1 - min(1.0, sum(free) / len(free))
-    return Fit(draft_s, draft_crowd, verify_s, verify_crowd, 1 / narrow, width_crowd, rows, fixed)
+    share = sum(together) / len(together) if together else 0.0
+    shared = rest_s / alone.rest_s
+    return Fit(draft_s, draft_crowd, alone.rest_s, shared, verify_crowd, width, share, rows, fixed)
 
 
-def _line(points: Sequence[Point], value: Callable[[Point], float]) -> tuple[float, float]:
-    """(with one session, share that each further one adds), by least squares of relative errors."""
+def _line(points: Sequence[Point], value: Callable[[Point], float], first: int) -> tuple[float, float]:
+    """(with `first` sessions, share that each further one adds), by least squares of relative errors."""
     weights = [1 / value(p) ** 2 for p in points]
-    x, y = [p.sessions - 1 for p in points], [value(p) for p in points]
+    x, y = [p.sessions - first for p in points], [value(p) for p in points]
     total = sum(weights)
     mean_x = sum(w * a for w, a in zip(weights, x, strict=True)) / total
     mean_y = sum(w * b for w, b in zip(weights, y, strict=True)) / total
     across = sum(w * (a - mean_x) * (b - mean_y) for w, a, b in zip(weights, x, y, strict=True))
     along = sum(w * (a - mean_x) ** 2 for w, a in zip(weights, x, strict=True))
     slope = max(0.0, across / along) if along else 0.0
-    first = mean_y - slope * mean_x
-    return first, slope / first
+    least = mean_y - slope * mean_x
+    return least, slope / least
 
 
 def predicted(fit: Fit, drafters: int, sessions: int, seed: int = 1) -> Prediction:

@@ -23,8 +23,8 @@ WINDOW_S = 60.0
 @dataclass(frozen=True, slots=True)
 class Work:
     """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod, dealt alike to the sessions
-    it drafts for; width: rows that a session fills if it gets them; the crowds: what each further session of a pod adds to drafting, and by
-    what it narrows trees, as shares."""
+    it drafts for; width: rows that a session fills if it gets them; draft_crowd: what each further session of a pod adds to drafting, as a
+    share; together: the share of a pod's sessions that draft at the same time, for a verifier commits many in one step."""
 
     draft_s: float = 0.2
     draft_fixed: float = 0.5
@@ -34,7 +34,7 @@ class Work:
     overlap: bool = False
     width: float = 1.0
     draft_crowd: float = 0.0
-    width_crowd: float = 0.0
+    together: float = 0.0
 
     def draw(self, mean: float, fixed: float, rng: random.Random) -> float:
         return mean * (fixed + (1 - fixed) * rng.expovariate(1.0))
@@ -303,7 +303,8 @@ class Pool:
         others = max(0, pod.sessions - 1)
         draft_s = self.work.draft_s * (1 + self.work.draft_crowd * others)
         seconds = self.work.draw(draft_s, self.work.draft_fixed, self.rng) + session.extra_s
-        width = max(1.0, min(self.work.width / (1 + self.work.width_crowd * others), self.work.rows / pod.busy))
+        drafting = max(pod.busy, self.work.together * pod.sessions)
+        width = max(1.0, min(self.work.width, self.work.rows / drafting))
         session.extra_s = 0.0
         self.counters.queue_s += self.now_s - since_s
         session.grown_s = since_s + seconds

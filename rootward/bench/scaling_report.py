@@ -191,13 +191,17 @@ def report(work: Work, seeds: range, times: float, out: Path, title: str) -> tup
     return text, {"work": repr(work), "times": times, "optimum": best, "rows": rows}
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--fit", type=Path, help="rounds-PAIR.json of `rootward bench rounds`")
     parser.add_argument("--verifier-sessions", type=int, default=8, help="of each verifier, for --fit (default 8)")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     work, times, source = Work(), 1.0, "the design"
     if options.fit:

@@ -9,7 +9,15 @@ from rootward.bench.rounds import point_of, table
 from rootward.bench.rounds_fit import Fit, Point, fitted, predicted
 
 TRUE = Fit(
-    draft_s=0.02, draft_crowd=0.1, verify_s=0.06, verify_crowd=0.05, width=3.0, width_crowd=0.2, rows=8, fixed=1.0
+    draft_s=0.02,
+    draft_crowd=0.1,
+    verify_s=0.06,
+    shared=1.5,
+    verify_crowd=0.05,
+    width=3.0,
+    together=0.6,
+    rows=8,
+    fixed=1.0,
 )
 
 FIRST = 1e-3  # the very first round has no crowd yet
@@ -17,14 +25,14 @@ FIRST = 1e-3  # the very first round has no crowd yet
 
 def point(sessions: int, fit: Fit = TRUE, stall_s: float = 0.0) -> Point:
     draft_s = fit.draft_s * (1 + fit.draft_crowd * (sessions - 1))
-    rest_s = fit.verify_s * (1 + fit.verify_crowd * (sessions - 1))
-    row_s = fit.width / (1 + fit.width_crowd * (sessions - 1)) * draft_s
+    rest_s = fit.work(sessions).verify_s
+    row_s = max(1.0, min(fit.width, fit.rows / (fit.together * sessions))) * draft_s
     return Point(1, sessions, draft_s + rest_s + stall_s, draft_s, row_s, stall_s, 20.0, 2.0, 0.0)
 
 
 def test_what_a_fit_says_comes_back():
     found = fitted([point(n, stall_s=0.001 * n) for n in (1, 2, 4, 8)], rows=8)
-    for name in ("draft_s", "draft_crowd", "verify_s", "verify_crowd", "width", "width_crowd", "fixed"):
+    for name in ("draft_s", "draft_crowd", "verify_s", "shared", "verify_crowd", "width", "together", "fixed"):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name)), name
 
 
@@ -43,7 +51,7 @@ def test_a_round_without_queue_is_drafting_and_the_rest(sessions):
 
 def test_a_second_drafter_takes_half_of_the_crowd():
     own = TRUE.draft_s * (1 + TRUE.draft_crowd)
-    rest = TRUE.verify_s * (1 + 3 * TRUE.verify_crowd)
+    rest = TRUE.verify_s * TRUE.shared * (1 + 2 * TRUE.verify_crowd)
     assert predicted(TRUE, 2, 4).round_s == pytest.approx(own + rest, rel=FIRST)
 
 
@@ -52,7 +60,7 @@ def test_a_full_drafter_makes_rounds_as_fast_as_it_drafts():
     fit = replace(TRUE, draft_crowd=0.0, verify_crowd=0.0)
     outcome = predicted(fit, 1, 80)
     assert outcome.round_s == pytest.approx(80 / 8 * fit.draft_s, rel=0.02)
-    assert outcome.stall_s == pytest.approx(outcome.round_s - fit.draft_s - fit.verify_s, rel=0.05)
+    assert outcome.stall_s == pytest.approx(outcome.round_s - fit.draft_s - fit.work(80).verify_s, rel=0.05)
 
 
 def test_a_point_is_what_was_counted_between_two_looks():
@@ -70,7 +78,11 @@ def test_a_point_is_what_was_counted_between_two_looks():
     assert found.spread == pytest.approx(0.1414 / 0.8, rel=0.01)
 
 
-def test_the_table_has_a_line_for_each_point():
-    lines = table(TRUE, [point(1), point(2)]).splitlines()
-    assert len(lines) == 4
+def test_the_table_has_a_line_for_each_point_and_tells_how_far_off_unseen_ones_are():
+    slower = replace(point(4), round_s=2 * point(4).round_s)
+    lines = table(TRUE, [point(1), point(2)], [slower]).splitlines()
     assert "(1.00)" in lines[2]
+    assert "not in the fit" in lines[4]
+    assert "not in the fit" not in lines[3]
+    assert "R of what the fit has not seen is off by 50%" in lines[6]
+    assert "D of what the fit has not seen is off by 100%" in lines[8]
