@@ -105,6 +105,7 @@ async def test_a_new_target_in_place_is_refused_by_name_and_serves_nobody():
     assert {text.token_ids for text in texts} == {alone.token_ids}
 
 
+@pytest.mark.long
 async def test_a_bad_draft_model_in_a_second_pool_costs_no_text():
     """The candidate of the page: compared by pool, then the old one goes."""
     with running_redis() as url, ExitStack() as stack:

@@ -1,9 +1,11 @@
 """The worker model of the simulation: fitted exactly where it holds, and predictions that agree with what can be worked out by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rootward.bench import sizing
 from rootward.bench.generations import Outcome
 from rootward.bench.rounds import point_of, table
 from rootward.bench.rounds_fit import Fit, Point, fitted, predicted
@@ -14,7 +16,7 @@ TRUE = Fit(
     verify_s=0.06,
     shared=1.5,
     verify_crowd=0.05,
-    width=3.0,
+    width=1.9,
     together=0.6,
     rows=8,
     fixed=1.0,
@@ -86,3 +88,20 @@ def test_the_table_has_a_line_for_each_point_and_tells_how_far_off_unseen_ones_a
     assert "not in the fit" not in lines[3]
     assert "R of what the fit has not seen is off by 50%" in lines[6]
     assert "D of what the fit has not seen is off by 100%" in lines[8]
+
+
+FITTED = Path(__file__).parents[3] / "benchmarks" / "results" / "2026-11-21-scaling" / "fitted" / "rounds-tables.json"
+
+
+def test_a_level_reads_the_weights_and_a_full_one_computes_as_long():
+    card, size = sizing.Card("round", 100e9, 50e12), 1e9
+    assert sizing.level_s(card, size) == pytest.approx(0.025)
+    assert sizing.rows(card, size) == pytest.approx(0.025 * 25e12 / 2e9)
+    tree = sizing.Tree(levels=4, width=2.0)
+    drafting = 0.1 / 0.2  # S of S + step; two rows of each session then
+    assert sizing.sessions(card, size, tree, 0.1) == pytest.approx(0.7 * 312.5 / (2 * drafting))
+
+
+def test_the_page_has_what_is_computed():
+    page = (Path(__file__).parents[3] / "docs" / "operations" / "sizing.md").read_text(encoding="utf-8")
+    assert sizing.table(sizing.measured(FITTED)) in page
