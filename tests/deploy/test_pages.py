@@ -10,7 +10,7 @@ from support.helm import CHART, ROOT
 
 from drafter_service.settings import DrafterSettings
 from gateway.settings import GatewaySettings
-from rootward.bench import rounds, scaling_report
+from rootward.bench import rounds, scaling_report, sizing
 from rootward.cli import app
 from verifier_service.settings import VerifierSettings
 
@@ -45,7 +45,7 @@ def test_links_of_the_pages_lead_somewhere():
 
 
 SETTINGS = {"gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
-PARSERS = {"rounds": rounds._parser, "scaling_report": scaling_report.parser}
+PARSERS = {"rounds": rounds._parser, "scaling_report": scaling_report.parser, "sizing": sizing.parser}
 COMMAND = re.compile(r"(?:^|[`;] *)(rootward [a-z-]+|python -m rootward\.bench\.\w+)([^\n`#>;]*)", re.M)
 
 
