@@ -140,8 +140,7 @@ def _is_edited(growing: GrowingTree) -> bool:
 def _edited(group: Sequence[Asked], logits_TV: torch.Tensor) -> torch.Tensor:
     """Their rows, after what the target adds to logits: allowed tokens, bias, penalties, each row under its own node's text."""
     if len(group) < len(logits_TV):
-        rows = torch.from_numpy(np.array([one.row for one in group]))
-        logits_TV = logits_TV.index_select(0, rows.to(logits_TV.device, non_blocking=True))
+        logits_TV = logits_TV.index_select(0, _there([one.row for one in group], logits_TV))
     logits_TV = shifted(logits_TV, [one.growing.ranking for one in group])
     of_tree: dict[int, list[int]] = {}
     for i, one in enumerate(group):
@@ -153,5 +152,11 @@ def _edited(group: Sequence[Asked], logits_TV: torch.Tensor) -> torch.Tensor:
         growing = group[mine[0]].growing
         assert growing.history is not None
         paths = [growing.path(group[i].node) for i in mine]
-        logits_TV[mine] = penalised(logits_TV[mine], growing.open.sampling, growing.history, paths).to(logits_TV)
+        rows = _there(mine, logits_TV)
+        some = penalised(logits_TV.index_select(0, rows), growing.open.sampling, growing.history, paths)
+        logits_TV.index_copy_(0, rows, some.to(logits_TV.dtype))
     return logits_TV
+
+
+def _there(rows: list[int], logits_TV: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.array(rows)).to(logits_TV.device, non_blocking=True)

@@ -83,7 +83,7 @@ def model_of(
 ) -> HuggingFaceModel:
     """The network in our engine, steps recorded unless that was refused."""
     on_device = network.device.type == "cuda"
-    capture = None if args.no_cuda_graphs else CudaCapture() if on_device else run_again
+    capture = None if args.no_cuda_graphs else CudaCapture(network.device) if on_device else run_again
     how = {"name": "random", "attn": "sdpa" if on_device else "eager"}  # our attention on a CPU cannot be recorded
     return HuggingFaceModel(network, max_slots=max_slots, max_len=max_len, capture=capture, **(how | more))
 

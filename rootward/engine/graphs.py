@@ -50,14 +50,15 @@ class Capture(Protocol):
 class CudaCapture:
     """CUDA graphs out of one memory pool: only one of them runs at a time. The thread that records must be the one that runs."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device | str) -> None:
+        self._device, self._pool = torch.device(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
+        with torch.cuda.device(self._device):  # of this thread; work for another device would not be recorded
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
 
         def replay() -> torch.Tensor:
             graph.replay()

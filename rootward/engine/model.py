@@ -126,7 +126,7 @@ class HuggingFaceModel:
             pack=pack,
             group=group,
             adapter=adapter,
-            capture=CudaCapture() if cuda_graphs else None,
+            capture=CudaCapture(device) if cuda_graphs else None,
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -152,13 +152,13 @@ def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tens
     scores = _own_copy(logits_TV)
     for rows in rows_of.values():
         s = sampling[rows[0]]
-        index = torch.tensor(rows, device=scores.device)
-        some = scores[index]
+        index = _there(rows, scores)
+        some = scores.index_select(0, index)
         if s.allowed_token_ids:
             _allow(some, s)
         if s.logit_bias:
             _bias(some, s)
-        scores[index] = some
+        scores.index_copy_(0, index, some)
     return scores
 
 
@@ -178,10 +178,9 @@ def _forbid(rows_NV: torch.Tensor, forbidden: torch.Tensor) -> None:
 
 
 def _allow(rows_NV: torch.Tensor, sampling: Sampling) -> None:
-    ids = torch.tensor(sampling.allowed_token_ids, device=rows_NV.device)
-    kept = rows_NV[:, ids].clamp(min=NEVER)
-    rows_NV.fill_(-torch.inf)
-    rows_NV[:, ids] = kept
+    ids = _there(sampling.allowed_token_ids, rows_NV)
+    kept = rows_NV.index_select(1, ids).clamp(min=NEVER)
+    rows_NV.fill_(-torch.inf).index_copy_(1, ids, kept)
 
 
 def _ban(rows_NV: torch.Tensor, sampling: Sampling, prefix: Prefix, tree: TokenTree) -> None:
@@ -215,15 +214,14 @@ def _hold_back(rows_NV: torch.Tensor, prefix: Prefix, tree: TokenTree) -> None:
 
 def _bias(rows_NV: torch.Tensor, sampling: Sampling) -> None:
     ids, bias = zip(*sampling.logit_bias, strict=True)
-    rows_NV[:, torch.tensor(ids, device=rows_NV.device)] += torch.tensor(
-        bias, dtype=rows_NV.dtype, device=rows_NV.device
-    )
+    at = _there(ids, rows_NV)
+    rows_NV.index_copy_(1, at, rows_NV.index_select(1, at) + _there(bias, rows_NV).to(rows_NV.dtype))
 
 
 def _penalise(rows_NV: torch.Tensor, sampling: Sampling, counted: Counted) -> None:
     """Scores are divided by the repetition penalty where positive, multiplied where negative; the others are subtracted."""
     tokens, *tables = counted
-    ids, counts, present = (torch.from_numpy(table).to(rows_NV.device) for table in (tokens, *tables))
+    ids, counts, present = (_there(table, rows_NV) for table in (tokens, *tables))
     scores = rows_NV.index_select(1, ids)
     factor = sampling.repetition_penalty
     repeated = torch.where(scores > 0, scores / factor, scores * factor)
@@ -231,6 +229,11 @@ def _penalise(rows_NV: torch.Tensor, sampling: Sampling, counted: Counted) -> No
     counts = counts.to(scores.dtype)
     scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * counts.clamp(max=1)
     rows_NV.index_copy_(1, ids, scores)
+
+
+def _there(values: Sequence[float] | NDArray[Any], rows_NV: torch.Tensor) -> torch.Tensor:
+    """Where the rows are; the host does not wait for what happens to them meanwhile."""
+    return torch.from_numpy(np.asarray(values)).to(rows_NV.device, non_blocking=True)
 
 
 def _unpacked(bits: NDArray[np.uint8], rows_NV: torch.Tensor) -> torch.Tensor:

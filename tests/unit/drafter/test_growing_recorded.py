@@ -146,7 +146,8 @@ def test_a_level_is_one_copy_to_the_host(replays: bool, num: int, monkeypatch: p
     for module in (atoms, batch):
         monkeypatch.setattr(module, "readable", lambda device: False)
     model = model_of("llama", Replays() if replays else None)
-    opens = openings((*MIXED[3:], *MIXED)[:num])
+    edited = {"sampling": Sampling(0.9, logit_bias=((4, 1.0),), repetition_penalty=1.2)}
+    opens = openings((*MIXED[3:], edited, *MIXED)[:num])
     with Waits(monkeypatch) as waits:
         _, levels = growth(model, opens)
     assert levels > 10

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.waits import Waits
 from unit.engine.networks import FAMILIES, VOCAB, tiny
 
 from rootward.core.tree import TokenTree
 from rootward.core.verification.batched import Forest, gather_ids
-from rootward.engine import tree_attention
+from rootward.engine import batch, tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.graphs import Run, StaticStep, bucket_of
 from rootward.engine.kv_cache import running
@@ -109,6 +110,19 @@ def test_recorded_steps_give_the_same(family: str) -> None:
     used = [seen for seen in replays.buffers if seen]
     assert used
     assert all(len(seen) == 1 for seen in used)  # one set of buffers a bucket, whatever was in them
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_rows_told_by_number_are_those_told_by_a_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask would have a device asked how many rows it keeps."""
+    expected = session(model_of("llama", None))
+    monkeypatch.setattr(batch, "readable", lambda device: False)
+    model = model_of("llama", Replays() if recorded else None)
+    with Waits(monkeypatch) as waits:
+        found = session(model)
+    assert not waits.count
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
 
 
 def test_results_outlive_the_next_replay() -> None:
