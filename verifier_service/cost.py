@@ -18,7 +18,17 @@ OWN = 0.05  # its weight in what its own size costs
 MEMORY = 0.1  # the same for steps with trees, and for growth
 LARGEST = 8.0  # factor by which steps with trees may be slower
 OUTLIER = 2.0  # a step that took longer than so many times the expected counts as one that took so long
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of the steps that are measured at start
+SIZES = (
+    1,
+    2,
+    4,
+    6,
+    8,
+    12,
+    16,
+    32,
+    64,
+)  # rows of the steps that are measured at start: kernels work in blocks, often of six rows
 REPEATS = 5  # of each; the fastest counts: the first one warms up, and the machine may be busy with other things
 
 
