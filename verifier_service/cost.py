@@ -16,6 +16,10 @@ DRIFT = (
 )
 OWN = 0.05  # its weight in what its own size costs
 MEMORY = 0.1  # the same for steps with trees, and for growth
+SPEED = 0.1  # weight of a step with a tree in how fast the machine is
+MOVED = 1.15  # a factor of doubt
+SHARE = 0.02  # and in what it costs beside a plain one
+WARM = 3  # plain steps after which the speed of the machine is known
 LARGEST = 8.0  # factor by which steps with trees may be slower
 OUTLIER = 2.0  # a step that took longer than so many times the expected counts as one that took so long
 SIZES = (
@@ -43,6 +47,7 @@ class StepCost:
         self._rows: list[int] = []  # sizes that were met, rounded; ascending
         self._seconds: list[float] = []
         self._steps: list[int] = []
+        self.num_live = 0  # plain steps of sessions, after what was measured at start
         self._highest: list[float] = []  # of this size and all smaller ones: a larger step is not cheaper
 
     def add(self, rows: int, seconds: float) -> None:
@@ -63,6 +68,11 @@ class StepCost:
         self._seconds[at] *= 1.0 + max(OWN, 1.0 / self._steps[at]) * error
         self._highest = list(accumulate(self._seconds, max))
 
+    def scale(self, factor: float) -> None:
+        """All of them cost so many times as much."""
+        self._seconds = [s * factor for s in self._seconds]
+        self._highest = [s * factor for s in self._highest]
+
     def at_most(self, rows: int, seconds: float) -> None:
         """Something dearer of so many rows took so long: these and fewer rows cost no more, whatever was measured."""
         pairs = zip(self._rows, self._seconds, strict=True)
@@ -72,6 +82,11 @@ class StepCost:
     @property
     def known(self) -> bool:
         return bool(self._rows)
+
+    @property
+    def warm(self) -> bool:
+        """How fast the machine is at work has been seen; what was measured at start was measured on an idle one."""
+        return self.num_live >= WARM
 
     def seconds(self, rows: int) -> float:
         """Expected seconds of a step; 0 while nothing is known."""
@@ -92,39 +107,86 @@ class Busy:
 
     def __init__(self) -> None:
         self._factor: dict[int, float] = {}  # by the binary logarithm of the rows
+        self._steps: dict[int, int] = {}
 
     def add(self, rows: int, factor: float) -> None:
-        size, factor = rows.bit_length(), min(LARGEST, max(1.0, factor))
+        """Of a step of so many rows."""
+        size = rows.bit_length()
         old = self._factor.get(size, factor)
-        self._factor[size] = old + MEMORY * (factor - old)
+        self._steps[size] = self._steps.get(size, 0) + 1
+        self._factor[size] = _bounded(old + max(SHARE, 1.0 / self._steps[size]) * (factor - old))
+
+    def scale(self, factor: float) -> None:
+        """All of them are so many times as slow."""
+        self._factor = {size: _bounded(known * factor) for size, known in self._factor.items()}
+
+    def knows(self, rows: int) -> bool:
+        return rows.bit_length() in self._factor
 
     def factor(self, rows: int) -> float:
         size = rows.bit_length()
         return self._factor[min(self._factor, key=lambda known: abs(known - size))] if self._factor else 1.0
 
 
+def _bounded(factor: float) -> float:
+    return min(LARGEST, max(1.0, factor))
+
+
 @dataclass(slots=True)
 class Machine:
     """What is shared by all sessions. plain: cost of steps while nobody uses trees; growth_s: how long the engine stands idle for a node of
-    a tree, on average."""
+    a tree, on average.
+
+    Machines change their speed, by what else runs on them; what a tree costs beside a plain step changes less. So a step with a tree that
+    is slower than others were is taken to say that plain ones are slower as well; and a plain step among them, what the trees' share is.
+    """
 
     plain: StepCost = field(default_factory=StepCost)
     busy: Busy = field(default_factory=Busy)
     growth_s: float = 0.0
     num_grown: int = 0
+    _in_use: bool = False  # the last step was one with trees
+    _moved: float = 1.0  # how far such steps have moved what plain ones are believed to cost, since one was seen
 
     def step_s(self, rows: int) -> float:
         """Expected seconds of a step with trees."""
         return self.plain.seconds(rows) * self.busy.factor(rows)
 
+    @property
+    def unsure(self) -> bool:
+        """Steps with trees have become slower or faster, and no plain one has been seen since: it would tell why."""
+        return not 1.0 / MOVED < self._moved < MOVED
+
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step is over. trees: somebody uses them, in this step or not."""
-        plain_s = self.plain.seconds(rows)
         if trees and self.plain.known:
-            self.busy.add(rows, seconds / plain_s)
-            self.plain.at_most(rows, seconds)
+            self._with_trees(rows, seconds)
         else:
-            self.plain.add(rows, seconds)
+            self._without(rows, seconds)
+        self._in_use = trees
+
+    def _with_trees(self, rows: int, seconds: float) -> None:
+        if self.busy.knows(rows):
+            expected_s = self.step_s(rows)
+            seconds = min(seconds, OUTLIER * expected_s)
+            slower = 1.0 + SPEED * (seconds / expected_s - 1.0)
+            self.plain.scale(slower)
+            self._moved *= slower
+        self.busy.add(rows, seconds / self.plain.seconds(rows))
+        self.plain.at_most(rows, seconds)
+
+    def _without(self, rows: int, seconds: float) -> None:
+        before_s = self.plain.seconds(rows)
+        if before_s and not self.plain.warm:
+            self.plain.scale(1.0 + (min(seconds / before_s, OUTLIER) - 1.0) / (self.plain.num_live + 1))
+        elif before_s:
+            low, high = sorted((1.0, 1.0 / self._moved))
+            self.plain.scale(min(high, max(low, seconds / before_s)))
+        self.plain.add(rows, seconds)
+        self.plain.num_live += 1
+        self._moved = 1.0
+        if self._in_use and before_s:
+            self.busy.scale(before_s / self.plain.seconds(rows))
 
     def grew(self, idle_s: float, nodes: float) -> None:
         """The engine stood idle for so long until a tree of `nodes` nodes was there."""

@@ -25,7 +25,7 @@ from verifier_service.worth import Worth
 MEMORY = 0.1  # weight of the newest round in seconds
 LEVEL = 2  # nodes whose time a tree costs before its first node
 ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
-PLAIN_EVERY = 100  # one round in so many is plain, so that what it costs stays current
+PLAIN_EVERY = 100  # one round in so many is plain at least, so that what it costs stays current
 PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
 TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
@@ -144,7 +144,7 @@ class Gain:
 
         possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
-        if most < 1 or resting or not self._machine.plain.known:
+        if most < 1 or resting or not self._machine.plain.warm:
             return 0
         forecast = self._forecast_for(max(most, possible), load)
         self._judge(forecast.speedups[forecast.top], load)
@@ -157,10 +157,8 @@ class Gain:
         self._num_rounds += 1
         if not self._on:
             return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
-        if (
-            self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1
-        ):  # all sessions at once: a drafter that works slows the others down
-            return 0
+        if self._machine.unsure or self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1:
+            return 0  # all sessions at once: a drafter that works slows the others down
         best = forecast.top if forecast.top <= most else forecast.best[most]
         return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rootward.engine.tabular import TabularModel
-from verifier_service.cost import StepCost, measure
+from verifier_service.cost import SIZES, WARM, Machine, StepCost, measure
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -48,6 +49,42 @@ def test_more_rows_never_look_cheaper_and_none_costs_less_than_nothing(steps, ro
     for size, seconds in steps:
         cost.add(size, seconds)
     assert -1e-9 <= cost.seconds(rows) <= cost.seconds(rows + 1) + 1e-9
+
+
+def machine(cost: Callable[[int], float]) -> Machine:
+    table = StepCost()
+    for rows in SIZES:
+        table.add(rows, cost(rows))
+    return Machine(table)
+
+
+def test_what_was_measured_on_an_idle_machine_is_corrected_by_the_first_steps() -> None:
+    busy = machine(lambda rows: 0.05 + 0.002 * rows)
+    assert not busy.plain.warm
+    for _ in range(WARM):
+        busy.stepped(1, 1.6 * 0.052, trees=False)
+    assert busy.plain.warm
+    for rows in (1, 8, 32):
+        assert busy.plain.seconds(rows) == pytest.approx(1.6 * (0.05 + 0.002 * rows), rel=0.02)
+
+
+def test_a_step_with_a_tree_that_is_slower_than_others_says_that_the_machine_is() -> None:
+    shared = machine(lambda rows: 0.1)
+    for slow in (1.0, 1.5, 0.8):
+        for _ in range(60):
+            shared.stepped(5, 1.2 * slow * 0.1, trees=True)
+        assert shared.step_s(5) == pytest.approx(1.2 * slow * 0.1, rel=0.02)
+        assert shared.step_s(5) / shared.plain.seconds(5) == pytest.approx(1.2, rel=0.1)
+
+
+def test_a_plain_step_among_them_says_what_the_tree_s_share_is() -> None:
+    shared = machine(lambda rows: 0.1)
+    for _ in range(300):
+        for _ in range(9):
+            shared.stepped(5, 0.15, trees=True)
+        shared.stepped(1, 0.12, trees=False)
+    assert shared.step_s(5) == pytest.approx(0.15, rel=0.05)
+    assert shared.plain.seconds(1) == pytest.approx(0.12, rel=0.05)
 
 
 def test_measuring_leaves_the_model_idle() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
-from verifier_service.cost import StepCost
+from verifier_service.cost import WARM, StepCost
 from verifier_service.launching import Pace
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
@@ -55,6 +55,7 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
     cost = StepCost()
     for rows in (1, 2, 4, 8, 16):
         cost.add(rows, 1.0)
+    cost.num_live = WARM
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
     session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
