@@ -6,7 +6,7 @@ from support.services import drafter_of, request, tabular_pair, verifier_of
 
 from rootward.core.frames import HelloAck
 from rootward.core.requests import Law, Rule, SpeculationMode
-from verifier_service.cost import Machine
+from verifier_service.cost import WARM, Machine
 from verifier_service.gain import Gain, Spent
 from verifier_service.sessions import Session
 
@@ -16,7 +16,8 @@ def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None
     service = verifier_of(target, {"d": drafter_of(tabular_pair()[1])}, num_draft_tokens=8)
     service.pool.links[0].ack = HelloAck("d", 7, "", 5, 64, tuple(Law), 4, 64)
     machine = Machine()
-    machine.plain.add(1, 1.0)  # rows cost nothing, as far as is known
+    for _ in range(WARM):
+        machine.stepped(1, 1.0, trees=False)  # rows cost nothing, as far as is known
     gain = Gain(machine)  # shared with other sessions
     one = Session(1, request(mode=SpeculationMode.AUTO), Rule.TRAVERSAL, Law.SAMPLED, frozenset(), gain=gain)
     one.fed = len(one.tokens) - 1
