@@ -80,7 +80,7 @@ class DrafterService:
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: growth ends
         self._posted = asyncio.Event()  # something has been put there
-        self._cost = LevelCost()
+        self._cost = LevelCost(model.info)
         self._spans = Spans()
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately

@@ -10,7 +10,7 @@ the link; its beginning, until the first growth of every session is in its tree.
     the trees    re-rooting them here, and receiving the frames that something waits for: those of the first growth, and the last ones
                  (the others are received while the engine goes on)
 
-which a drafter in this process would cost as well. What is left: coding both ways, the wire, both event loops, the way to the growth
+which a drafter in this process would cost as well. What is left: coding both ways, the wire, both event loops, the way to a growth
 thread and back, what they wait for each other, and the accounts of link and service.
 
 The echo is a bare grpc.aio bidirectional stream to another process, on the event loop that services run: for a round as many messages

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -185,7 +186,10 @@ async def test_levels_that_turn_out_long_go_back_to_the_thread_and_no_answer_is_
 
 
 def test_a_level_is_known_to_be_short_by_the_last_ones() -> None:
-    cost = LevelCost()
+    table = ModelInfo("table", 10, 100)
+    cost, of_weights = LevelCost(table), LevelCost(replace(table, num_parameters=1))
+    of_weights.took(0.0)
+    assert not of_weights.short(1, 0)
 
     def took(seconds: float, times: int = 1) -> None:
         for _ in range(times):
@@ -196,7 +200,7 @@ def test_a_level_is_known_to_be_short_by_the_last_ones() -> None:
     assert cost.short(1, 0)
     assert cost.short(0, 0)
     assert not cost.short(1, turns.FEW_UNREAD + 1)
-    took(3 * turns.SHORT_S, 20)
+    took(2 * turns.SHORT_S, 20)
     assert not cost.short(1, 0)
     assert cost.short(8, 0)
     took(1.5 * turns.LONGEST_S, 20)
