@@ -25,8 +25,8 @@ async def test_drafters_that_come_are_used_by_running_sessions_and_those_that_go
         told = signals(*c.readings(before), 1.0)
         assert told.demand is not None
         assert told.demand > 0
-        assert told.row_seconds is not None
-        assert told.row_seconds > 0
+        assert told.cost.row_s is not None
+        assert told.cost.row_s > 0
         third, fourth = await c.add_drafter(), await c.add_drafter()
         await until(lambda: third.num_trees >= 3 and fourth.num_trees >= 3)  # nobody new has come: these have moved
         await c.progress(10)
