@@ -4,9 +4,10 @@ A hand-over to the thread and back takes some 0.1 ms, and two threads that both 
 up to 5 ms a time. A level of tables or look-ups is not worth that. A level of a model is: it would hold up heartbeats, health checks and,
 in one process with a verifier, its rounds, and its arithmetic leaves the interpreter to the loop.
 
-Known is what has no weights, for whose forward nothing waits; and then the clock decides. The first levels run on the thread, and those
-that turn out long in the loop send the next ones back to it. A level that begins with text to read (a prompt, a tree that is opened
-again) is for the thread. On the thread a level looks longer than it is, by what it waits for the interpreter: the bounds leave room for it.
+Known is what has no weights, and then the clock decides. (A table that is told to sleep, for a benchmark, sleeps here too if it is short.)
+The first levels run on the thread, and those that turn out long in the loop send the next ones back to it. A level that begins with text
+to read (a prompt, a tree that is opened again) is for the thread. On the thread a level looks longer than it is, by what it waits for the
+interpreter: the bounds leave room for it.
 """
 
 from __future__ import annotations

@@ -12,27 +12,18 @@ from itertools import accumulate
 from rootward.ports import LanguageModel, Rows
 
 DRIFT = (
-    0.05  # weight of one step in how fast the machine is now: sizes that are not met keep their ratio to those that are
+    0.05  # weight of a plain step in how fast the machine is: sizes that are not met keep their ratio to those that are
 )
-OWN = 0.05  # its weight in what its own size costs
-MEMORY = 0.1  # the same for steps with trees, and for growth
+OWN = 0.05  # and in what its own size costs
 SPEED = 0.1  # weight of a step with a tree in how fast the machine is
-MOVED = 1.15  # a factor of doubt
 SHARE = 0.02  # and in what it costs beside a plain one
+MEMORY = 0.1  # weight of a tree in what growth costs
+JUMP = 1.5  # a step with a tree says of the machine at most that it has become so much slower
+DOUBT = 1.15  # what plain steps cost may have moved by so much before one is wanted to prove it
 WARM = 3  # plain steps after which the speed of the machine is known
 LARGEST = 8.0  # factor by which steps with trees may be slower
 OUTLIER = 2.0  # a step that took longer than so many times the expected counts as one that took so long
-SIZES = (
-    1,
-    2,
-    4,
-    6,
-    8,
-    12,
-    16,
-    32,
-    64,
-)  # rows of the steps that are measured at start: kernels work in blocks, often of six rows
+SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
 REPEATS = 5  # of each; the fastest counts: the first one warms up, and the machine may be busy with other things
 
 
@@ -47,8 +38,10 @@ class StepCost:
         self._rows: list[int] = []  # sizes that were met, rounded; ascending
         self._seconds: list[float] = []
         self._steps: list[int] = []
-        self.num_live = 0  # plain steps of sessions, after what was measured at start
         self._highest: list[float] = []  # of this size and all smaller ones: a larger step is not cheaper
+        self.num_live = 0  # plain steps of sessions, after what was measured at start
+        self._moved = 1.0  # how far steps with trees have moved these costs since the last of them
+        self._beside: set[Busy] = set()  # whose steps those were
 
     def add(self, rows: int, seconds: float) -> None:
         """A step of so many rows (at least 1) took so long."""
@@ -68,8 +61,32 @@ class StepCost:
         self._seconds[at] *= 1.0 + max(OWN, 1.0 / self._steps[at]) * error
         self._highest = list(accumulate(self._seconds, max))
 
-    def scale(self, factor: float) -> None:
-        """All of them cost so many times as much."""
+    def live(self, rows: int, seconds: float) -> None:
+        """A plain step of sessions. The first ones tell how fast the machine is at work: what was measured at start was measured on an
+        idle one. Later ones tell whether steps with trees have become slower because of it; if not, it was the trees."""
+        if before_s := self.seconds(rows):
+            ratio = min(seconds / before_s, OUTLIER)
+            low, high = sorted((1.0, 1.0 / self._moved))
+            self._scale(min(high, max(low, ratio)) if self.warm else 1.0 + (ratio - 1.0) / (self.num_live + 1))
+        self.add(rows, seconds)
+        if before_s:
+            for busy in self._beside:  # what their steps cost is known from themselves
+                busy.scale(before_s / self.seconds(rows))
+        self.num_live, self._moved = self.num_live + 1, 1.0
+        self._beside.clear()
+
+    def beside(self, busy: Busy, factor: float) -> None:
+        """A step with a tree says that everything costs so many times as much."""
+        self._scale(factor)
+        self._moved *= factor
+        self._beside.add(busy)
+
+    @property
+    def unsure(self) -> bool:
+        """Steps with trees have become slower or faster, and no plain one has been seen since: it would tell why."""
+        return not 1.0 / DOUBT < self._moved < DOUBT
+
+    def _scale(self, factor: float) -> None:
         self._seconds = [s * factor for s in self._seconds]
         self._highest = [s * factor for s in self._highest]
 
@@ -85,7 +102,7 @@ class StepCost:
 
     @property
     def warm(self) -> bool:
-        """How fast the machine is at work has been seen; what was measured at start was measured on an idle one."""
+        """How fast the machine is at work has been seen."""
         return self.num_live >= WARM
 
     def seconds(self, rows: int) -> float:
@@ -145,48 +162,22 @@ class Machine:
     busy: Busy = field(default_factory=Busy)
     growth_s: float = 0.0
     num_grown: int = 0
-    _in_use: bool = False  # the last step was one with trees
-    _moved: float = 1.0  # how far such steps have moved what plain ones are believed to cost, since one was seen
 
     def step_s(self, rows: int) -> float:
         """Expected seconds of a step with trees."""
         return self.plain.seconds(rows) * self.busy.factor(rows)
 
-    @property
-    def unsure(self) -> bool:
-        """Steps with trees have become slower or faster, and no plain one has been seen since: it would tell why."""
-        return not 1.0 / MOVED < self._moved < MOVED
-
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step is over. trees: somebody uses them, in this step or not."""
-        if trees and self.plain.known:
-            self._with_trees(rows, seconds)
-        else:
-            self._without(rows, seconds)
-        self._in_use = trees
-
-    def _with_trees(self, rows: int, seconds: float) -> None:
+        if not (trees and self.plain.known):
+            self.plain.live(rows, seconds)
+            return
         if self.busy.knows(rows):
-            expected_s = self.step_s(rows)
-            seconds = min(seconds, OUTLIER * expected_s)
-            slower = 1.0 + SPEED * (seconds / expected_s - 1.0)
-            self.plain.scale(slower)
-            self._moved *= slower
+            ratio = min(seconds / self.step_s(rows), OUTLIER)
+            seconds = ratio * self.step_s(rows)
+            self.plain.beside(self.busy, 1.0 + SPEED * (min(ratio, JUMP) - 1.0))
         self.busy.add(rows, seconds / self.plain.seconds(rows))
         self.plain.at_most(rows, seconds)
-
-    def _without(self, rows: int, seconds: float) -> None:
-        before_s = self.plain.seconds(rows)
-        if before_s and not self.plain.warm:
-            self.plain.scale(1.0 + (min(seconds / before_s, OUTLIER) - 1.0) / (self.plain.num_live + 1))
-        elif before_s:
-            low, high = sorted((1.0, 1.0 / self._moved))
-            self.plain.scale(min(high, max(low, seconds / before_s)))
-        self.plain.add(rows, seconds)
-        self.plain.num_live += 1
-        self._moved = 1.0
-        if self._in_use and before_s:
-            self.busy.scale(before_s / self.plain.seconds(rows))
 
     def grew(self, idle_s: float, nodes: float) -> None:
         """The engine stood idle for so long until a tree of `nodes` nodes was there."""

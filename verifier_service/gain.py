@@ -26,6 +26,7 @@ MEMORY = 0.1  # weight of the newest round in seconds
 LEVEL = 2  # nodes whose time a tree costs before its first node
 ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
 PLAIN_EVERY = 100  # one round in so many is plain at least, so that what it costs stays current
+LOOKS = 10  # rounds of a session that are plain for no other reason than to see a plain step, while none comes
 PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
 TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
@@ -119,6 +120,7 @@ class Gain:
         self._rest_s = 0.0  # of plain decoding until the next trial
         self._loss_s = 0.0  # of the engine's time since trees are in use; negative: they gained
         self._failed = self._num_rounds = self._proven = 0
+        self._num_looks = 0  # rounds in a row that were plain to see what a plain step costs
         self._forecast = Forecast(0, [])
         self._forecasts_left = 0
 
@@ -144,7 +146,7 @@ class Gain:
 
         possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
-        if most < 1 or resting or not self._machine.plain.warm:
+        if most < 1 or resting or not self._machine.plain.known or self._looks(load):
             return 0
         forecast = self._forecast_for(max(most, possible), load)
         self._judge(forecast.speedups[forecast.top], load)
@@ -157,7 +159,7 @@ class Gain:
         self._num_rounds += 1
         if not self._on:
             return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
-        if self._machine.unsure or self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1:
+        if self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1:
             return 0  # all sessions at once: a drafter that works slows the others down
         best = forecast.top if forecast.top <= most else forecast.best[most]
         return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
@@ -192,6 +194,13 @@ class Gain:
         """It has ended; another one goes on with its trial."""
         if self._trial is not None and self._trial.session == session:
             self._trial.session = None
+
+    def _looks(self, load: int) -> bool:
+        """Whether a round is plain because a plain step would tell something. There may be none for long: others use trees, prompts are
+        read. So only a few are waited for."""
+        plain = self._machine.plain
+        self._num_looks = self._num_looks + 1 if plain.unsure or not plain.warm else 0
+        return 0 < self._num_looks <= LOOKS * load
 
     # -- opinion ------------------------------------------------------------------------------------------------------
 

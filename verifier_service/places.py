@@ -81,6 +81,10 @@ class Places:
         memory decides this, but whether a tree still waits depends on its values (docs/decisions/0005)."""
         for number in numbers:
             session = self._leave(number)
+            if session.local is not None:
+                session.local.tree = (
+                    None  # it comes back with prefill, and has no rows for a tree that was looked up before
+                )
             self._away[number] = session
             self._waiting.push_front(session)
             self.num_preemptions += 1

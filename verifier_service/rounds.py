@@ -33,8 +33,9 @@ class Rounds:
         self._idle_s = 0.0  # the engine stood idle for so long in all, waiting for something to happen
 
     def count(self, max_rows: int) -> None:
-        """Who shares the rows of a step: sessions in rounds, not in prefill. Looked up once a step."""
-        self.load = max(1, sum(not (s.done or s.prefill_left) for s in self._running.values()))
+        """Who shares the rows of a step: sessions whose round has begun, or may. Looked up once a step."""
+        begun = [s for s in self._running.values() if not s.done and (s.cap is not None or not s.prefill_left)]
+        self.load = max(1, len(begun))
         self.nodes = share(max_rows, self.load)
 
     def gain(self, session: Session) -> Gain:

@@ -174,9 +174,11 @@ def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tupl
         size = min(view.prefill_left, budget)
         if size <= 0:
             break
-        joins = view.joins and size == view.prefill_left and _launches(view)
-        if joins and blocks.take(view, size + 1 + _num_nodes(view)):
+        whole = size + 1 + _num_nodes(view)
+        joins = view.joins and size == view.prefill_left and _launches(view) and (whole <= budget or not chunks)
+        if joins and blocks.take(view, whole):
             joined.append(view)
+            budget -= whole - size
         elif not blocks.take(view, size):
             size = blocks.fitting(view, size)
             if size <= 0 or not blocks.take(view, size):

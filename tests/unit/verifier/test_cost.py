@@ -87,6 +87,22 @@ def test_a_plain_step_among_them_says_what_the_tree_s_share_is() -> None:
     assert shared.plain.seconds(1) == pytest.approx(0.12, rel=0.05)
 
 
+def test_two_kinds_of_trees_on_one_machine_share_its_plain_steps() -> None:
+    """Plain steps are told to one of them; the other must not stay in doubt for ever."""
+    drafted = machine(lambda rows: 0.1)
+    local = Machine(drafted.plain)
+    for _ in range(WARM):
+        drafted.stepped(1, 0.1, trees=False)
+    for _ in range(20):
+        local.stepped(5, 0.1, trees=True)
+    while not drafted.plain.unsure:
+        local.stepped(5, 0.14, trees=True)
+    drafted.stepped(1, 0.1, trees=False)
+    assert not drafted.plain.unsure
+    assert drafted.plain.seconds(1) == pytest.approx(0.1, rel=0.02)
+    assert local.step_s(5) > 0.112  # it was the trees
+
+
 def test_measuring_leaves_the_model_idle() -> None:
     model = TabularModel(5, seed=1, max_positions=16)
     free = model.num_free_slots

@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from verifier_service.cost import SIZES, WARM, Machine, StepCost
-from verifier_service.gain import FIRST_REST, PLAIN_EVERY, PROBE_EVERY, TRIAL, TRIER_PATIENCE, Gain, Gains, Spent
+from verifier_service.gain import FIRST_REST, LOOKS, PLAIN_EVERY, PROBE_EVERY, TRIAL, TRIER_PATIENCE, Gain, Gains, Spent
 
 Cost = Callable[[int], float]
 
@@ -83,6 +83,24 @@ def test_what_pays_is_used_from_the_first_rounds_with_a_plain_round_now_and_then
     late = [caps[0] for caps in world.caps[-2 * PLAIN_EVERY :]]
     assert late.count(0) == 2
     assert 1.5 < world.gain.speedup < 3.0
+
+
+def test_trees_are_tried_although_no_plain_step_is_ever_seen() -> None:
+    """Others use trees in every step: those that require them, or a prompt is always being read."""
+    gain = Gain(known(flat))
+    gain._machine.plain.num_live = 0
+    assert [bool(gain.nodes(1, 16, 1)) for _ in range(LOOKS + 1)] == [False] * LOOKS + [True]
+
+
+def test_doubt_about_plain_steps_ends_where_none_are_seen() -> None:
+    world = World(flat)
+    world.speedup(60)
+    for _ in range(40):  # somebody else's, on a machine that has become slower
+        world.gain._machine.stepped(9, 1.6 * flat(9), trees=True)
+    assert world.gain._machine.plain.unsure
+    caps = [world.gain.nodes(0, 16, 1) for _ in range(2 * LOOKS)]
+    assert not any(caps[:LOOKS])
+    assert sum(map(bool, caps[LOOKS:])) >= LOOKS - 1
 
 
 def blocks(rows: int) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rootward.core.living_tree import LivingTree
+from rootward.core.drafting.lookup import Successors, parse_recipe
+from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from verifier_service.local_draft import LocalDraft
 from verifier_service.places import Places
 from verifier_service.sessions import Draft, Session
 
@@ -79,6 +81,23 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     assert here.fill(lost) == [two]
     assert (two.prefill_left, two.cap, two.draft) == (1, 7, draft)
     assert here.gauges()["prefix_cache_hits_total"] == 8
+
+
+def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
+    """It may be launched by the step that ends its prefill, where no rows are kept for it; and it is a function of the text alone."""
+    here, _ = places()
+    one = session(1)
+    one.local = LocalDraft(
+        "ngram",
+        parse_recipe("ngram:").source(Law.SAMPLED, Successors()),
+        one.gain,
+        cap=4,
+        tree=Snapshot.__new__(Snapshot),
+    )
+    here.wait(one)
+    here.fill(lost)
+    here.preempt([1])
+    assert one.local.num_nodes == 0
 
 
 def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed() -> None:

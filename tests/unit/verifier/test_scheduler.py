@@ -65,8 +65,17 @@ def test_a_first_round_joins_the_end_of_its_prefill() -> None:
     assert decide(replace(first, prefill_left=11)) == Plan(prefill=((1, 10),))
     assert decide(replace(first, joins=False)) == Plan(prefill=((1, 7),))
     step = decide(first, View(2, prefill_left=9, joins=True, rank=(0, 2)), View(3))
-    assert (step.prefill, step.decode, step.chunks) == (((1, 7), (2, 3)), (3, 1), ((2, 3),))
+    assert (step.prefill, step.decode, step.chunks) == (((1, 7), (2, 2)), (3, 1), ((2, 2),))
     assert step.launches == ((3, 0), (1, 0))
+
+
+def test_rows_of_first_rounds_count() -> None:
+    views = [View(n, prefill_left=2, joins=True, rank=(0, n)) for n in range(6)]
+    step = decide(*views)  # a chunk of ten: three prompts with their roots, and one token of the fourth
+    assert (step.decode, step.prefill) == ((0, 1, 2), ((0, 2), (1, 2), (2, 2), (3, 1)))
+    grown = waiting(1, prefill_left=7, joins=True, arrived=8)
+    assert decide(grown).verify == ((1, 8),)  # the first may exceed the budget
+    assert decide(View(2, prefill_left=1, rank=(-1, 0)), grown) == Plan(prefill=((2, 1), (1, 7)))
 
 
 def test_a_first_round_without_blocks_is_left_for_later() -> None:
