@@ -187,7 +187,10 @@ class DrafterPool:
             demand.sessions = numbers[pool]
         self._drop()
         self._num_ticks += 1
-        self._next_tick_s = now_s + jittered(TICK_S, self._hello().incarnation, self._num_ticks)
+        pause_s = (
+            jittered(TICK_S, self._hello().incarnation, self._num_ticks) if sessions else 0.0
+        )  # the next one counts at once
+        self._next_tick_s = now_s + pause_s
         self._give_up(sessions)
         waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
         for move in moves([link.view() for link in self.links], most=MOVES, most_urgent=URGENT_MOVES):

@@ -155,23 +155,16 @@ async def test_nobody_there_is_unavailable():
             await remote.get_info()
 
 
-@pytest.mark.parametrize(
-    ("data", "code"),
-    [
-        (b"\x12\x02\x08\x01", grpc.StatusCode.INVALID_ARGUMENT),  # an Open without a law
-        (b"\xff\xff\xff", grpc.StatusCode.INVALID_ARGUMENT),  # not protobuf at all
-    ],
-)
-async def test_a_malformed_frame_ends_its_own_stream_only(data, code):
+async def test_a_frame_that_is_no_protobuf_ends_its_own_stream_only():
     drafter = EchoDrafter()
     async with drafter_at(drafter) as (remote, server), aclosing(remote.session(aiter(good := Queue(HELLO)))) as stream:
         await anext(stream)
         async with open_channel(server.address) as channel:
             call = channel.stream_stream(f"/{DRAFTER}/Session")()
-            await call.write(data)
+            await call.write(b"\xff\xff\xff")
             with pytest.raises(grpc.RpcError) as caught:
                 await call.read()
-            assert caught.value.code() in (code, grpc.StatusCode.UNKNOWN)
+            assert caught.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNKNOWN)
         await until(lambda: drafter.running == 1)
         good.queue.put_nowait(COMMIT)
         assert len((await anext(stream)).grows) == 2

@@ -269,6 +269,17 @@ def due(pool: DrafterPool, one: Session) -> None:
     pool.balance([one])
 
 
+def test_one_request_after_another_is_one_session_for_whoever_counts() -> None:
+    """Nobody runs for an instant between them; the count must not be that of the instant until the next look."""
+    pool, one = pool_of(up(link("a"))), session(1, law=Law.TOP_K)
+    (demand,) = pool.demand.values()
+    for _ in range(3):
+        pool.balance([one])
+        assert demand.sessions == 1
+        pool.balance([])
+        assert demand.sessions == 0
+
+
 class Virtual:
     """A clock that a test moves."""
 
