@@ -19,10 +19,9 @@ import numpy as np
 import torch
 
 from drafter_service.growing_tree import GrowingTree
-from rootward.core.ahead import shared_order
 from rootward.core.arrays import Floats, Ints
 from rootward.core.requests import Law, Sampling
-from rootward.core.rng import BonusKey, Key, target_gumbel_batch
+from rootward.core.rng import Key, target_gumbel_batch
 from rootward.core.rows import Row, integer_weights, rows_of
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, reduced
 from rootward.engine.processors import penalised, shifted
@@ -90,7 +89,8 @@ def _expand(group: Sequence[Asked], found: Found) -> None:
     for one, row in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row)
     if group[0].num_likely:
-        _order_guesses(group, found)
+        for one, ids, mass in zip(group, found.likely, found.mass, strict=True):
+            one.growing.likely[one.node] = ids[mass > 0], mass[mass > 0]
 
 
 def matched_rows(
@@ -116,14 +116,6 @@ def _expand_matched(group: Sequence[Asked], found: Found) -> None:
     rows = matched_rows(found.likely, found.mass, at, [one.growing.open.num_atoms for one in group])
     for one, (row, noise) in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row, noise)
-
-
-def _order_guesses(group: Sequence[Asked], found: Found) -> None:
-    """What the noise of the bonus token makes of each row."""
-    for (_, growing, node), ids, mass in zip(group, found.likely, found.mass, strict=True):
-        assert growing.open.bonus_key is not None
-        key, epoch, length = BonusKey(growing.open.bonus_key), growing.open.epoch, growing.tree.at(node).depth
-        growing.orders[node] = shared_order(key, epoch, length, ids[mass > 0], mass[mass > 0])
 
 
 def ranking(wanted: Sampling) -> Sampling:

@@ -18,14 +18,16 @@ from drafter_service.expansion import Asked, launch, ranking
 from drafter_service.fairness import dealt
 from drafter_service.growing_tree import GrowingTree
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
-from rootward.core.ahead import Ahead, Bets
+from rootward.core.ahead import Ahead, Bets, shared_order
+from rootward.core.arrays import Floats, Ints
 from rootward.core.calibration import MatchScale
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law
-from rootward.core.rng import Key, draw_words
+from rootward.core.rng import BonusKey, Key, draw_words
+from rootward.core.rows import Row
 from rootward.demand import DrafterDemand
 from rootward.engine.processors import History
 from rootward.ports import LanguageModel, Rows
@@ -171,8 +173,15 @@ class Grower(Generic[K]):
             match_scale=self._match_scale(message).value,
         )
         own = Growth(tree, policy, max_positions=info.max_positions)
-        orders: dict[int, NDArray[np.int64]] = {}
-        growth = Ahead(own, replace(self.bets, nodes=ahead_cap), lambda node, row: orders.get(node, row.ids))
+        likely: dict[int, tuple[Ints, Floats]] = {}
+
+        def guesses(node: int, row: Row) -> Ints:
+            """By the noise of the bonus token where it is known. Asked for few nodes, so made only then."""
+            if message.bonus_key is None or node not in likely:
+                return row.ids
+            return shared_order(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth, *likely[node])
+
+        growth = Ahead(own, replace(self.bets, nodes=ahead_cap), guesses)
         key = Key(message.seed, message.choice)
         source = None
         if message.prediction and max(message.prediction) < info.vocab_size:
@@ -181,7 +190,7 @@ class Grower(Generic[K]):
         if message.sampling.penalised:
             history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key)
-        planted.source, planted.orders, planted.history = source, orders, history
+        planted.source, planted.likely, planted.history = source, likely, history
         planted.ranking = ranking(message.sampling)
         if message.node_budget is not None:
             planted.allow(message.node_budget)
@@ -205,8 +214,8 @@ class Grower(Generic[K]):
         growing.pending += [int(t) for t in tokens[held:]]
         alive = growing.growth.expanded
         self.model.release(growing.kv_slot, () if growing.pending else alive)
-        for node in growing.orders.keys() - alive:  # the table is the one that `Ahead` reads
-            del growing.orders[node]
+        for node in growing.likely.keys() - alive:  # the table is the one that `Ahead` reads
+            del growing.likely[node]
         growing.rows_sent = {
             n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT
         }

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rootward.core.ahead import Ahead
+from rootward.core.arrays import Floats, Ints
 from rootward.core.drafting.lookup import Source, best_path
 from rootward.core.frames import Open
 from rootward.core.living_tree import ROOT, LivingTree
@@ -36,7 +34,9 @@ class GrowingTree:
     source: Source | None = None  # of what the client expects
     history: History | None = None  # of the text, where penalties need it
     ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
-    orders: dict[int, NDArray[np.int64]] = field(default_factory=dict)  # guesses after a node, the best first
+    likely: dict[int, tuple[Ints, Floats]] = field(
+        default_factory=dict
+    )  # what may come where a round stops: tokens, mass
     allowed: bool = True  # its rounds may have trees
 
     @property

@@ -234,7 +234,9 @@ class DrafterPool:
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)
 
-    def commit(self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.cap) -> None:
+    def commit(
+        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.enough
+    ) -> None:
         """The truth advanced: tell the drafters, also how many nodes the next round may have below what was kept; take up the new tree
         of a session that moves."""
         draft, coming = session.draft, session.next_draft

@@ -16,7 +16,7 @@ a cap that is fixed when the round begins.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from verifier_service.cost import Machine
@@ -57,9 +57,9 @@ class Spent:
     tokens     committed
     seconds    since the commit before, of which the engine stood idle for idle_s
     rows       of its step, other sessions' included;  load: sessions that share steps
-    cap, path  most nodes it might have had; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
+    cap, path  nodes that it waited for; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
     clean      no prefill fell between
-    seen       nodes about which the round tells: fewer than the cap if it did not wait for the others (None: all)
+    seen       nodes about which the round tells: fewer than the cap if it did not wait for the others, more if they had come (None: cap)
     """
 
     tokens: int
@@ -88,20 +88,28 @@ class Trial:
 
 @dataclass(slots=True)
 class Forecast:
-    """Speed-ups with 0, 1, … nodes. best: the number of nodes that is best up to each; top: of all trees. hopeful: a trial makes sense."""
+    """Speed-ups with 0, 1, … nodes; grown: had they been there at once. best, best_grown: the number of nodes that is best up to each;
+    top: of all trees. hopeful: a trial makes sense."""
 
     load: int
     speedups: list[float]
+    grown: list[float] = field(default_factory=list)
     hopeful: bool = False
     best: list[int] = field(init=False)
+    best_grown: list[int] = field(init=False)
     top: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.top = max(range(1, len(self.speedups)), key=self.speedups.__getitem__, default=0)
-        self.best = [0] * len(self.speedups)
-        for n in range(1, len(self.speedups)):
-            before = self.best[n - 1]
-            self.best[n] = n if self.speedups[n] > self.speedups[before] else before
+        self.best, self.best_grown = best_up_to(self.speedups), best_up_to(self.grown)
+
+
+def best_up_to(values: Sequence[float]) -> list[int]:
+    """For every index that of the largest value up to there, the first one if there are several."""
+    found: list[int] = []
+    for n, value in enumerate(values):
+        found.append(n if not found or value > values[found[-1]] else found[-1])
+    return found
 
 
 class Gain:
@@ -142,7 +150,7 @@ class Gain:
         return self._speedups(most, load, self._machine.growth_s, self._slow.get(load.bit_length(), 1.0))
 
     def nodes(self, session: int, most: int, load: int, possible: int = 0) -> int:
-        """Cap of a round that begins now: at most `most` nodes, while `load` sessions share a step. 0: decode plainly.
+        """Nodes that a round that begins now waits for: at most `most`, while `load` sessions share a step. 0: decode plainly.
 
         possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
@@ -163,6 +171,12 @@ class Gain:
             return 0  # all sessions at once: a drafter that works slows the others down
         best = forecast.top if forecast.top <= most else forecast.best[most]
         return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
+
+    def room(self, enough: int, most: int) -> int:
+        """Cap of a round whose tree is waited for until it has `enough` nodes. What has arrived beyond them cost no wait, only its rows."""
+        if not (enough and self._on and most < len(self._forecast.grown)):
+            return enough
+        return max(enough, self._forecast.best_grown[most])
 
     def add(self, session: int, spent: Spent) -> None:
         """A round was committed. Waiting for a tree in vain is a cost of trees: such a round has its cap, and no path."""
@@ -210,7 +224,8 @@ class Gain:
         if self._forecasts_left < 0 or load != self._forecast.load or most >= len(self._forecast.speedups):
             hope = HOPE if self._tokens.count else 1.0
             hopeful = self._rest_s <= 0 and max(self._speedups(most, load, 0.0, 1.0, hope)) > ENTER
-            self._forecast = Forecast(load, self.expected(most, load), hopeful)
+            grown = self._speedups(most, load, 0.0, 1.0)
+            self._forecast = Forecast(load, self.expected(most, load), grown, hopeful)
             self._forecasts_left = load - 1
         return self._forecast
 

@@ -17,8 +17,10 @@ from verifier_service.launching import launch_s
 from verifier_service.local_draft import learn
 from verifier_service.policy import Policy
 from verifier_service.runner import Outcome
-from verifier_service.scheduler import share
+from verifier_service.scheduler import View, share
 from verifier_service.sessions import Draft, Session
+
+LATE = 1.25  # a tree is awaited for so many times as long as it should take
 
 
 class Rounds:
@@ -64,13 +66,14 @@ class Rounds:
         """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""
         most = self.most(session)
         if session.required and session.law is not None:
-            session.cap = most
+            session.cap = session.enough = most
         elif session.law is None or not self.pool.up:
-            session.cap = 0
+            session.cap = session.enough = 0
         else:
-            session.cap = session.gain.nodes(session.number, most, self.load, self.possible)
-            if 0 < session.cap < session.tokens_left - 1:
-                session.gain.usual_nodes = session.cap
+            session.enough = session.gain.nodes(session.number, most, self.load, self.possible)
+            session.cap = session.gain.room(session.enough, most)
+            if 0 < session.enough < session.tokens_left - 1:
+                session.gain.usual_nodes = session.enough
             if not self.drafts(session):
                 self.pool.close(session, "does not pay")
 
@@ -84,21 +87,31 @@ class Rounds:
             return 0.0
         return min(limit_s, self._launch_s(session, draft, max(0.0, draft.grown_s - session.committed_s)))
 
+    def due_s(self, session: Session, now_s: float) -> float:
+        """Until it should have enough nodes, by the pace of its drafter; 0: not known, or it should be here by now."""
+        draft, enough = session.draft, session.enough
+        if draft is None or not draft.heard or not draft.pace.first_s or len(draft.tree) >= enough:
+            return 0.0
+        node_s = draft.pace.node_s
+        last_s = draft.grown_s if draft.goes_on else draft.rooted_s + draft.pace.first_s - node_s
+        takes_s = last_s + node_s * (enough - len(draft.tree)) - draft.rooted_s
+        return max(0.0, draft.rooted_s + LATE * takes_s - now_s)
+
     def budget(self, session: Session, draft: Draft) -> int | None:
         """Nodes that the drafter should grow for the round that has begun. What is launched with the nodes that were kept leaves the
         drafter the whole round for what comes after it."""
-        cap, kept = session.cap, len(draft.tree)
-        if not cap or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
-            return cap
-        return min(kept, cap)
+        enough, kept = session.enough, len(draft.tree)
+        if not enough or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
+            return enough
+        return min(kept, session.cap or 0)
 
     def _launch_s(self, session: Session, draft: Draft, since_s: float) -> float:
-        """What was kept is launched by the rule. Where growth below the root has begun, the cap is waited for: it was chosen so that
-        its last nodes are worth their time, and would not stay so if nobody ever saw them."""
-        cap = session.cap or 0
-        tokens = session.gain.worth.tokens(cap)
-        verify_s = self.gains.machine.step_s(self.load * (cap + 1)) or self.policy.draft_wait_s
-        kept = 0 if draft.goes_on else min(len(draft.tree), cap)
+        """What was kept is launched by the rule. Where growth below the root has begun, enough nodes are waited for: so many that the
+        last ones are worth their time, and would not stay so if nobody ever saw them."""
+        enough = session.enough
+        tokens = session.gain.worth.tokens(enough)
+        verify_s = self.gains.machine.step_s(self.load * (enough + 1)) or self.policy.draft_wait_s
+        kept = 0 if draft.goes_on else min(len(draft.tree), enough)
         due = {"next_s": draft.pace.first_s, "node_s": draft.pace.node_s}
         return launch_s(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 
@@ -113,8 +126,30 @@ class Rounds:
         session.launched_s = time.monotonic()
         session.missed = draft is not None and not draft.at_rest and bool(session.cap) and not num_nodes
         session.waited = session.missed and draft is not None and (draft.heard or session.required)
-        cap = session.cap or 0
-        session.told = cap if draft is None or draft.goes_on or draft.wanted >= cap or not num_nodes else num_nodes
+        enough = session.enough
+        waited = draft is None or draft.goes_on or draft.wanted >= enough or not num_nodes
+        session.told = max(enough, num_nodes) if waited else num_nodes
+
+    def view(self, session: Session, now_s: float, room: int, blocks: int, *, local: int, joins: bool) -> View:
+        """The session as the scheduler sees it. room, blocks: its KV; local: nodes looked up for it; joins: see `View`."""
+        draft = session.draft
+        return View(
+            session.number,
+            session.prefill_left,
+            draft is not None,
+            len(draft.tree) if draft is not None else 0,
+            draft.at_rest if draft is not None else False,
+            now_s - session.committed_s,
+            self.patience_s(session),
+            session.cap or 0,
+            (session.priority, session.number),
+            room,
+            blocks,
+            local,
+            joins,
+            self.due_s(session, now_s),
+            session.enough,
+        )
 
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
@@ -133,8 +168,8 @@ class Rounds:
         if session.missed or drafted:
             self.pool.judge(session, missed=session.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
-        cap = session.cap or 0 if drafted or session.waited else 0
-        seen = min(session.told, cap)
+        cap = session.enough if drafted or session.waited else 0
+        seen = session.told if cap else 0
         if (
             session.required or prefilled
         ):  # waiting whether or not it pays, or prefill: such seconds would teach the others despair

@@ -10,12 +10,15 @@ short, for its KV to be computed again if blocks are.
 
     rows     sessions that have waited longest go first; prefill takes what they leave, never less than a floor, never more than a chunk
     blocks   who lacks some preempts sessions of worse rank, the worst first; so the best-ranked session can always go on
+    company  sessions with trees wait for others that are nearly ready, where sharing a step saves more than that (`gathering.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+
+from verifier_service.gathering import Due, gathering_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +30,10 @@ class View:
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
     waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`launching.py`)
-    cap           most nodes to verify, fixed when the round began; a tree of this size is not waited for any longer
+    cap           most nodes to verify, fixed when the round began
+    enough        nodes with which a tree is not waited for any longer, if there are fewer than the cap
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
+    due_s         until so many nodes should have arrived; 0: not known, or overdue
     joins         its first round has begun, and may be launched by the step that ends its prefill
     rank          lower is better: preempted later. No two are equal
     room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
@@ -47,17 +52,21 @@ class View:
     blocks: int = 0
     local: int = 0
     joins: bool = False
+    due_s: float = 0.0
+    enough: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one step. rows: of the forward, about; chunk: most of them for prefill; floor: kept for prefill while there is any."""
+    """Of one step. rows: of the forward, about; chunk: most of them for prefill; floor: kept for prefill while there is any; step_s: what
+    steps with trees cost by their rows (0: not known)."""
 
     rows: int
     chunk: int
     floor: int = 1
     free_blocks: int = 1 << 62
     block_size: int = 1
+    step_s: Callable[[int], float] = lambda rows: 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +105,9 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
     filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
     rounds = [v for v in views if not v.prefill_left]
     ready = sorted((v for v in rounds if _launches(v)), key=lambda v: (-v.waited_s, v.rank))
+    growing = [v for v in rounds if not _launches(v)]
+    if not filling and (held_s := _held_s(ready, growing, limits)) > 0.0:
+        return Plan(wait_s=held_s)
     blocks = _Blocks(views, limits)
     kept = min(limits.floor, limits.chunk, sum(v.prefill_left for v in filling))
     launched, used = _launch(ready, limits.rows - kept, blocks)
@@ -108,7 +120,16 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
     step = Plan(prefill, verify, decode)
     if not step.empty:
         return step
-    return Plan(wait_s=min((v.patience_s - v.waited_s for v in rounds if not _launches(v)), default=None))
+    return Plan(wait_s=min((v.patience_s - v.waited_s for v in growing), default=None))
+
+
+def _held_s(ready: Sequence[View], growing: Sequence[View], limits: Limits) -> float:
+    """How long all wait for those that are nearly ready. Whoever decodes plainly does not wait for other people's trees."""
+    if not ready or not all(v.drafting for v in ready):
+        return 0.0
+    mine = [Due(0.0, 1 + _num_nodes(v), v.rank[0]) for v in ready]
+    others = [Due(min(v.due_s, v.patience_s - v.waited_s), 1 + min(v.cap, v.enough), v.rank[0]) for v in growing]
+    return gathering_s(mine, others, limits.step_s)
 
 
 def share(max_rows: int, num_sessions: int) -> int:
@@ -193,6 +214,6 @@ def _num_nodes(view: View) -> int:
 
 
 def _launches(view: View) -> bool:
-    if not view.drafting or view.cap < 1 or view.arrived >= view.cap:
+    if not view.drafting or view.cap < 1 or view.arrived >= min(view.cap, view.enough):
         return True
     return view.at_rest or view.waited_s >= view.patience_s

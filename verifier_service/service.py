@@ -323,7 +323,8 @@ class VerifierService:
         p, memory = self.policy, self.places.memory
         while True:
             running = [s for s in self._running.values() if not s.done]
-            limits = Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, memory.free_blocks, memory.block_size)
+            blocks, step_s = (memory.free_blocks, memory.block_size), self.rounds.gains.machine.step_s
+            limits = Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, *blocks, step_s)
             rows = p.max_rows - (limits.floor if any(s.prefill_left for s in running) else 0)
             self.rounds.count(min(rows, memory.free_rows))
             now_s = time.monotonic()
@@ -336,23 +337,8 @@ class VerifierService:
         joins = 0 < session.prefill_left <= self.policy.prefill_chunk and session.joins
         if session.cap is None and (joins or not session.prefill_left):
             self.rounds.begin(session)
-        draft = session.draft
-        room, blocks = self.places.memory.held(session)
-        return View(
-            session.number,
-            session.prefill_left,
-            draft is not None,
-            len(draft.tree) if draft is not None else 0,
-            draft.at_rest if draft is not None else False,
-            now_s - session.committed_s,
-            self.rounds.patience_s(session),
-            session.cap or 0,
-            (session.priority, session.number),
-            room,
-            blocks,
-            0 if session.prefill_left else self._look_up(session),
-            joins,
-        )
+        local = 0 if session.prefill_left else self._look_up(session)
+        return self.rounds.view(session, now_s, *self.places.memory.held(session), local=local, joins=joins)
 
     def _look_up(self, session: Session) -> int:
         return self.local.plan(session, self.rounds.most(session), self.rounds.load, self.rounds.possible)

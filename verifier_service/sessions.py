@@ -118,6 +118,7 @@ class Session:
     launched_s: float = 0.0  # and when the round after that was launched
     deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
+    enough: int = 0  # with so many it waits for no more
     missed: bool = False  # its round was launched without the tree that it might have had
     waited: bool = False  # and had waited for it
     told: int = 0  # nodes of its round about which the verdict tells something

@@ -5,8 +5,9 @@
 A round goes from the commits of all sessions until their trees have come to rest in this process, which holds the verifier's end of
 the link; its beginning, until the first growth of every session is in its tree. Added is the time that it takes, less
 
-    the engine   processor time of the drafter's commits and levels in this round, counted in its process around those calls alone. What
-                 they wait for (the interpreter's lock, the processor) is not in it, so it is added
+    the engine   the drafter's commits and levels in this round, counted in its process around those calls alone: by the clock where they
+                 run in its event loop, for there they wait for nothing of ours; by processor time where they run on a thread, so that what
+                 they wait for there (the interpreter's lock) is added
     the trees    re-rooting them here, and receiving the frames that something waits for: those of the first growth, and the last ones
                  (the others are received while the engine goes on)
 
@@ -26,6 +27,7 @@ import argparse
 import asyncio
 import json
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -86,9 +88,11 @@ class Ledger:
         """A call of the engine, counted (the drafter's side)."""
 
         def counted(*args: Any) -> Any:
-            start_s = time.thread_time()
+            in_loop = threading.current_thread() is threading.main_thread()
+            clock = time.perf_counter if in_loop else time.thread_time
+            start_s = clock()
             done = step(*args)
-            self._seconds += time.thread_time() - start_s
+            self._seconds += clock() - start_s
             if level:
                 self.levels += 1
                 self.after[self.levels] = self._seconds

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from verifier_service.__main__ import build as build_verifier
 from verifier_service.cost import measure as measure_cost
 from verifier_service.settings import VerifierSettings
 
-PLAIN, SPECULATION, PROCESSES = "ours, plain", "ours, speculation", "ours, speculation, gRPC processes"
+PLAIN, CONTROL = "ours, plain", "ours, plain again"
+SPECULATION, PROCESSES = "ours, speculation", "ours, speculation, gRPC processes"
 START_S, STOP_S = 180.0, 20.0
 _numbers = itertools.count(1)
 
@@ -118,11 +119,16 @@ class Ours:
 
 
 @asynccontextmanager
-async def plain(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
+async def plain(pair: Pair, sizes: Sizes, name: str = PLAIN) -> AsyncIterator[Ours]:
     """A verifier without drafters, which looks nothing up either."""
     settings = sizes.verifier(pair).model_copy(update={"local_draft": "none"})
     async with build_verifier(target_model(pair, sizes), [], settings) as verifier:
-        yield Ours(PLAIN, verifier)
+        yield Ours(name, verifier)
+
+
+def control(pair: Pair, sizes: Sizes) -> AbstractAsyncContextManager[Ours]:
+    """The same once more, with a copy of the model of its own: how far two equal systems are apart on this machine."""
+    return plain(pair, sizes, CONTROL)
 
 
 @asynccontextmanager

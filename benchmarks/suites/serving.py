@@ -36,7 +36,7 @@ from rootward.bench.environment import described
 from rootward.errors import ConfigurationError
 
 PAUSE_S = 0.05  # before each run: growth for a session that has ended stops, threads stop spinning
-SYSTEMS = ("plain", "speculation", "processes", "transformers", "attribution")
+SYSTEMS = ("plain", "control", "speculation", "processes", "transformers", "attribution")
 QUICK = {"pairs": 2, "max_tokens": 12, "trials": 0, "assistant_tokens": [4], "sessions": [1, 2]}
 
 
@@ -136,7 +136,12 @@ async def systems_of(options: argparse.Namespace, pair: Pair, sizes: ours.Sizes,
     torch.set_num_threads(options.threads)  # threads that torch has not seen yet take this over
     wanted = options.systems
     found: list[System] = []
-    makers = {"plain": ours.plain, "speculation": ours.speculation, "processes": ours.processes}
+    makers = {
+        "plain": ours.plain,
+        "control": ours.control,
+        "speculation": ours.speculation,
+        "processes": ours.processes,
+    }
     for name, maker in makers.items():
         if name in wanted:
             found.append(await stack.enter_async_context(maker(pair, sizes)))

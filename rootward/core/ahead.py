@@ -71,8 +71,9 @@ def shared_order(key: BonusKey, epoch: int, length: int, ids: Ints, law: Floats,
     """Guesses that follow the noise of the bonus token at this text length: the largest log q + b, decreasing (the bonus token is
     the largest log r + b). ids, law: atoms of the draft's row with mass, as many as can be had: where all that is likely has been
     tried and rejected, the bonus token is an unlikely one."""
-    perturbed = np.log(law) + bonus_gumbel(key, epoch, length, ids)
-    return ids[np.argsort(-perturbed, kind="stable")[:most]]
+    minus = -(np.log(law) + bonus_gumbel(key, epoch, length, ids))
+    best = np.argpartition(minus, most - 1)[:most] if most < len(ids) else np.arange(len(ids))
+    return ids[best[np.argsort(minus[best], kind="stable")]]
 
 
 class Ahead:

@@ -79,8 +79,9 @@ class Row:
 
     def without(self, tokens: Iterable[int]) -> Row:
         """The row with some tokens removed: the law of the next child after these siblings."""
-        gone = set(tokens)
-        keep = np.array([token not in gone for token in self.ids.tolist()], dtype=np.bool_)
+        keep = np.ones(len(self.ids), dtype=np.bool_)
+        for token in tokens:
+            keep &= self.ids != token
         return _ordered(self.ids[keep], self.weight[keep])
 
 

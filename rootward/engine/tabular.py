@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
+MAX_LAID_OUT = 4096  # contexts
 
 
 class TabularModel:
@@ -63,6 +65,11 @@ class TabularModel:
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
         self._info = self._describe(name, max_positions)
         self._slots = Slots(size, vocab, self._info.fingerprint)
+        if (
+            step_ms and vocab**order <= MAX_LAID_OUT
+        ):  # a device would not take longer for a context that it sees for the first time
+            for key in product(range(vocab), repeat=order):
+                self.log_law(key)
 
     @classmethod
     def perturbed(cls, target: TabularModel, noise: float, seed: int, *, max_slots: int | None = None) -> TabularModel:

@@ -20,8 +20,18 @@ from rootward.core.requests import Law
 from verifier_service.scheduler import Limits, Plan, View, schedule
 
 CAP = 8
-EVENTS = ("patience ends", "drafter lost", "load rises", "preempted", "no room for a large tree")
+EVENTS = (
+    "patience ends",
+    "drafter lost",
+    "load rises",
+    "preempted",
+    "no room for a large tree",
+    "joins the end of its prefill",
+    "joins if its rows fit",
+    "held for another session",
+)
 WRONG = (
+    "joins if its rows fit: without its tree if not",
     "drafter lost: tree dropped",
     "load rises: cap follows",
     "preempted: tree dropped",
@@ -29,9 +39,12 @@ WRONG = (
 )
 
 
-def launched(tree: LivingTree, *, at_rest: bool, waited_s: float = 0.0, cap: int = CAP) -> int | None:
+def launched(
+    tree: LivingTree, *, at_rest: bool, waited_s: float = 0.0, cap: int = CAP, enough: int = CAP
+) -> int | None:
     """Nodes to verify if the scheduler launches this session now; None while it waits."""
-    step = schedule([View(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap)], Limits(rows=64, chunk=1))
+    view = View(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap, enough=enough)
+    step = schedule([view], Limits(rows=64, chunk=1))
     if step.empty:
         return None
     return step.verify[0][1] if step.verify else 0
@@ -43,6 +56,14 @@ def lacking_room(tree: LivingTree) -> bool:
     step = schedule([mine, View(2, 0, rank=(0, 0), room=1)], Limits(rows=64, chunk=1, free_blocks=0))
     assert step.decode == (2,)
     return not step.verify
+
+
+def joined(tree: LivingTree, *others: View, chunk: int = 64) -> int | None:
+    """Nodes to verify if the step that reads the last five tokens of the prompt launches this session; None if it does not."""
+    mine = View(1, 5, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), joins=True)
+    step = schedule([mine, *others], Limits(rows=64, chunk=chunk))
+    assert (1, 5) in step.prefill
+    return dict(step.launches).get(1)
 
 
 def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
@@ -64,6 +85,25 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
                 return 1
             grow()
         cap = launched(tree, at_rest=False, waited_s=2.0)
+    elif event == "joins the end of its prefill":
+        cap = joined(tree)
+    elif event.startswith("joins if its rows fit"):  # the prompt of another session leaves room for one node
+        cap = joined(tree, View(2, 1, rank=(0, 0)), chunk=8)
+        if cap is None:
+            if event.endswith("if not"):
+                return 0
+            grow()
+            cap = launched(tree, at_rest=False, waited_s=2.0)
+    elif (
+        event == "held for another session"
+    ):  # its patience has ended; another tree is due, and one step shall serve both
+        mine, other = (
+            View(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
+            View(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),
+        )
+        assert schedule([mine, other], Limits(rows=64, chunk=1, step_s=lambda rows: 0.06)) == Plan(wait_s=0.02)
+        grow()
+        cap = launched(tree, at_rest=False, waited_s=2.0)
     elif event == "load rises: cap follows":
         cap = launched(tree, at_rest=False, waited_s=2.0, cap=1)
     else:
@@ -72,22 +112,32 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
     return cap
 
 
-def error(seed: int, law: Law, event: str, levels: int, monkeypatch: pytest.MonkeyPatch) -> float:
+def error(
+    seed: int,
+    law: Law,
+    event: str,
+    levels: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    draws: int = 1,
+    enough: int = CAP,
+    cap_of: Callable[[LivingTree, int], int] = lambda tree, cap: cap,
+) -> float:
     model, prompt, chooser = Model(seed), [0, 1], Chooser()
     out = np.zeros((V,) * LENGTH)
     draw_by(chooser, monkeypatch)
 
     def program() -> None:
         tree = LivingTree(len(prompt), 0, vocab_size=V, eos_ids={2})
-        growth = Growth(tree, Policy(law, node_cap=CAP, max_depth=3, topk=1, draws_per_level=1))
+        growth = Growth(tree, Policy(law, node_cap=CAP, max_depth=3, topk=draws, draws_per_level=draws))
         cap = None
         for _ in range(levels):
             if cap is None:
                 grow_level(model, tree, growth, prompt)
-                cap = launched(tree, at_rest=growth.at_rest)
+                cap = launched(tree, at_rest=growth.at_rest, enough=enough)
         if cap is None:
             cap = after(event, tree, lambda: grow_level(model, tree, growth, prompt))
-        first = tree.snapshot(cap)
+        first = tree.snapshot(cap_of(tree, cap))
         verdict, target = decide(model, first, prompt)
         stop = chooser.choose(verdict.stop)
         bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))
@@ -107,3 +157,19 @@ def test_whatever_happens_while_a_tree_waits_the_law_is_exact(event: str, law: L
 @pytest.mark.parametrize("event", WRONG)
 def test_dropping_or_cutting_a_waiting_tree_is_seen(event: str, monkeypatch) -> None:
     assert max(error(seed, Law.SAMPLED, event, 2, monkeypatch) for seed in range(8)) > 1e-3
+
+
+@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("enough", [1, 2, 3])
+def test_a_round_that_waits_for_enough_nodes_verifies_all_that_have_come(enough: int, law: Law, monkeypatch) -> None:
+    shape = {"draws": 2, "enough": enough}
+    assert max(error(seed, law, "patience ends", 3, monkeypatch, **shape) for seed in range(6)) < 1e-12
+
+
+def test_verifying_what_came_beyond_enough_by_what_it_is_is_seen(monkeypatch) -> None:
+    def few(tree: LivingTree, cap: int) -> int:
+        last = list(tree.nodes.values())[-1]
+        return cap if last.token == 0 else len(tree) - 1
+
+    shape = {"draws": 2, "enough": 3, "cap_of": few}
+    assert max(error(seed, Law.SAMPLED, "patience ends", 3, monkeypatch, **shape) for seed in range(6)) > 1e-3

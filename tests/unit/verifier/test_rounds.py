@@ -40,7 +40,7 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
     pool = Pool()
     rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.gain, session.cap = rounds.gain(session), 4
+    session.gain, session.cap, session.enough = rounds.gain(session), 4, 4
     draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
     rounds.began(session)
     rounds.launched(session, 0)
@@ -74,7 +74,7 @@ def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard
     wish = Speculation(SpeculationMode.REQUIRED)
     session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, Law.SAMPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.cap, session.draft = 4, Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
+    session.cap, session.enough, session.draft = 4, 4, Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
     before = session.gain.worth.tokens(4)
     rounds.began(session)
     rounds.launched(session, 0)
@@ -93,7 +93,7 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     parent = 0
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
-    session.gain, session.cap = rounds.gain(session), cap
+    session.gain, session.cap, session.enough = rounds.gain(session), cap, cap
     draft = session.draft = Draft(object(), 1, tree, heard=True, pace=Pace(next_s, 0.001), wanted=cap)
     rounds.began(session)
     return rounds, session, draft
@@ -127,3 +127,22 @@ def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> N
     after = session.gain.worth.tokens(8)
     assert after[2] > before[2]
     assert [b - a for a, b in pairwise(after[4:])] == pytest.approx([b - a for a, b in pairwise(before[4:])])
+
+
+def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it_and_teaches() -> None:
+    rounds, session, _ = living(kept=12, cap=8, next_s=0.03)
+    rounds.count(64)
+    gain = session.gain
+    gain._machine.plain.num_live = WARM
+    gain._on, gain._machine.growth_s = (
+        True,
+        0.01,
+    )  # steps of one to 64 rows cost the same: only the wait for nodes is dear
+    rounds.begin(session)
+    assert 0 < session.enough < 12 < (session.cap or 0)
+    assert rounds.view(session, 0.0, 0, 0, local=0, joins=False).enough == session.enough
+    before = gain.worth.tokens(12)
+    rounds.launched(session, 12)
+    rounds.ended(session, Outcome((1,) * 13, 12, path=tuple(range(1, 13))), 13, 1)
+    after = gain.worth.tokens(12)
+    assert after[12] - after[11] > before[12] - before[11]

@@ -1,0 +1,137 @@
+"""Who is ready waits for who is nearly so, where they gain by one step for all."""
+
+from __future__ import annotations
+
+import heapq
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verifier_service.gathering import Due, gathering_s
+from verifier_service.scheduler import Limits, Plan, View, schedule
+
+STEP_S = 0.06
+
+
+def flat(rows: int) -> float:
+    """A large model: any few rows take as long as one."""
+    return STEP_S
+
+
+def linear(rows: int) -> float:
+    """Nothing is shared."""
+    return 0.01 * rows
+
+
+def soon(*seconds: float, rows: int = 6, priority: int = 0) -> list[Due]:
+    return [Due(s, rows, priority) for s in seconds]
+
+
+def test_one_waits_for_another_for_two_thirds_of_a_step() -> None:
+    assert gathering_s(soon(0.0), soon(0.02), flat) == 0.02
+    assert gathering_s(soon(0.0), soon(0.039), flat) == 0.039
+    assert gathering_s(soon(0.0), soon(0.041), flat) == 0.0
+
+
+def test_the_many_do_not_wait_for_one_who_will_wait_for_them() -> None:
+    assert gathering_s(soon(*[0.0] * 4), soon(0.02), flat) == 0.0
+    assert gathering_s(soon(*[0.0] * 4), soon(0.009), flat) == 0.009
+    assert gathering_s(soon(0.0), soon(*[0.02] * 4), flat) == 0.02
+
+
+def test_the_last_one_who_is_worth_it_counts() -> None:
+    assert gathering_s(soon(0.0), soon(0.01, 0.03, 0.2), flat) == 0.03
+
+
+def test_where_rows_cost_what_they_cost_alone_nobody_waits() -> None:
+    assert gathering_s(soon(0.0), soon(0.001), linear) == 0.0
+    assert gathering_s(soon(0.0), soon(0.001), lambda rows: 0.0) == 0.0  # nothing is known
+
+
+def test_nobody_waits_for_what_is_overdue_or_matters_less() -> None:
+    assert gathering_s(soon(0.0), soon(0.0), flat) == 0.0
+    assert gathering_s(soon(0.0), soon(0.02, priority=1), flat) == 0.0
+    assert gathering_s(soon(0.0, priority=1), soon(0.02), flat) == 0.02
+    assert gathering_s([], soon(0.02), flat) == 0.0
+
+
+@given(st.lists(st.floats(0.0, 0.2), max_size=6), st.integers(1, 6))
+def test_no_wait_is_longer_than_what_it_saves(due: list[float], num_ready: int) -> None:
+    held_s = gathering_s(soon(*[0.0] * num_ready), soon(*due), flat)
+    assert held_s == 0.0 or (held_s in due and held_s < STEP_S)
+
+
+# -- in the scheduler ---------------------------------------------------------------------------------------------------
+
+
+def tree(session: int, **changes: object) -> View:
+    base = {"drafting": True, "patience_s": 1.0, "cap": 5, "rank": (0, session)}
+    return View(session, **(base | changes))  # type: ignore[arg-type]
+
+
+def decide(*views: View) -> Plan:
+    return schedule(views, Limits(rows=64, chunk=10, step_s=flat))
+
+
+def test_a_full_tree_waits_for_one_that_is_due() -> None:
+    assert decide(tree(1, arrived=5), tree(2, arrived=1, due_s=0.02)) == Plan(wait_s=0.02)
+    assert decide(tree(1, arrived=5), tree(2, arrived=1)) == Plan(verify=((1, 5),))
+    assert decide(tree(1, arrived=5), tree(2, arrived=5)).verify == ((1, 5), (2, 5))
+
+
+def test_it_waits_no_longer_than_the_other_would() -> None:
+    late = tree(2, arrived=1, due_s=0.05, waited_s=0.99)
+    assert decide(tree(1, arrived=5), late).wait_s == pytest.approx(0.01)
+
+
+def test_who_decodes_plainly_waits_for_nobody_and_a_prompt_is_read_at_once() -> None:
+    due = tree(2, arrived=1, due_s=0.02)
+    assert decide(View(1), due) == Plan(decode=(1,))
+    assert decide(View(1), tree(3, arrived=5), due) == Plan(verify=((3, 5),), decode=(1,))
+    assert decide(View(1, prefill_left=4), tree(3, arrived=5), due) == Plan(prefill=((1, 4),), verify=((3, 5),))
+
+
+# -- over many rounds -----------------------------------------------------------------------------------------------------
+
+
+def rounds_a_second(starts: list[float], growth_s: list[float], *, gather: bool, until_s: float = 60.0) -> float:
+    """Rounds per second and session on a clock that only counts: sessions draft for their time after each commit."""
+    ready_at, done, now_s = list(starts), 0, 0.0
+    while now_s < until_s:
+        views = [
+            tree(i, arrived=5 if at <= now_s + 1e-9 else 0, due_s=max(0.0, at - now_s), waited_s=now_s)
+            for i, at in enumerate(ready_at)
+        ]
+        views = [View(**{name: getattr(v, name) for name in v.__slots__} | {"patience_s": 1e9}) for v in views]
+        step = schedule(views, Limits(rows=1000, chunk=10, step_s=flat if gather else lambda rows: 0.0))
+        if step.empty:
+            now_s = heapq.nsmallest(1, [at for at in ready_at if at > now_s + 1e-9])[0]
+            continue
+        now_s += STEP_S
+        for session, _ in step.verify:
+            ready_at[session], done = now_s + growth_s[session], done + 1
+    return done / until_s / len(starts)
+
+
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_sessions_out_of_step_come_into_step(num: int) -> None:
+    starts = [0.013 * i for i in range(num)]
+    growth_s = [0.02] * num
+    apart, together = (rounds_a_second(starts, growth_s, gather=g) for g in (False, True))
+    assert together == pytest.approx(1 / (STEP_S + 0.02), rel=0.02)
+    assert apart < 0.75 * together
+
+
+def test_drafts_of_all_speeds_seldom_lose_and_gain_on_average() -> None:
+    ratios = []
+    for seed in range(40):
+        dice = random.Random(seed)
+        num, usual_s = dice.choice([2, 3, 4, 8]), dice.uniform(0.005, 0.12)
+        starts = [dice.uniform(0.0, 0.1) for _ in range(num)]
+        growth_s = [usual_s * dice.uniform(0.7, 1.3) for _ in range(num)]
+        apart, together = (rounds_a_second(starts, growth_s, gather=g, until_s=10.0) for g in (False, True))
+        ratios.append(together / apart)
+    assert min(ratios) > 0.95
+    assert sum(ratios) / len(ratios) > 1.1
