@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from drafter_service.growing_tree import GrowingTree
+from drafter_service.growing_tree import GrowingTree, Guesses
 from rootward.core.arrays import Floats, Ints
 from rootward.core.requests import Law, Sampling
 from rootward.core.rng import Key, target_gumbel_batch
@@ -90,7 +90,7 @@ def _expand(group: Sequence[Asked], found: Found) -> None:
         one.growing.growth.expand(one.node, row)
     if group[0].num_likely:
         for one, ids, mass in zip(group, found.likely, found.mass, strict=True):
-            one.growing.likely[one.node] = ids[mass > 0], mass[mass > 0]
+            one.growing.guesses[one.node] = Guesses(ids, mass)
 
 
 def matched_rows(

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from drafter_service.expansion import Asked, launch, ranking
 from drafter_service.fairness import dealt
-from drafter_service.growing_tree import GrowingTree
+from drafter_service.growing_tree import GrowingTree, Guesses
 from drafter_service.trees import Heard, heard, largest_token, shape_fault
-from rootward.core.ahead import Ahead, Bets, shared_order
-from rootward.core.arrays import Floats, Ints
+from rootward.core.ahead import Ahead, Bets
+from rootward.core.arrays import Ints
 from rootward.core.calibration import MatchScale
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
@@ -173,13 +173,12 @@ class Grower(Generic[K]):
             match_scale=self._match_scale(message).value,
         )
         own = Growth(tree, policy, max_positions=info.max_positions)
-        likely: dict[int, tuple[Ints, Floats]] = {}
+        likely: dict[int, Guesses] = {}
 
         def guesses(node: int, row: Row) -> Ints:
-            """By the noise of the bonus token where it is known. Asked for few nodes, so made only then."""
             if message.bonus_key is None or node not in likely:
                 return row.ids
-            return shared_order(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth, *likely[node])
+            return likely[node].best(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth)
 
         growth = Ahead(own, replace(self.bets, nodes=ahead_cap), guesses)
         key = Key(message.seed, message.choice)
@@ -190,7 +189,7 @@ class Grower(Generic[K]):
         if message.sampling.penalised:
             history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         planted = GrowingTree(message, tree, growth, self.model.open(), list(message.prefix), key)
-        planted.source, planted.likely, planted.history = source, likely, history
+        planted.source, planted.guesses, planted.history = source, likely, history
         planted.ranking = ranking(message.sampling)
         if message.node_budget is not None:
             planted.allow(message.node_budget)
@@ -214,8 +213,8 @@ class Grower(Generic[K]):
         growing.pending += [int(t) for t in tokens[held:]]
         alive = growing.growth.expanded
         self.model.release(growing.kv_slot, () if growing.pending else alive)
-        for node in growing.likely.keys() - alive:  # the table is the one that `Ahead` reads
-            del growing.likely[node]
+        for node in growing.guesses.keys() - alive:  # the table is the one that `Ahead` reads
+            del growing.guesses[node]
         growing.rows_sent = {
             n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT
         }

@@ -5,14 +5,35 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rootward.core.ahead import Ahead
+import numpy as np
+
+from rootward.core.ahead import Ahead, shared_order
 from rootward.core.arrays import Floats, Ints
 from rootward.core.drafting.lookup import Source, best_path
 from rootward.core.frames import Open
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Sampling
-from rootward.core.rng import Key
+from rootward.core.rng import BonusKey, Key
 from rootward.engine.processors import History
+
+
+class Guesses:
+    """What may come after a node where a round stops, by the noise of the bonus token. Few nodes are asked, so the order is made only
+    then: until then tokens and their mass are kept, afterwards the best tokens alone."""
+
+    __slots__ = ("_best", "_ids", "_mass")
+
+    def __init__(self, ids: Ints, mass: Floats) -> None:
+        some = mass > 0.0
+        self._ids, self._mass = ids[some].astype(np.int32), mass[some].astype(np.float32)
+        self._best: Ints | None = None
+
+    def best(self, key: BonusKey, epoch: int, length: int) -> Ints:
+        """The first ones, the best first, at this length of the text."""
+        if self._best is None:
+            self._best = shared_order(key, epoch, length, self._ids.astype(np.int64), self._mass.astype(np.float64))
+            self._ids, self._mass = self._ids[:0], self._mass[:0]
+        return self._best
 
 
 @dataclass(slots=True)
@@ -34,9 +55,7 @@ class GrowingTree:
     source: Source | None = None  # of what the client expects
     history: History | None = None  # of the text, where penalties need it
     ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
-    likely: dict[int, tuple[Ints, Floats]] = field(
-        default_factory=dict
-    )  # what may come where a round stops: tokens, mass
+    guesses: dict[int, Guesses] = field(default_factory=dict)  # after nodes where a round may stop
     allowed: bool = True  # its rounds may have trees
 
     @property

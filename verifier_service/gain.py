@@ -59,7 +59,7 @@ class Spent:
     rows       of its step, other sessions' included;  load: sessions that share steps
     cap, path  nodes that it waited for; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
     clean      no prefill fell between
-    seen       nodes about which the round tells: fewer than the cap if it did not wait for the others, more if they had come (None: cap)
+    seen       nodes about which the round tells: fewer than the cap if it did not wait for the others (None: all)
     """
 
     tokens: int
@@ -276,7 +276,8 @@ class Gain:
 
     def _explain(self, spent: Spent) -> None:
         machine = self._machine
-        expected_s = machine.step_s(spent.load * (spent.cap + 1)) + machine.growth_s * (spent.cap + LEVEL)
+        rows = max(spent.rows, spent.load * (spent.cap + 1))  # more than was waited for may have come
+        expected_s = machine.step_s(rows) + machine.growth_s * (spent.cap + LEVEL)
         if expected_s > 0:
             bucket, ratio = spent.load.bit_length(), min(4.0, max(0.5, spent.seconds / expected_s))
             slow = self._slow.get(bucket, 1.0)

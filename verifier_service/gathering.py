@@ -8,8 +8,7 @@ still needed, all would commit together, draft together, and be ready together f
 
 for each of them, every round. A step of a large model reads the same weights for any few rows, so the first three terms make nearly
 a whole step. The wait is paid now by those that are ready; if they are the many and the others the few, the few will wait instead, a
-step later. Drafts are not all equally fast, so what is saved is not believed in full (WORTH: simulated, with drafts of 5 to 150 ms and
-steps of 60, nobody loses by it on average, and 1.2 times as many rounds are made).
+step later. Drafts are not all equally fast, so what is saved is not believed in full (docs/log.md has the simulations).
 
 Only what is ready and what is due is looked at, and only to wait: more waiting is always allowed (algorithms.md 6).
 """
@@ -31,10 +30,10 @@ class Due:
     priority: int = 0
 
 
-def gathering_s(ready: Sequence[Due], growing: Iterable[Due], step_s: Callable[[int], float]) -> float:
+def gathering_s(ready: Sequence[Due], growing: Iterable[Due], step_s: Callable[[int], float], most_rows: int) -> float:
     """How long those that are ready (`seconds` of theirs means nothing) should wait for others; 0: not at all.
 
-    step_s: seconds of a step by its rows. Nobody waits for what is overdue or of worse priority."""
+    step_s: seconds of a step by its rows; most_rows: of one step. Nobody waits for what is overdue, of worse priority, or would not fit."""
     if not ready:
         return 0.0
     best_s, rows, others = 0.0, sum(one.rows for one in ready), 0
@@ -44,6 +43,8 @@ def gathering_s(ready: Sequence[Due], growing: Iterable[Due], step_s: Callable[[
     )
     for num, one in enumerate(awaited, 1):
         others += one.rows
+        if rows + others > most_rows:
+            break
         saved_s = step_s(rows) + step_s(others) - step_s(rows + others)
         if one.seconds * max(1.0, len(ready) / num) < WORTH * saved_s:
             best_s = one.seconds

@@ -5,6 +5,7 @@ Decided before the tree is looked at and kept until the round is over (docs/deci
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +18,7 @@ from verifier_service.launching import launch_s
 from verifier_service.local_draft import learn
 from verifier_service.policy import Policy
 from verifier_service.runner import Outcome
-from verifier_service.scheduler import View, share
+from verifier_service.scheduler import Plan, View, share
 from verifier_service.sessions import Draft, Session
 
 LATE = 1.25  # a tree is awaited for so many times as long as it should take
@@ -33,6 +34,7 @@ class Rounds:
         self.gains = Gains(Machine(cost or StepCost()))
         self.load, self.nodes = 1, policy.num_draft_tokens
         self._idle_s = 0.0  # the engine stood idle for so long in all, waiting for something to happen
+        self._held_until_s = math.inf  # the end of the wait for others that has begun; infinite: none has
 
     def count(self, max_rows: int) -> None:
         """Who shares the rows of a step: sessions whose round has begun, or may. Looked up once a step."""
@@ -65,6 +67,7 @@ class Rounds:
     def begin(self, session: Session) -> None:
         """Fix the cap. Whoever gains nothing by trees leaves its drafter, whatever has been grown."""
         most = self.most(session)
+        session.at_once = False
         if session.required and session.law is not None:
             session.cap = session.enough = most
         elif session.law is None or not self.pool.up:
@@ -83,6 +86,8 @@ class Rounds:
         limit_s, draft = self.policy.draft_wait_s, session.draft
         if session.required:
             return limit_s
+        if session.at_once:
+            return 0.0
         if draft is None or not draft.heard:
             return 0.0
         return min(limit_s, self._launch_s(session, draft, max(0.0, draft.grown_s - session.committed_s)))
@@ -90,7 +95,7 @@ class Rounds:
     def due_s(self, session: Session, now_s: float) -> float:
         """Until it should have enough nodes, by the pace of its drafter; 0: not known, or it should be here by now."""
         draft, enough = session.draft, session.enough
-        if draft is None or not draft.heard or not draft.pace.first_s or len(draft.tree) >= enough:
+        if draft is None or not draft.rooted_s or not draft.pace.first_s or len(draft.tree) >= enough:
             return 0.0
         node_s = draft.pace.node_s
         last_s = draft.grown_s if draft.goes_on else draft.rooted_s + draft.pace.first_s - node_s
@@ -103,6 +108,8 @@ class Rounds:
         enough, kept = session.enough, len(draft.tree)
         if not enough or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
             return enough
+        if draft is session.draft:  # and not the one that it moves to
+            session.at_once = True
         return min(kept, session.cap or 0)
 
     def _launch_s(self, session: Session, draft: Draft, since_s: float) -> float:
@@ -118,6 +125,7 @@ class Rounds:
     def began(self, session: Session) -> None:
         """Its clock starts: it has a place, or its truth has advanced."""
         session.committed_s, session.idle_mark_s, session.clean = time.monotonic(), self._idle_s, True
+        session.grown_mark_s = None
 
     def launched(self, session: Session, num_nodes: int) -> None:
         """Its step begins. Whether its tree came too late is settled now: what arrives while the step runs may be kept for the next
@@ -127,12 +135,13 @@ class Rounds:
         session.missed = draft is not None and not draft.at_rest and bool(session.cap) and not num_nodes
         session.waited = session.missed and draft is not None and (draft.heard or session.required)
         enough = session.enough
-        waited = draft is None or draft.goes_on or draft.wanted >= enough or not num_nodes
-        session.told = max(enough, num_nodes) if waited else num_nodes
+        session.told = min(enough, num_nodes) if session.at_once and num_nodes else enough
 
     def view(self, session: Session, now_s: float, room: int, blocks: int, *, local: int, joins: bool) -> View:
         """The session as the scheduler sees it. room, blocks: its KV; local: nodes looked up for it; joins: see `View`."""
         draft = session.draft
+        if session.grown_mark_s is None and draft is not None and (draft.at_rest or len(draft.tree) >= session.enough):
+            session.grown_mark_s = self._idle_s
         return View(
             session.number,
             session.prefill_left,
@@ -155,8 +164,19 @@ class Rounds:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
         self.gains.machine.stepped(rows, seconds, trees=trees)
 
+    def planned(self, step: Plan, now_s: float) -> None:
+        """What comes next: sessions that wait for others do so until a moment that later news does not put off."""
+        if not step.held:
+            self._held_until_s = math.inf
+        elif step.wait_s is not None:
+            self._held_until_s = min(self._held_until_s, now_s + step.wait_s)
+
+    def hold_s(self, now_s: float) -> float:
+        """How long sessions that are ready may still wait for others."""
+        return self._held_until_s - now_s
+
     def idle(self, seconds: float) -> None:
-        """Nothing could be launched for so long."""
+        """Nothing was launched for so long."""
         self._idle_s += seconds
 
     def ended(self, session: Session, outcome: Outcome, rows: int, load: int, *, prefilled: bool = False) -> bool:
@@ -175,7 +195,8 @@ class Rounds:
         ):  # waiting whether or not it pays, or prefill: such seconds would teach the others despair
             session.gain.worth.add(seen if drafted else 0, path)
             return session.waited
-        seconds, idle_s = time.monotonic() - session.committed_s, self._idle_s - session.idle_mark_s
+        grown_s = self._idle_s if session.grown_mark_s is None else session.grown_mark_s  # then it waited for others
+        seconds, idle_s = time.monotonic() - session.committed_s, grown_s - session.idle_mark_s
         spent = Spent(len(outcome.tokens), seconds, idle_s, rows, load, outcome.num_nodes, outcome.path, session.clean)
         if not drafted:
             learn(session, spent)

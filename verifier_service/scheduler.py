@@ -15,6 +15,7 @@ short, for its KV to be computed again if blocks are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +60,7 @@ class View:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Of one step. rows: of the forward, about; chunk: most of them for prefill; floor: kept for prefill while there is any; step_s: what
-    steps with trees cost by their rows (0: not known)."""
+    steps with trees cost by their rows (0: not known); hold_s: how long sessions that are ready may still wait for others."""
 
     rows: int
     chunk: int
@@ -67,6 +68,7 @@ class Limits:
     free_blocks: int = 1 << 62
     block_size: int = 1
     step_s: Callable[[int], float] = lambda rows: 0.0
+    hold_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Plan:
     decode: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     wait_s: float | None = None
+    held: bool = False  # somebody is ready, and waits for others
 
     @property
     def launches(self) -> tuple[tuple[int, int], ...]:
@@ -101,13 +104,14 @@ class Plan:
 
 
 def schedule(views: Sequence[View], limits: Limits) -> Plan:
-    """The next step. Not empty while a session is ready or filling, unless one of better rank waits for its tree (and not for ever)."""
+    """The next step. Empty while a session is ready or filling only if one of better rank waits for its tree, or if it waits for company;
+    neither for ever."""
     filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
     rounds = [v for v in views if not v.prefill_left]
     ready = sorted((v for v in rounds if _launches(v)), key=lambda v: (-v.waited_s, v.rank))
     growing = [v for v in rounds if not _launches(v)]
-    if not filling and (held_s := _held_s(ready, growing, limits)) > 0.0:
-        return Plan(wait_s=held_s)
+    if not filling and (held_s := min(limits.hold_s, _held_s(ready, growing, limits))) > 0.0:
+        return Plan(wait_s=held_s, held=True)
     blocks = _Blocks(views, limits)
     kept = min(limits.floor, limits.chunk, sum(v.prefill_left for v in filling))
     launched, used = _launch(ready, limits.rows - kept, blocks)
@@ -125,11 +129,11 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
 
 def _held_s(ready: Sequence[View], growing: Sequence[View], limits: Limits) -> float:
     """How long all wait for those that are nearly ready. Whoever decodes plainly does not wait for other people's trees."""
-    if not ready or not all(v.drafting for v in ready):
+    if not all(_num_nodes(v) for v in ready):
         return 0.0
     mine = [Due(0.0, 1 + _num_nodes(v), v.rank[0]) for v in ready]
     others = [Due(min(v.due_s, v.patience_s - v.waited_s), 1 + min(v.cap, v.enough), v.rank[0]) for v in growing]
-    return gathering_s(mine, others, limits.step_s)
+    return gathering_s(mine, others, limits.step_s, min(limits.rows, limits.free_blocks * limits.block_size))
 
 
 def share(max_rows: int, num_sessions: int) -> int:

@@ -323,12 +323,14 @@ class VerifierService:
         p, memory = self.policy, self.places.memory
         while True:
             running = [s for s in self._running.values() if not s.done]
+            now_s = time.monotonic()
             blocks, step_s = (memory.free_blocks, memory.block_size), self.rounds.gains.machine.step_s
-            limits = Limits(p.max_rows, p.prefill_chunk, p.prefill_floor, *blocks, step_s)
+            shape = p.max_rows, p.prefill_chunk, p.prefill_floor
+            limits = Limits(*shape, *blocks, step_s, self.rounds.hold_s(now_s))
             rows = p.max_rows - (limits.floor if any(s.prefill_left for s in running) else 0)
             self.rounds.count(min(rows, memory.free_rows))
-            now_s = time.monotonic()
             step = schedule([self._view(session, now_s) for session in running], limits)
+            self.rounds.planned(step, now_s)
             if not step.preempt:
                 return step
             self.places.preempt(step.preempt)

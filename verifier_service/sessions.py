@@ -119,10 +119,12 @@ class Session:
     deadline_s: float | None = None  # on the clock of the event loop
     cap: int | None = None  # most nodes of this round, fixed when it begins
     enough: int = 0  # with so many it waits for no more
+    at_once: bool = False  # it is launched with what the last commit kept
     missed: bool = False  # its round was launched without the tree that it might have had
     waited: bool = False  # and had waited for it
     told: int = 0  # nodes of its round about which the verdict tells something
     idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
+    grown_mark_s: float | None = None  # and when it had nodes enough; what follows is its wait for others
     clean: bool = True  # no prefill fell into this round
     leaving: bool = False  # hand the request back after the next commit
     gain: Gain = field(default_factory=lambda: Gain(Machine()))

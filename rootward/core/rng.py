@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -154,7 +153,7 @@ def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> 
     """uint64[n]: uniform words of one draw; (incarnation, draw number) never repeats within a request."""
     _within("draw_number", draw_number, 64)
     _within("incarnation", incarnation, 64)
-    derived, low, high = _draw_key(key, incarnation), draw_number & _LOW, draw_number >> 32
+    derived, low, high = key.derive(Role.DRAW, incarnation), draw_number & _LOW, draw_number >> 32
     num_blocks = (num_words + 1) // 2
     if num_blocks <= _FEW:
         few = [half for i in range(num_blocks) for half in philox_one(i, low, high, Role.DRAW.value, derived)]
@@ -162,11 +161,6 @@ def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> 
         return np.array(whole[:num_words], dtype=np.uint64)
     pair = _blocks(derived, Role.DRAW, np.arange(num_blocks, dtype=np.uint64), low, high)
     return np.stack(pair, axis=1).reshape(-1)[:num_words]
-
-
-@lru_cache(1024)
-def _draw_key(key: Key, incarnation: int) -> int:
-    return key.derive(Role.DRAW, incarnation)
 
 
 def words(key: int, counters: NDArray[np.uint32]) -> Words:

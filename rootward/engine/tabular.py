@@ -23,7 +23,7 @@ from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
-MAX_LAID_OUT = 4096  # contexts
+MAX_LAID_OUT = 1 << 23  # numbers: 64 MiB
 
 
 class TabularModel:

@@ -101,7 +101,9 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
             View(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
             View(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),
         )
-        assert schedule([mine, other], Limits(rows=64, chunk=1, step_s=lambda rows: 0.06)) == Plan(wait_s=0.02)
+        assert schedule([mine, other], Limits(rows=64, chunk=1, step_s=lambda rows: 0.06)) == Plan(
+            wait_s=0.02, held=True
+        )
         grow()
         cap = launched(tree, at_rest=False, waited_s=2.0)
     elif event == "load rises: cap follows":

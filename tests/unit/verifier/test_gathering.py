@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.gathering import Due, gathering_s
+from verifier_service.gathering import WORTH, Due, gathering_s
 from verifier_service.scheduler import Limits, Plan, View, schedule
 
 STEP_S = 0.06
@@ -25,42 +25,52 @@ def linear(rows: int) -> float:
     return 0.01 * rows
 
 
+def waits(ready: list[Due], growing: list[Due], cost=flat, most_rows: int = 64) -> float:
+    return gathering_s(ready, growing, cost, most_rows)
+
+
 def soon(*seconds: float, rows: int = 6, priority: int = 0) -> list[Due]:
     return [Due(s, rows, priority) for s in seconds]
 
 
 def test_one_waits_for_another_for_two_thirds_of_a_step() -> None:
-    assert gathering_s(soon(0.0), soon(0.02), flat) == 0.02
-    assert gathering_s(soon(0.0), soon(0.039), flat) == 0.039
-    assert gathering_s(soon(0.0), soon(0.041), flat) == 0.0
+    assert waits(soon(0.0), soon(0.02)) == 0.02
+    assert waits(soon(0.0), soon(0.039)) == 0.039
+    assert waits(soon(0.0), soon(0.041)) == 0.0
 
 
 def test_the_many_do_not_wait_for_one_who_will_wait_for_them() -> None:
-    assert gathering_s(soon(*[0.0] * 4), soon(0.02), flat) == 0.0
-    assert gathering_s(soon(*[0.0] * 4), soon(0.009), flat) == 0.009
-    assert gathering_s(soon(0.0), soon(*[0.02] * 4), flat) == 0.02
+    assert waits(soon(*[0.0] * 4), soon(0.02)) == 0.0
+    assert waits(soon(*[0.0] * 4), soon(0.009)) == 0.009
+    assert waits(soon(0.0), soon(*[0.02] * 4)) == 0.02
 
 
 def test_the_last_one_who_is_worth_it_counts() -> None:
-    assert gathering_s(soon(0.0), soon(0.01, 0.03, 0.2), flat) == 0.03
+    assert waits(soon(0.0), soon(0.01, 0.03, 0.2)) == 0.03
 
 
 def test_where_rows_cost_what_they_cost_alone_nobody_waits() -> None:
-    assert gathering_s(soon(0.0), soon(0.001), linear) == 0.0
-    assert gathering_s(soon(0.0), soon(0.001), lambda rows: 0.0) == 0.0  # nothing is known
+    assert waits(soon(0.0), soon(0.001), linear) == 0.0
+    assert waits(soon(0.0), soon(0.001), lambda rows: 0.0) == 0.0  # nothing is known
 
 
 def test_nobody_waits_for_what_is_overdue_or_matters_less() -> None:
-    assert gathering_s(soon(0.0), soon(0.0), flat) == 0.0
-    assert gathering_s(soon(0.0), soon(0.02, priority=1), flat) == 0.0
-    assert gathering_s(soon(0.0, priority=1), soon(0.02), flat) == 0.02
-    assert gathering_s([], soon(0.02), flat) == 0.0
+    assert waits(soon(0.0), soon(0.0)) == 0.0
+    assert waits(soon(0.0), soon(0.02, priority=1)) == 0.0
+    assert waits(soon(0.0, priority=1), soon(0.02)) == 0.02
+    assert waits([], soon(0.02)) == 0.0
+
+
+def test_nobody_waits_for_what_would_not_fit_into_the_step() -> None:
+    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=18) == 0.02
+    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=17) == 0.01
+    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=11) == 0.0
 
 
 @given(st.lists(st.floats(0.0, 0.2), max_size=6), st.integers(1, 6))
 def test_no_wait_is_longer_than_what_it_saves(due: list[float], num_ready: int) -> None:
-    held_s = gathering_s(soon(*[0.0] * num_ready), soon(*due), flat)
-    assert held_s == 0.0 or (held_s in due and held_s < STEP_S)
+    held_s = waits(soon(*[0.0] * num_ready), soon(*due))
+    assert held_s == 0.0 or (held_s in due and held_s < WORTH * STEP_S)
 
 
 # -- in the scheduler ---------------------------------------------------------------------------------------------------
@@ -71,12 +81,12 @@ def tree(session: int, **changes: object) -> View:
     return View(session, **(base | changes))  # type: ignore[arg-type]
 
 
-def decide(*views: View) -> Plan:
-    return schedule(views, Limits(rows=64, chunk=10, step_s=flat))
+def decide(*views: View, **limits: float) -> Plan:
+    return schedule(views, Limits(**({"rows": 64, "chunk": 10, "step_s": flat} | limits)))  # type: ignore[arg-type]
 
 
 def test_a_full_tree_waits_for_one_that_is_due() -> None:
-    assert decide(tree(1, arrived=5), tree(2, arrived=1, due_s=0.02)) == Plan(wait_s=0.02)
+    assert decide(tree(1, arrived=5), tree(2, arrived=1, due_s=0.02)) == Plan(wait_s=0.02, held=True)
     assert decide(tree(1, arrived=5), tree(2, arrived=1)) == Plan(verify=((1, 5),))
     assert decide(tree(1, arrived=5), tree(2, arrived=5)).verify == ((1, 5), (2, 5))
 
@@ -88,9 +98,18 @@ def test_it_waits_no_longer_than_the_other_would() -> None:
 
 def test_who_decodes_plainly_waits_for_nobody_and_a_prompt_is_read_at_once() -> None:
     due = tree(2, arrived=1, due_s=0.02)
-    assert decide(View(1), due) == Plan(decode=(1,))
+    last = View(1, drafting=True, rank=(0, 1))  # without a cap: the last token of its request
+    for plain in (View(1), last, tree(1, at_rest=True), tree(1, waited_s=1.0), tree(1, patience_s=0.0)):
+        assert decide(plain, due) == Plan(decode=(1,))
     assert decide(View(1), tree(3, arrived=5), due) == Plan(verify=((3, 5),), decode=(1,))
     assert decide(View(1, prefill_left=4), tree(3, arrived=5), due) == Plan(prefill=((1, 4),), verify=((3, 5),))
+
+
+def test_news_do_not_put_off_the_end_of_a_wait_and_room_in_the_step_is_needed() -> None:
+    ready, due = tree(1, arrived=5), tree(2, arrived=4, due_s=0.03)
+    assert decide(ready, due, hold_s=0.005) == Plan(wait_s=0.005, held=True)
+    assert decide(ready, due, hold_s=0.0) == decide(ready, due, rows=11) == Plan(verify=((1, 5),))
+    assert decide(ready, due, free_blocks=11) == Plan(verify=((1, 5),))
 
 
 # -- over many rounds -----------------------------------------------------------------------------------------------------

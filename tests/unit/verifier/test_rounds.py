@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.cost import WARM, StepCost
+from verifier_service.gain import LEVEL
 from verifier_service.launching import Pace
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
+from verifier_service.scheduler import Plan
 from verifier_service.sessions import Draft, Session
 
 
@@ -28,6 +31,9 @@ class Pool:
         self.judged.append(missed)
 
     def round(self, session: Session, now_s: float) -> None:
+        pass
+
+    def close(self, session: Session, reason: str) -> None:
         pass
 
 
@@ -120,7 +126,7 @@ def test_growth_that_has_begun_is_waited_for_whatever_was_kept() -> None:
 
 def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
-    draft.wanted = 4
+    assert rounds.budget(session, draft) == 4
     before = session.gain.worth.tokens(8)
     rounds.launched(session, 4)
     rounds.ended(session, Outcome((1, 1, 3), 4, path=(1, 2)), 5, 1)
@@ -129,7 +135,16 @@ def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> N
     assert [b - a for a, b in pairwise(after[4:])] == pytest.approx([b - a for a, b in pairwise(before[4:])])
 
 
-def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it_and_teaches() -> None:
+def test_what_is_launched_with_what_was_kept_stays_ready_whatever_comes_then() -> None:
+    rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
+    assert rounds.budget(session, draft) == 4
+    draft.goes_on = True  # the drafter goes on below this root meanwhile
+    assert rounds.patience_s(session) == 0.0
+    rounds.begin(session)
+    assert not session.at_once
+
+
+def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it() -> None:
     rounds, session, _ = living(kept=12, cap=8, next_s=0.03)
     rounds.count(64)
     gain = session.gain
@@ -141,8 +156,34 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     rounds.begin(session)
     assert 0 < session.enough < 12 < (session.cap or 0)
     assert rounds.view(session, 0.0, 0, 0, local=0, joins=False).enough == session.enough
-    before = gain.worth.tokens(12)
-    rounds.launched(session, 12)
-    rounds.ended(session, Outcome((1,) * 13, 12, path=tuple(range(1, 13))), 13, 1)
-    after = gain.worth.tokens(12)
-    assert after[12] - after[11] > before[12] - before[11]
+    gain._on = False
+    rounds.begin(session)
+    assert session.cap == session.enough
+
+
+@pytest.mark.parametrize(("goes_on", "due_s"), [(False, 1.25 * (0.03 + 0.001 * 3)), (True, 1.25 * (0.05 + 0.001 * 4))])
+def test_a_tree_is_due_by_the_pace_of_its_drafter(goes_on: bool, due_s: float) -> None:
+    rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
+    assert rounds.due_s(session, 100.0) == 0.0  # nothing was committed yet: nobody knows since when it is awaited
+    draft.rooted_s, draft.grown_s, draft.goes_on = 100.0, 100.05, goes_on
+    assert rounds.due_s(session, 100.0) == pytest.approx(due_s)
+    assert rounds.due_s(session, 100.0 + due_s) == pytest.approx(0.0, abs=1e-9)
+    session.enough = 4
+    assert rounds.due_s(session, 100.0) == 0.0
+
+
+def test_a_wait_for_others_is_no_cost_of_growth_and_has_one_end() -> None:
+    rounds, session, draft = living(kept=8, cap=8, next_s=0.03)
+    draft.at_rest = True
+    rounds.idle(0.010)  # while it grew
+    rounds.view(session, 0.0, 0, 0, local=0, joins=False)
+    rounds.planned(Plan(wait_s=0.03, held=True), 5.0)
+    rounds.idle(0.030)
+    assert rounds.hold_s(5.03) == pytest.approx(0.0)
+    rounds.planned(Plan(wait_s=0.02, held=True), 5.02)  # later news
+    assert rounds.hold_s(5.03) == pytest.approx(0.0)
+    rounds.launched(session, 8)
+    rounds.ended(session, Outcome((3,), 8), 9, 1)
+    assert session.gain._machine.growth_s == pytest.approx(0.010 / (8 + LEVEL))
+    rounds.planned(Plan(verify=((1, 8),)), 5.03)
+    assert rounds.hold_s(5.03) == math.inf
