@@ -5,9 +5,9 @@
 A round goes from the commits of all sessions until their trees have come to rest in this process, which holds the verifier's end of
 the link; its beginning, until the first growth of every session is in its tree. Added is the time that it takes, less
 
-    the engine   the drafter's commits and levels in this round, counted in its process around those calls alone: by the clock where they
-                 run in its event loop, for there they wait for nothing of ours; by processor time where they run on a thread, so that what
-                 they wait for there (the interpreter's lock) is added
+    the engine   the drafter's commits and levels in this round, counted in its process around those calls alone. By processor time, so
+                 that what they wait for (the interpreter's lock, the processor) is added; and once more by the clock, which on a machine
+                 whose processors are lent in slices leaves out what the host took away in the middle of a level
     the trees    re-rooting them here, and receiving the frames that something waits for: those of the first growth, and the last ones
                  (the others are received while the engine goes on)
 
@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -67,32 +67,33 @@ VOCAB, NODES, ATOMS, DEPTH, TOPK = 512, 64, 32, 8, 4
 TABLE = f"tabular:vocab={VOCAB},seed=1,order=1,sharpness=3"
 DRAFT = f"{TABLE},noise=0.6,noise_seed=2"
 LAWS = {"sampled": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.COUPLED)}
-PARTS = "first", "whole"  # of a round: its beginning, all of it
+PARTS = "first", "whole", "first_by_clock", "whole_by_clock"  # of a round: its beginning, all of it
 
-Times = tuple[float, float]  # seconds, of the beginning of a round and of all of it
+Times = tuple[
+    float, ...
+]  # seconds, of the beginning of a round and of all of it; then both with the engine by the clock
 
 
 class Ledger:
-    """Seconds of the drafter's engine, summed up over the life of its process: an entry for every level, in a file that both map."""
+    """Seconds of the drafter's engine by both clocks, summed up over the life of its process: an entry for every level, in a file that
+    both map."""
 
-    SIZE = 1 << 20
+    SHAPE = 1 << 20, 2
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
-            np.zeros(self.SIZE).tofile(path)
-        self.after: NDArray[np.float64] = np.memmap(path, dtype=np.float64, mode="r+", shape=(self.SIZE,))
+            np.zeros(self.SHAPE).tofile(path)
+        self.after: NDArray[np.float64] = np.memmap(path, dtype=np.float64, mode="r+", shape=self.SHAPE)
         self.levels = 0
-        self._seconds = 0.0
+        self._seconds = np.zeros(2)
 
     def engine(self, step: Callable[..., Any], *, level: bool) -> Callable[..., Any]:
         """A call of the engine, counted (the drafter's side)."""
 
         def counted(*args: Any) -> Any:
-            in_loop = threading.current_thread() is threading.main_thread()
-            clock = time.perf_counter if in_loop else time.thread_time
-            start_s = clock()
+            start_s = time.perf_counter(), time.thread_time()
             done = step(*args)
-            self._seconds += clock() - start_s
+            self._seconds += time.thread_time() - start_s[1], time.perf_counter() - start_s[0]
             if level:
                 self.levels += 1
                 self.after[self.levels] = self._seconds
@@ -100,12 +101,14 @@ class Ledger:
 
         return counted
 
-    def news(self) -> tuple[float, float]:
-        """Seconds until the end of the first level since the last look, and since then in all (this side; the engine stands still)."""
+    def news(self) -> tuple[Times, Times]:
+        """Seconds by either clock until the end of the first level since the last look, and since then in all (this side; the engine
+        stands still)."""
         before, known = self.after[self.levels], self.levels
-        while self.after[self.levels + 1]:
+        while self.after[self.levels + 1, 0]:
             self.levels += 1
-        return self.after[known + 1] - before, self.after[self.levels] - before
+        first, whole = self.after[known + 1] - before, self.after[self.levels] - before
+        return tuple(first.tolist()), tuple(whole.tolist())
 
 
 class Trees:
@@ -181,9 +184,8 @@ class Remote:
             self.link.flush()
             await self.rest()
         known = start_s + self._trees.commits_s
-        parts = zip((self._first, self._whole), self._ledger.news(), strict=True)
-        first_s, whole_s = (when_s - known - receive_s - engine_s for (when_s, receive_s), engine_s in parts)
-        return first_s, whole_s
+        parts = list(zip((self._first, self._whole), self._ledger.news(), strict=True))
+        return tuple(when_s - known - receive_s - engine[i] for i in (0, 1) for (when_s, receive_s), engine in parts)
 
 
 class Echo:
@@ -284,7 +286,8 @@ async def compared(law: str, num_sessions: int, num_rounds: int) -> dict[str, fl
         messages, first, back = (middle(f(got) for _, got in sizes) for f in (len, lambda got: got[0], sum))
         for _ in range(num_rounds):
             added.append(await remote.round())
-            echoes.append((await echo.round_trip_s(there, 1, first), await echo.round_trip_s(there, messages, back)))
+            bare = await echo.round_trip_s(there, 1, first), await echo.round_trip_s(there, messages, back)
+            echoes.append(bare * 2)
     found = {"bytes_there": there, "bytes_first": first, "messages_back": messages, "bytes_back": back}
     return {"sessions": num_sessions, **found, **quantiles(added, echoes)}
 
@@ -299,7 +302,8 @@ def quantiles(added: list[Times], echoes: list[Times]) -> dict[str, float]:
     for part, name in enumerate(PARTS):
         for q in (50, 99):
             ours, bare = (1e3 * np.percentile([times[part] for times in both], q) for both in (added, echoes))
-            found |= {f"{name}_added_p{q}_ms": round(float(ours), 3), f"{name}_echo_p{q}_ms": round(float(bare), 3)}
+            if part < 2:
+                found |= {f"{name}_added_p{q}_ms": round(float(ours), 3), f"{name}_echo_p{q}_ms": round(float(bare), 3)}
             found[f"{name}_ratio_p{q}"] = round(float(ours / bare), 2)
     return found
 
@@ -359,6 +363,8 @@ async def main() -> None:
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     use_threads(1)
+    gc.collect()
+    gc.freeze()  # as a service does at its start
     report = {**described(), "rounds": [], "remote_of_local": []}
     for law in given.laws:
         for num_sessions in given.sessions:
