@@ -15,7 +15,7 @@ from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward.core.drafting.lookup import Merged, Prediction, Recipe, Source, Successors, parse_recipe
 from rootward.core.frames import Open
-from rootward.core.growth import LEAST_LEVELS, Policy
+from rootward.core.growth import Policy
 from rootward.core.requests import Law
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.errors import ConfigurationError
@@ -27,6 +27,9 @@ from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 
+LEAST_LEVELS = (
+    4  # a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step
+)
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from rootward.ports import LanguageModel, Rows
-from verifier_service.growth_cost import GrowthCost
 
 DRIFT = (
     0.05  # weight of a plain step in how fast the machine is: sizes that are not met keep their ratio to those that are
@@ -18,6 +17,7 @@ DRIFT = (
 OWN = 0.05  # and in what its own size costs
 SPEED = 0.1  # weight of a step with a tree in how fast the machine is
 SHARE = 0.02  # and in what it costs beside a plain one
+MEMORY = 0.1  # weight of a tree in what growth costs
 JUMP = 1.5  # a step with a tree says of the machine at most that it has become so much slower
 DOUBT = 1.15  # what plain steps cost may have moved by so much before one is wanted to prove it
 WARM = 3  # plain steps after which the speed of the machine is known
@@ -151,7 +151,8 @@ def _bounded(factor: float) -> float:
 
 @dataclass(slots=True)
 class Machine:
-    """What is shared by all sessions. plain: cost of steps while nobody uses trees; growth: how long the engine stands idle for a tree.
+    """What is shared by all sessions. plain: cost of steps while nobody uses trees; growth_s: how long the engine stands idle for a node of
+    a tree, on average.
 
     Machines change their speed, by what else runs on them; what a tree costs beside a plain step changes less. So a step with a tree that
     is slower than others were is taken to say that plain ones are slower as well; and a plain step among them, what the trees' share is.
@@ -159,7 +160,8 @@ class Machine:
 
     plain: StepCost = field(default_factory=StepCost)
     busy: Busy = field(default_factory=Busy)
-    growth: GrowthCost = field(default_factory=GrowthCost)
+    growth_s: float = 0.0
+    num_grown: int = 0
 
     def step_s(self, rows: int) -> float:
         """Expected seconds of a step with trees."""
@@ -176,6 +178,11 @@ class Machine:
             self.plain.beside(self.busy, 1.0 + SPEED * (min(ratio, JUMP) - 1.0))
         self.busy.add(rows, seconds / self.plain.seconds(rows))
         self.plain.at_most(rows, seconds)
+
+    def grew(self, idle_s: float, nodes: float) -> None:
+        """The engine stood idle for so long until a tree of `nodes` nodes was there."""
+        self.num_grown += 1
+        self.growth_s += max(MEMORY, 1.0 / self.num_grown) * (idle_s / nodes - self.growth_s)
 
 
 def measure(

@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from drafter_service.__main__ import LEAST_LEVELS
 from drafter_service.growing import MAX_NODES, Grower
 from rootward.core.ahead import Bets
 from rootward.core.frames import Commit, Grow, Open, extend_hash
-from rootward.core.growth import LEAST_LEVELS, Policy
+from rootward.core.growth import Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law, Rule, Sampling
 from rootward.core.rng import Key, Role

@@ -27,9 +27,6 @@ from rootward.core.living_tree import ROOT, LivingTree, Node
 from rootward.core.requests import Law
 from rootward.core.rows import Row, draw_children, greedy_family
 
-# What our drafters do: a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.
-LEAST_LEVELS = 4
-
 NewWords = Callable[[int], Words]  # n fresh uniform words; never the same twice within a request
 
 
