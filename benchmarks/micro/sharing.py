@@ -66,7 +66,7 @@ async def compared(
             load = Load(
                 sessions, given.max_tokens, Speculation(SpeculationMode.AUTO, *LAWS[law]), name, seed=100 * turn
             )
-            how = gathering_s if gathers else lambda ready, growing, step_s: 0.0
+            how = gathering_s if gathers else lambda *_: 0.0
             with patch.object(scheduler, "gathering_s", how):
                 rates[gathers].append((await measured(verifiers[gathers], load)).rate)
     together, apart = (values[1:] for values in rates.values())
