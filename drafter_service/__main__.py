@@ -24,6 +24,7 @@ from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.channel import DRAFTING
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
+from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 
@@ -174,6 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = DrafterSettings.load(argv, prog="rootward serve drafter")
         configure_logging("drafter", settings.log_level, settings.log_json)
         configure_tracing("drafter", settings.tracing_endpoint, settings.tracing_share)
+        ask_for_huge_pages()
         await serve(settings)
 
     return run_service("drafter", run)

@@ -69,9 +69,8 @@ class Generations:
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
                 started = True
-                async with aclosing(
-                    self._events(answer, first, deltas)
-                ) as events:  # it may be waiting for the next delta
+                # Closed with care: it may be waiting for the next delta.
+                async with aclosing(self._events(answer, first, deltas)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:

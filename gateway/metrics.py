@@ -12,11 +12,8 @@ from gateway.requests import Delta, Ending, GenerateRequest
 from gateway.router import Outcome
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
-FAST = (
-    0.001,
-    0.0025,
-    0.005,
-)  # speculative tokens come in runs: their share of a run's time falls below vLLM's first bucket
+# Speculative tokens come in runs: their share of a run's time falls below vLLM's first bucket.
+FAST = (0.001, 0.0025, 0.005)
 FIRST_TOKEN = (
     *FAST,
     0.01,

@@ -155,9 +155,8 @@ class GenerationResult:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where they were asked for
     index: int = 0  # of this choice
     choices: tuple[GenerationResult, ...] = field(default=(), repr=False)
-    raw: object = field(
-        default=None, repr=False, compare=False
-    )  # the last protobuf message, for what is not lifted out
+    # The last protobuf message, for what is not lifted out.
+    raw: object = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,15 @@ def _split(value: object) -> object:
 CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]  # a list that people write with commas
 
 
+def ask_for_huge_pages() -> None:
+    """Have torch ask the system for huge pages from 2 MiB on, unless the environment says otherwise (THP_MEM_ALLOC_ENABLE=0).
+
+    Weights are read whole in every step, and a walk through pages of 4 KiB takes a tenth of it (docs/log.md). The switch has no other
+    door; torch looks at it when it allocates for the first time, so a process that runs a model calls this before it loads one.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
 class ServiceSettings(BaseSettings):
     """Base class; see the module."""
 

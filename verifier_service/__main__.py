@@ -19,6 +19,7 @@ from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
 from rootward.rpc.lifecycle import announce, run_service, until_stopped
 from rootward.rpc.server import RpcServer
+from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from verifier_service.cost import SIZES, StepCost, measure
@@ -137,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = VerifierSettings.load(argv, prog="rootward serve verifier")
         configure_logging("verifier", settings.log_level, settings.log_json)
         configure_tracing("verifier", settings.tracing_endpoint, settings.tracing_share)
+        ask_for_huge_pages()
         await serve(settings)
 
     return run_service("verifier", run)

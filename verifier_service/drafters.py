@@ -187,10 +187,8 @@ class DrafterPool:
             demand.sessions = numbers[pool]
         self._drop()
         self._num_ticks += 1
-        pause_s = (
-            jittered(TICK_S, self._hello().incarnation, self._num_ticks) if sessions else 0.0
-        )  # the next one counts at once
-        self._next_tick_s = now_s + pause_s
+        pause_s = jittered(TICK_S, self._hello().incarnation, self._num_ticks)
+        self._next_tick_s = now_s + pause_s if sessions else now_s  # the first one that comes counts at once
         self._give_up(sessions)
         waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
         for move in moves([link.view() for link in self.links], most=MOVES, most_urgent=URGENT_MOVES):

@@ -118,10 +118,8 @@ class Gain:
     def __init__(self, machine: Machine) -> None:
         self.worth, self._machine = Worth(), machine
         self._slow: dict[int, float] = {}  # by the binary logarithm of the load
-        self._tokens, self._plain_rounds = (
-            Mean(),
-            Mean(),
-        )  # of tree rounds: tokens, and plain rounds that fit into their time
+        # Of tree rounds: tokens, and plain rounds that fit into their time.
+        self._tokens, self._plain_rounds = Mean(), Mean()
         self.usual_nodes = 0  # of a round that is not the last one of its request
         self._on = self._despaired = False
         self._trial: Trial | None = None

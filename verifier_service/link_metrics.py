@@ -75,16 +75,8 @@ class LinkMetrics:
         self._lost.labels(reason if reason in REASONS else "refused").inc()
 
 
-REASONS = (
-    "lost step",
-    "stream lost",
-    "malformed",
-    "gap",
-    "stale_base",
-    "late",
-    "forgotten",
-    "quarantine",
-)  # a drafter's own words would be unbounded
+# A drafter's own words would be unbounded.
+REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "quarantine")
 
 
 class _Drafters(Collector):

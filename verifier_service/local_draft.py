@@ -59,9 +59,8 @@ class LocalDrafts:
     def __init__(self, policy: Policy, vocab_size: int, plain: StepCost) -> None:
         self._policy, self._vocab_size = policy, vocab_size
         self._recipes = _recipes(policy.local_draft)
-        self._memories: OrderedDict[str, Successors] = (
-            OrderedDict()
-        )  # by salt: as with cached prefixes, who shares them
+        # By salt: as with cached prefixes, who shares them.
+        self._memories: OrderedDict[str, Successors] = OrderedDict()
         self.gains = Gains(Machine(plain))
 
     @property

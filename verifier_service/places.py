@@ -65,9 +65,8 @@ class Places:
                 failed(session, error)  # one that was preempted stays away until `sweep`: it may hold a tree
                 continue
             self._away.pop(session.number, None)
-            session.fed = self.model.length(
-                session.kv_slot
-            )  # of a text that begins alike, or its own before it was preempted
+            # Of a text that begins alike, or its own before it was preempted.
+            session.fed = self.model.length(session.kv_slot)
             if session.num_cached is None:
                 session.num_cached = min(session.fed, len(session.request.prompt))
             self.num_asked += len(session.tokens)

@@ -190,9 +190,8 @@ class Rounds:
         self.pool.round(session, time.monotonic())
         cap = session.enough if drafted or session.waited else 0
         seen = session.told if cap else 0
-        if (
-            session.required or prefilled
-        ):  # waiting whether or not it pays, or prefill: such seconds would teach the others despair
+        # Waiting whether or not it pays, or prefill: such seconds would teach the others despair.
+        if session.required or prefilled:
             session.gain.worth.add(seen if drafted else 0, path)
             return session.waited
         grown_s = self._idle_s if session.grown_mark_s is None else session.grown_mark_s  # then it waited for others

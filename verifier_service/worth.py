@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LEAST_WEIGHT = 0.01  # of the newest round: late nodes are accepted rarely
-PRIOR = (
-    0.5,
-    0.72,
-)  # worth of the first node before anything was seen, and of each further one against the one before; a little hopeful
+# Worth of the first node before anything was seen, and of each further one against the one before; a little hopeful.
+PRIOR = (0.5, 0.72)
 PRIOR_ROUNDS = 3  # rounds that the prior counts for
 
 

@@ -34,6 +34,7 @@ from benchmarks.suites.report import Measured, Setting
 from rootward import demo
 from rootward.bench.environment import described
 from rootward.errors import ConfigurationError
+from rootward.settings import ask_for_huge_pages
 
 PAUSE_S = 0.05  # before each run: growth for a session that has ended stops, threads stop spinning
 SYSTEMS = ("plain", "control", "speculation", "processes", "transformers", "attribution")
@@ -126,9 +127,8 @@ async def run(options: argparse.Namespace, pair: Pair) -> None:
         found = []
         for setting in settings:
             found.append(await measured(options, setting, systems, prompts))
-            report.write(
-                options.out, head, found, last=len(found) == len(settings)
-            )  # what is done is kept if a later setting fails
+            # What is done is kept if a later setting fails.
+            report.write(options.out, head, found, last=len(found) == len(settings))
 
 
 async def systems_of(options: argparse.Namespace, pair: Pair, sizes: ours.Sizes, stack: AsyncExitStack) -> list[System]:
@@ -211,6 +211,7 @@ def described_run(options: argparse.Namespace, pair: Pair, note: str) -> dict[st
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parsed(argv)
+    ask_for_huge_pages()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     start_s = time.monotonic()

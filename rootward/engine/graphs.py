@@ -113,9 +113,8 @@ class Recorded:
             return self.replay().flatten(0, 1).index_select(0, index)
         assert self.numbers is not None
         numbers = np.column_stack([wanted, reduction.table])
-        self.numbers[: len(numbers)].copy_(
-            torch.from_numpy(numbers), non_blocking=True
-        )  # the others' are of some earlier rows
+        # The others' are of some earlier rows.
+        self.numbers[: len(numbers)].copy_(torch.from_numpy(numbers), non_blocking=True)
         return self.replay()[: len(wanted)].clone()
 
 

@@ -117,9 +117,8 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> tuple[float, float
     trees = [
         Rows(s, np.arange(len(PARENTS[s])), np.array(PARENTS[s]), np.array(tokens(len(PARENTS[s])))) for s in order
     ]
-    alone = Rows(
-        0, np.arange(3), np.array(PARENTS[2]), np.array(tokens(3))
-    )  # one entry is read in another way than many
+    # One entry is read in another way than many.
+    alone = Rows(0, np.arange(3), np.array(PARENTS[2]), np.array(tokens(3)))
     steps = (
         (chains(PREFIXES), [99 + PREFIXES[s] for s in order]),
         (trees, [STOPS[s] for s in order]),

@@ -24,9 +24,8 @@ from rootward.core.tree import TokenTree
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-NEVER = (
-    -1e30
-)  # stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty
+# Stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty.
+NEVER = -1e30
 
 
 Counted = tuple[

@@ -64,9 +64,8 @@ class Ranks:
         self._closing.set()
         sound = error is None and not self.lost.done()
         if sound:
-            with suppress(
-                RuntimeError
-            ):  # one that ended just now does not hear it; the others must not be left alive for that
+            # One that ended just now does not hear it; the others must not be left alive for that.
+            with suppress(RuntimeError):
                 self.group.dismiss()
         for process in self.processes:
             process.join(GRACE_S if sound else 0.0)

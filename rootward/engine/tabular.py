@@ -65,9 +65,7 @@ class TabularModel:
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
         self._info = self._describe(name, max_positions)
         self._slots = Slots(size, vocab, self._info.fingerprint)
-        if (
-            step_ms and vocab**order <= MAX_LAID_OUT
-        ):  # a device would not take longer for a context that it sees for the first time
+        if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # a device takes no longer for a context that is new to it
             for key in product(range(vocab), repeat=order):
                 self.log_law(key)
 

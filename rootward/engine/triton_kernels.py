@@ -103,9 +103,8 @@ def partial_attention(
         for start in range(0, num_nodes, TILE_N):
             node = start + n
             inside = node < num_nodes
-            cell = tl.load(
-                scratch + b * scratch_entry + node, mask=inside, other=0
-            )  # triton 3.2 pipelines no other than 0
+            # Triton 3.2 pipelines no other than 0.
+            cell = tl.load(scratch + b * scratch_entry + node, mask=inside, other=0)
             real = inside & (cell >= 0)
             word = sees + b * sees_entry + q[:, None] * sees_row + (node // 32)[None, :]
             bits = tl.load(word, mask=exists[:, None] & real[None, :], other=0)

@@ -86,9 +86,8 @@ class Outgoing:
             arrived = False
         commit, close = self._held.pop(message.slot), self._closes.pop(message.slot, None)
         if not arrived and commit is None:
-            commit = Commit(
-                message.slot, len(message.prefix), (), 0
-            )  # it will plead for the prefix, which ends the slot
+            # It will plead for the prefix, which ends the slot.
+            commit = Commit(message.slot, len(message.prefix), (), 0)
         after = ToDrafter(commits=(commit,) if commit else (), closes=(close,) if close else ())
         try:
             await self._send(after)

@@ -68,8 +68,7 @@ def test_functions_are_short():
 def test_only_the_settings_read_the_environment():
     reads = re.compile(r"\b(os\.environ|getenv|from os import .*environ)\b")
     readers = [path for path in python_files(*PACKAGES) if reads.search(path.read_text(encoding="utf-8"))]
-    # The engine gives torch a default of its own: a switch that has no other door, and must be set before torch allocates.
-    assert set(places(readers)) <= {"rootward/settings.py", "rootward/engine/__init__.py"}
+    assert set(places(readers)) <= {"rootward/settings.py"}
 
 
 def test_the_bounds_of_the_dependencies_admit_the_committed_stubs():

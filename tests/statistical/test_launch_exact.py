@@ -94,9 +94,8 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
                 return 0
             grow()
             cap = launched(tree, at_rest=False, waited_s=2.0)
-    elif (
-        event == "held for another session"
-    ):  # its patience has ended; another tree is due, and one step shall serve both
+    elif event == "held for another session":
+        # Its patience has ended; another tree is due, and one step shall serve both.
         mine, other = (
             View(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
             View(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),

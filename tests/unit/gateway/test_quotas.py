@@ -72,9 +72,8 @@ async def test_a_tenant_pays_for_what_it_generates_and_is_told_when_to_come_agai
         ask = GenerateRequest("a", tenant="t", max_tokens=50)
         assert len((await service.collect(ask)).spans) == len(IDS) < 25
         await at_rest(service, verifier)
-        await service.collect(
-            GenerateRequest("a", tenant="t", max_tokens=30)
-        )  # there is room only for what was given back
+        # There is room only for what was given back.
+        await service.collect(GenerateRequest("a", tenant="t", max_tokens=30))
         with pytest.raises(RateLimited, match="'t' has used up") as caught:
             await service.collect(ask)
         assert caught.value.retry_after_s >= 1

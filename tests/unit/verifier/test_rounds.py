@@ -149,10 +149,11 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     rounds.count(64)
     gain = session.gain
     gain._machine.plain.num_live = WARM
+    # Steps of one to 64 rows cost the same: only the wait for nodes is dear.
     gain._on, gain._machine.growth_s = (
         True,
         0.01,
-    )  # steps of one to 64 rows cost the same: only the wait for nodes is dear
+    )
     rounds.begin(session)
     assert 0 < session.enough < 12 < (session.cap or 0)
     assert rounds.view(session, 0.0, 0, 0, local=0, joins=False).enough == session.enough

@@ -222,9 +222,8 @@ def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
 ) -> None:
     """No deadlock: preempting what the plan says always ends in a step, whatever part of the blocks turns out to be shared."""
     left = ranked(views, ranks)
-    total = max(
-        [free + sum(v.blocks for v in left), 8, *map(whole, left)]
-    )  # each alone must fit: more is refused at admission
+    # Each alone must fit: more is refused at admission.
+    total = max([free + sum(v.blocks for v in left), 8, *map(whole, left)])
     free = total - sum(v.blocks for v in left)
     for _ in range(len(views) + 1):
         step = decide(*left, rows=rows, block_size=4, free_blocks=free)
