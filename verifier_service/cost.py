@@ -1,4 +1,11 @@
-"""What a step costs by its rows, measured at start and learned from every step since."""
+"""What a step costs by its rows, and beside it while trees are in use: measured at start and learned from every step since.
+
+    log seconds of a step = speed of the machine + cost of its size + burden of trees + noise
+
+What else runs on a machine changes its speed by half within seconds; what a size costs beside another one hardly changes. So two sizes are
+compared by steps close in time, and one that comes rarely by its neighbours: a Kalman filter (`belief.py`) does that, since it knows how
+soon it doubts each of the terms. Burden: a drafter may share the machine, and verdicts on trees take time of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,177 +14,143 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from rootward.ports import LanguageModel, Rows
+from verifier_service.belief import Belief
 
-DRIFT = (
-    0.05  # weight of a plain step in how fast the machine is: sizes that are not met keep their ratio to those that are
-)
-OWN = 0.05  # and in what its own size costs
-SPEED = 0.1  # weight of a step with a tree in how fast the machine is
-SHARE = 0.02  # and in what it costs beside a plain one
-MEMORY = 0.1  # weight of a tree in what growth costs
-JUMP = 1.5  # a step with a tree says of the machine at most that it has become so much slower
-DOUBT = 1.15  # what plain steps cost may have moved by so much before one is wanted to prove it
+NOISE = 0.07  # standard deviations, of logarithms: of one step
+SPEED = (1.0, 0.05)  # of the machine's speed: doubt at first, drift from step to step
+FASTER, DEARER = 0.4, 0.1  # of the speed and of the burden, where a step is a surprise
+BETWEEN = (0.1, 0.002)  # of a size between others that are known
+BEYOND = (1.0, 0.002)  # of any other
+SAME = 0.01  # of what is known of two sizes by more rows not being cheaper
+BURDEN = (1.0, 0.01)  # of what trees cost beside a plain step
+FASTEST = 1e-9  # seconds of a step, at least: clocks have steps of their own
 WARM = 3  # plain steps after which the speed of the machine is known
-LARGEST = 8.0  # factor by which steps with trees may be slower
-OUTLIER = 2.0  # a step that took longer than so many times the expected counts as one that took so long
+MEMORY = 0.1  # weight of a tree in what growth costs
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
-REPEATS = 5  # of each; the fastest counts: the first one warms up, and the machine may be busy with other things
+LEAST_REPEATS, REPEATS = 5, 25  # of all of them in turn, after one that warms up: as many as fit into
+MEASURE_S = 3.0
 
 
 class StepCost:
-    """Seconds of a step by its rows: straight lines between sizes half an octave apart, never falling.
-
-    A step says much about its own size and something about all of them. While only small ones are made, what large ones cost in
-    comparison is remembered. Sizes never met follow their neighbours; with a single size known, all cost the same.
-    """
+    """Seconds of a step by its rows: straight lines between sizes half an octave apart, never falling."""
 
     def __init__(self) -> None:
-        self._rows: list[int] = []  # sizes that were met, rounded; ascending
-        self._seconds: list[float] = []
-        self._steps: list[int] = []
-        self._highest: list[float] = []  # of this size and all smaller ones: a larger step is not cheaper
+        self._belief = Belief()
+        self._speed = self._belief.add({}, *SPEED)
+        self._sizes: list[int] = []  # that were met, rounded; ascending
+        self._terms: list[int] = []  # of each in the belief; others are compared with the first one that was met
+        self._burdens: dict[str, int] = {}  # of each kind of trees in the belief
+        self._seconds: list[float] = []  # by size: of this one and all smaller ones, for a larger step is not cheaper
         self.num_live = 0  # plain steps of sessions, after what was measured at start
-        self._moved = 1.0  # how far steps with trees have moved these costs since the last of them
-        self._beside: set[Busy] = set()  # whose steps those were
 
-    def add(self, rows: int, seconds: float) -> None:
-        """A step of so many rows (at least 1) took so long."""
-        if self.known:
-            seconds = min(seconds, OUTLIER * self.seconds(rows))
-        size = round(2.0 ** (round(2.0 * math.log2(rows)) / 2.0))
-        at = bisect_left(self._rows, size)
-        if at == len(self._rows) or self._rows[at] != size:
-            self._rows.insert(at, size)
-            self._seconds.insert(at, seconds)
-            self._steps.insert(at, 1)
-            self._highest = list(accumulate(self._seconds, max))
-            return
-        error = seconds / max(self.seconds(rows), 1e-12) - 1.0
-        self._steps[at] += 1
-        self._seconds = [s * (1.0 + DRIFT * error) for s in self._seconds]
-        self._seconds[at] *= 1.0 + max(OWN, 1.0 / self._steps[at]) * error
-        self._highest = list(accumulate(self._seconds, max))
+    def add(self, rows: int, seconds: float, trees: str = "") -> None:
+        """A step of so many rows (at least 1) took so long. trees: a name for what trees are in use, in this step or not; "": none."""
+        belief, value, first = self._belief, math.log(max(seconds, FASTEST)), not self.known
+        size, jumps = self._size(rows), {self._speed: FASTER}
+        terms = {self._speed: 1.0, size: 1.0}
+        if trees:
+            terms[self._burden(trees)], jumps[self._burden(trees)] = 1.0, DEARER
+        if first:
+            belief.mean[self._speed] = value  # nothing was known
+        belief.pass_on()
+        belief.observe(terms, value, NOISE, jumps)
+        self._never_falling(self._terms.index(size))
+        speed = belief.mean[self._speed]
+        self._seconds = [math.exp(min(speed + belief.mean[term], 50.0)) for term in self._terms]
+        self._seconds = list(accumulate(self._seconds, max))
+        if not trees:
+            self.num_live += 1
 
-    def live(self, rows: int, seconds: float) -> None:
-        """A plain step of sessions. The first ones tell how fast the machine is at work: what was measured at start was measured on an
-        idle one. Later ones tell whether steps with trees have become slower because of it; if not, it was the trees."""
-        if before_s := self.seconds(rows):
-            ratio = min(seconds / before_s, OUTLIER)
-            low, high = sorted((1.0, 1.0 / self._moved))
-            self._scale(min(high, max(low, ratio)) if self.warm else 1.0 + (ratio - 1.0) / (self.num_live + 1))
-        self.add(rows, seconds)
-        if before_s:
-            for busy in self._beside:  # what their steps cost is known from themselves
-                busy.scale(before_s / self.seconds(rows))
-        self.num_live, self._moved = self.num_live + 1, 1.0
-        self._beside.clear()
-
-    def beside(self, busy: Busy, factor: float) -> None:
-        """A step with a tree says that everything costs so many times as much."""
-        self._scale(factor)
-        self._moved *= factor
-        self._beside.add(busy)
-
-    @property
-    def unsure(self) -> bool:
-        """Steps with trees have become slower or faster, and no plain one has been seen since: it would tell why."""
-        return not 1.0 / DOUBT < self._moved < DOUBT
-
-    def _scale(self, factor: float) -> None:
-        self._seconds = [s * factor for s in self._seconds]
-        self._highest = [s * factor for s in self._highest]
-
-    def at_most(self, rows: int, seconds: float) -> None:
-        """Something dearer of so many rows took so long: these and fewer rows cost no more, whatever was measured."""
-        pairs = zip(self._rows, self._seconds, strict=True)
-        self._seconds = [s if size > rows or s < seconds else (s + seconds) / 2 for size, s in pairs]
-        self._highest = list(accumulate(self._seconds, max))
+    def at_work(self) -> None:
+        """From now on steps are those of sessions: how fast the machine is then is to be seen."""
+        self._belief.forget(self._speed)
+        self.num_live = 0
 
     @property
     def known(self) -> bool:
-        return bool(self._rows)
+        return bool(self._sizes)
 
     @property
     def warm(self) -> bool:
         """How fast the machine is at work has been seen."""
         return self.num_live >= WARM
 
-    def seconds(self, rows: int) -> float:
+    def doubt(self, trees: str) -> float:
+        """Standard deviation of the logarithm of what these trees make of a step; a plain step among theirs would tell. 0: none seen."""
+        burden = self._burdens.get(trees)
+        return float(self._belief.covariance[burden, burden]) ** 0.5 if burden is not None else 0.0
+
+    def seconds(self, rows: int, trees: str = "") -> float:
         """Expected seconds of a step; 0 while nothing is known."""
         if not self.known:
             return 0.0
-        at = bisect_left(self._rows, rows)
-        if at == 0 or len(self._rows) == 1:
-            return self._highest[0]
-        at = min(at, len(self._rows) - 1)  # beyond the largest the last line goes on
-        left, right = self._rows[at - 1], self._rows[at]
-        low, high = self._highest[at - 1], self._highest[at]
+        burden = self._burdens.get(trees)
+        return self._line(rows) * (1.0 if burden is None else math.exp(self._belief.mean[burden]))
+
+    def _never_falling(self, at: int) -> None:
+        """What has been learned of a size must not make it cheaper than the one before it: they cost the same, then."""
+        for smaller, larger in pairwise(self._terms[max(0, at - 1) : at + 2]):
+            if self._belief.mean[larger] < self._belief.mean[smaller]:
+                self._belief.observe({larger: 1.0, smaller: -1.0}, 0.0, SAME)
+
+    def _line(self, rows: int) -> float:
+        sizes, seconds = self._sizes, self._seconds
+        at = bisect_left(sizes, rows)
+        if at == 0 or len(sizes) == 1:
+            return seconds[0]
+        at = min(at, len(sizes) - 1)  # beyond the largest the last line goes on
+        left, right = sizes[at - 1], sizes[at]
+        low, high = seconds[at - 1], seconds[at]
         return low + (high - low) * (rows - left) / (right - left)
 
+    def _size(self, rows: int) -> int:
+        """The term of steps of so many rows."""
+        size = round(2.0 ** (round(2.0 * math.log2(rows)) / 2.0))
+        at = bisect_left(self._sizes, size)
+        if at == len(self._sizes) or self._sizes[at] != size:
+            self._terms.insert(at, self._new_size(at, size))
+            self._sizes.insert(at, size)
+        return self._terms[at]
 
-class Busy:
-    """How much slower steps with trees are than steps of as many rows while no drafter works: by rows, the nearest that are known. A
-    drafter may share the machine, and verdicts on trees take time of their own."""
+    def _new_size(self, at: int, size: int) -> int:
+        sizes, terms = self._sizes, self._terms
+        if not sizes:
+            return self._belief.add({}, 0.0, 0.0)
+        if at in (0, len(sizes)):
+            return self._belief.add({terms[0 if at == 0 else -1]: 1.0}, *BEYOND)
+        share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
+        return self._belief.add({terms[at - 1]: 1.0 - share, terms[at]: share}, *BETWEEN)
 
-    def __init__(self) -> None:
-        self._factor: dict[int, float] = {}  # by the binary logarithm of the rows
-        self._steps: dict[int, int] = {}
-
-    def add(self, rows: int, factor: float) -> None:
-        """Of a step of so many rows."""
-        size = rows.bit_length()
-        old = self._factor.get(size, factor)
-        self._steps[size] = self._steps.get(size, 0) + 1
-        self._factor[size] = _bounded(old + max(SHARE, 1.0 / self._steps[size]) * (factor - old))
-
-    def scale(self, factor: float) -> None:
-        """All of them are so many times as slow."""
-        self._factor = {size: _bounded(known * factor) for size, known in self._factor.items()}
-
-    def knows(self, rows: int) -> bool:
-        return rows.bit_length() in self._factor
-
-    def factor(self, rows: int) -> float:
-        size = rows.bit_length()
-        return self._factor[min(self._factor, key=lambda known: abs(known - size))] if self._factor else 1.0
-
-
-def _bounded(factor: float) -> float:
-    return min(LARGEST, max(1.0, factor))
+    def _burden(self, trees: str) -> int:
+        if trees not in self._burdens:
+            self._burdens[trees] = self._belief.add({}, *BURDEN)
+        return self._burdens[trees]
 
 
 @dataclass(slots=True)
 class Machine:
-    """What is shared by all sessions. plain: cost of steps while nobody uses trees; growth_s: how long the engine stands idle for a node of
-    a tree, on average.
+    """What is shared by all sessions. steps: their cost, shared by all kinds of trees; trees: the name of this kind; growth_s: how long the
+    engine stood idle for a node of a tree, on average."""
 
-    Machines change their speed, by what else runs on them; what a tree costs beside a plain step changes less. So a step with a tree that
-    is slower than others were is taken to say that plain ones are slower as well; and a plain step among them, what the trees' share is.
-    """
-
-    plain: StepCost = field(default_factory=StepCost)
-    busy: Busy = field(default_factory=Busy)
+    steps: StepCost = field(default_factory=StepCost)
+    trees: str = "drafted"
     growth_s: float = 0.0
     num_grown: int = 0
 
+    def plain_s(self, rows: int) -> float:
+        """Expected seconds of a step while nobody uses trees."""
+        return self.steps.seconds(rows)
+
     def step_s(self, rows: int) -> float:
         """Expected seconds of a step with trees."""
-        return self.plain.seconds(rows) * self.busy.factor(rows)
+        return self.steps.seconds(rows, self.trees)
 
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step is over. trees: somebody uses them, in this step or not."""
-        if not (trees and self.plain.known):
-            self.plain.live(rows, seconds)
-            return
-        if self.busy.knows(rows):
-            ratio = min(seconds / self.step_s(rows), OUTLIER)
-            seconds = ratio * self.step_s(rows)
-            self.plain.beside(self.busy, 1.0 + SPEED * (min(ratio, JUMP) - 1.0))
-        self.busy.add(rows, seconds / self.plain.seconds(rows))
-        self.plain.at_most(rows, seconds)
+        self.steps.add(rows, seconds, self.trees if trees and self.steps.known else "")
 
     def grew(self, idle_s: float, nodes: float) -> None:
         """The engine stood idle for so long until a tree of `nodes` nodes was there."""
@@ -188,20 +161,28 @@ class Machine:
 def measure(
     model: LanguageModel, sizes: Sequence[int] = SIZES, clock: Callable[[], float] = time.perf_counter
 ) -> StepCost:
-    """The cost of steps of these sizes, on a slot of the idle model."""
+    """The cost of steps of these sizes, on a slot of the idle model. All of them in turn: the machine may change its speed meanwhile."""
     cost, slot = StepCost(), model.open()
-    token = [0]
+    most = model.info.max_positions if model.info.supports_trees else 1
+
+    def seconds(rows: int) -> float:
+        start_s = clock()
+        logits = model.forward([Rows.chain(slot, 0, [0] * rows)])
+        float(logits.reshape(-1)[0])  # a device works on after the call returns
+        taken_s = clock() - start_s
+        model.release(slot)
+        return taken_s
+
     try:
-        most = model.info.max_positions if model.info.supports_trees else 1
-        for rows in (n for n in sizes if n <= most):
-            seconds = []
-            for _ in range(REPEATS):
-                start_s = clock()
-                logits = model.forward([Rows.chain(slot, 0, token * rows)])
-                float(logits.reshape(-1)[0])  # a device works on after the call returns
-                seconds.append(clock() - start_s)
-                model.release(slot)
-            cost.add(rows, min(seconds))
+        once_s = 0.0
+        for turn in range(1 + REPEATS):
+            if turn > LEAST_REPEATS and turn * once_s > MEASURE_S:
+                break
+            steps = [(rows, seconds(rows)) for rows in sizes if rows <= most]
+            once_s = sum(taken_s for _, taken_s in steps)
+            for rows, taken_s in steps if turn else ():
+                cost.add(rows, taken_s)
     finally:
         model.close(slot)
+    cost.at_work()
     return cost

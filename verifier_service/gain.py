@@ -16,6 +16,7 @@ a cap that is fixed when the round begins.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +26,9 @@ from verifier_service.worth import Worth
 MEMORY = 0.1  # weight of the newest round in seconds
 LEVEL = 2  # nodes whose time a tree costs before its first node
 ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
-PLAIN_EVERY = 100  # one round in so many is plain at least, so that what it costs stays current
+PLAIN_EVERY = 100  # rounds after which one is plain, of all sessions at once, so that what it costs stays current
+LOOK_EVERY = 10  # and where it is in doubt whether trees pay
+SURE = 2.0  # standard deviations of what trees cost that their gain must exceed
 LOOKS = 10  # rounds of a session that are plain for no other reason than to see a plain step, while none comes
 PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
 TRIAL = 5  # tree rounds before an opinion
@@ -126,7 +129,7 @@ class Gain:
         self._rest_s = 0.0  # of plain decoding until the next trial
         self._loss_s = 0.0  # of the engine's time since trees are in use; negative: they gained
         self._failed = self._num_rounds = self._proven = 0
-        self._num_looks = 0  # rounds in a row that were plain to see what a plain step costs
+        self._num_seen = self._unseen = 0  # plain steps that were seen, and rounds since the last of them
         self._forecast = Forecast(0, [])
         self._forecasts_left = 0
 
@@ -152,7 +155,7 @@ class Gain:
 
         possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
-        if most < 1 or resting or not self._machine.plain.known or self._looks(load):
+        if most < 1 or resting or not self._machine.steps.known or self._looks(load):
             return 0
         forecast = self._forecast_for(max(most, possible), load)
         self._judge(forecast.speedups[forecast.top], load)
@@ -165,8 +168,6 @@ class Gain:
         self._num_rounds += 1
         if not self._on:
             return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
-        if self._num_rounds // load % PLAIN_EVERY == PLAIN_EVERY - 1:
-            return 0  # all sessions at once: a drafter that works slows the others down
         best = forecast.top if forecast.top <= most else forecast.best[most]
         return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
 
@@ -186,7 +187,7 @@ class Gain:
                 if not trial.patience:
                     self._fail()
             return
-        plain_s = self._machine.plain.seconds(spent.load)
+        plain_s = self._machine.plain_s(spent.load)
         self.worth.add(spent.cap if spent.seen is None else spent.seen, spent.path)
         self._tokens.add(spent.tokens)
         self._plain_rounds.add(spent.seconds / plain_s if plain_s else 1.0)
@@ -208,11 +209,20 @@ class Gain:
             self._trial.session = None
 
     def _looks(self, load: int) -> bool:
-        """Whether a round is plain because a plain step would tell something. There may be none for long: others use trees, prompts are
-        read. So only a few are waited for."""
-        plain = self._machine.plain
-        self._num_looks = self._num_looks + 1 if plain.unsure or not plain.warm else 0
-        return 0 < self._num_looks <= LOOKS * load
+        """Whether a round is plain because a plain step would tell whether trees pay at all. There may be none for long: others use
+        trees, prompts are read. So only a few are waited for."""
+        machine, forecast = self._machine, self._forecast
+        if machine.steps.num_live != self._num_seen:
+            self._num_seen, self._unseen = machine.steps.num_live, 0
+        gain = abs(math.log(forecast.speedups[forecast.top])) if self._on and forecast.speedups else math.inf
+        wanted, most = PLAIN_EVERY - 1, 1
+        if not machine.steps.warm:
+            wanted, most = 0, LOOKS
+        elif gain < SURE * machine.steps.doubt(machine.trees):
+            wanted, most = LOOK_EVERY, LOOKS
+        rounds = self._unseen // load
+        self._unseen = self._unseen + 1 if rounds < PLAIN_EVERY + LOOKS else 0
+        return wanted <= rounds < wanted + most
 
     # -- opinion ------------------------------------------------------------------------------------------------------
 
@@ -228,7 +238,7 @@ class Gain:
         return self._forecast
 
     def _speedups(self, most: int, load: int, growth: float, slow: float, hope: float = 1.0) -> list[float]:
-        plain_s, tokens = self._machine.plain.seconds(load), self.worth.tokens(most)
+        plain_s, tokens = self._machine.plain_s(load), self.worth.tokens(most)
         found = [1.0]
         for n in range(1, most + 1):
             seconds = slow * (self._machine.step_s(load * (n + 1)) + growth * (n + LEVEL))
@@ -242,7 +252,7 @@ class Gain:
             self._rest(self._loss_s, load)
         elif not self._on and known and speedup >= ENTER and (self._trial is not None or self._rest_s <= 0):
             self._on, self._trial, self._proven, self._loss_s = True, None, 0, 0.0
-        elif self._trial is not None and self._trial.over(self._machine.plain.seconds(load)):
+        elif self._trial is not None and self._trial.over(self._machine.plain_s(load)):
             self._fail(load)
 
     def _try(self, session: int, forecast: Forecast, load: int) -> None:
@@ -252,7 +262,7 @@ class Gain:
             self._slow = {bucket: slow**0.5 for bucket, slow in self._slow.items()}  # it need not be so any more
         else:
             self._despaired = True
-            self._rest_s = FIRST_REST * 2.0**MOST_DOUBLED * self._machine.plain.seconds(load)
+            self._rest_s = FIRST_REST * 2.0**MOST_DOUBLED * self._machine.plain_s(load)
 
     def _fail(self, load: int = 1) -> None:
         lost_s = self._trial.lost_s if self._trial is not None else 0.0
@@ -260,7 +270,7 @@ class Gain:
         self._rest(lost_s, load)
 
     def _rest(self, lost_s: float, load: int) -> None:
-        least_s = FIRST_REST * self._machine.plain.seconds(load)
+        least_s = FIRST_REST * self._machine.plain_s(load)
         self._rest_s = max(least_s, lost_s / SHARE) * 2.0**self._failed
         self._failed = min(self._failed + 1, MOST_DOUBLED)
 
@@ -268,7 +278,7 @@ class Gain:
 
     def _lost_s(self, spent: Spent) -> float:
         """Engine time that a round on trial took beyond what its tokens would have taken without a tree."""
-        plain_s = self._machine.plain.seconds
+        plain_s = self._machine.plain_s
         own_s = min(self._machine.step_s(spent.rows), spent.seconds) - plain_s(max(1, spent.rows - spent.cap))
         return spent.idle_s + own_s - (spent.tokens - 1) * plain_s(spent.load) / spent.load
 

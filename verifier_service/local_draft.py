@@ -54,14 +54,14 @@ class LocalDraft:
 
 
 class LocalDrafts:
-    """Of all sessions of a verifier. plain: what steps cost while nobody uses trees."""
+    """Of all sessions of a verifier. cost: of steps, whoever's trees are in use."""
 
-    def __init__(self, policy: Policy, vocab_size: int, plain: StepCost) -> None:
+    def __init__(self, policy: Policy, vocab_size: int, cost: StepCost) -> None:
         self._policy, self._vocab_size = policy, vocab_size
         self._recipes = _recipes(policy.local_draft)
         # By salt: as with cached prefixes, who shares them.
         self._memories: OrderedDict[str, Successors] = OrderedDict()
-        self.gains = Gains(Machine(plain))
+        self.gains = Gains(Machine(cost, "looked up"))
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ class VerifierService:
         self._num_sessions = self._num_compiling = 0
         self.rounds = Rounds(self.policy, self.pool, self._running, cost)
         local = self.policy if model.info.supports_trees else replace(self.policy, local_draft="none")
-        self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.gains.machine.plain)
+        self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.gains.machine.steps)
         self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._task: asyncio.Task[None] | None = None

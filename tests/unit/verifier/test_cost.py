@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from itertools import count
 
@@ -60,12 +61,13 @@ def machine(cost: Callable[[int], float]) -> Machine:
 
 def test_what_was_measured_on_an_idle_machine_is_corrected_by_the_first_steps() -> None:
     busy = machine(lambda rows: 0.05 + 0.002 * rows)
-    assert not busy.plain.warm
+    busy.steps.at_work()
+    assert not busy.steps.warm
     for _ in range(WARM):
         busy.stepped(1, 1.6 * 0.052, trees=False)
-    assert busy.plain.warm
+    assert busy.steps.warm
     for rows in (1, 8, 32):
-        assert busy.plain.seconds(rows) == pytest.approx(1.6 * (0.05 + 0.002 * rows), rel=0.02)
+        assert busy.plain_s(rows) == pytest.approx(1.6 * (0.05 + 0.002 * rows), rel=0.02)
 
 
 def test_a_step_with_a_tree_that_is_slower_than_others_says_that_the_machine_is() -> None:
@@ -74,7 +76,7 @@ def test_a_step_with_a_tree_that_is_slower_than_others_says_that_the_machine_is(
         for _ in range(60):
             shared.stepped(5, 1.2 * slow * 0.1, trees=True)
         assert shared.step_s(5) == pytest.approx(1.2 * slow * 0.1, rel=0.02)
-        assert shared.step_s(5) / shared.plain.seconds(5) == pytest.approx(1.2, rel=0.1)
+        assert shared.step_s(5) / shared.plain_s(5) == pytest.approx(1.2, rel=0.1)
 
 
 def test_a_plain_step_among_them_says_what_the_tree_s_share_is() -> None:
@@ -84,23 +86,47 @@ def test_a_plain_step_among_them_says_what_the_tree_s_share_is() -> None:
             shared.stepped(5, 0.15, trees=True)
         shared.stepped(1, 0.12, trees=False)
     assert shared.step_s(5) == pytest.approx(0.15, rel=0.05)
-    assert shared.plain.seconds(1) == pytest.approx(0.12, rel=0.05)
+    assert shared.plain_s(1) == pytest.approx(0.12, rel=0.05)
 
 
 def test_two_kinds_of_trees_on_one_machine_share_its_plain_steps() -> None:
-    """Plain steps are told to one of them; the other must not stay in doubt for ever."""
+    """Plain steps are told to one of them, and tell the other as well what its trees cost."""
     drafted = machine(lambda rows: 0.1)
-    local = Machine(drafted.plain)
-    for _ in range(WARM):
+    local = Machine(drafted.steps, "local")
+    for _ in range(10):
+        for _ in range(20):
+            local.stepped(5, 0.14, trees=True)
+        doubt = local.steps.doubt("local")
         drafted.stepped(1, 0.1, trees=False)
-    for _ in range(20):
-        local.stepped(5, 0.1, trees=True)
-    while not drafted.plain.unsure:
-        local.stepped(5, 0.14, trees=True)
-    drafted.stepped(1, 0.1, trees=False)
-    assert not drafted.plain.unsure
-    assert drafted.plain.seconds(1) == pytest.approx(0.1, rel=0.02)
-    assert local.step_s(5) > 0.112  # it was the trees
+        assert local.steps.doubt("local") < doubt
+    assert drafted.plain_s(1) == pytest.approx(0.1, rel=0.02)
+    assert local.step_s(5) == pytest.approx(0.14, rel=0.02)
+    assert drafted.step_s(5) == drafted.plain_s(5)  # of whose trees nothing is known
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sizes_are_compared_by_steps_close_in_time(seed: int) -> None:
+    """A machine whose speed moves by half every few steps; trees of eight nodes, others now and then."""
+    rng = random.Random(seed)
+    true = {1: 1.0, 2: 1.0, 4: 1.0, 6: 1.0, 8: 1.25, 9: 1.27, 12: 1.37, 16: 1.6, 32: 2.5, 64: 4.0}
+    speed = lambda: rng.choice([1.0, 1.0, 1.2, 1.5])  # noqa: E731
+    table, now = StepCost(), 1.0
+    for _ in range(9):
+        now = speed()
+        for rows in SIZES:
+            table.add(rows, 0.06 * now * true[rows] * rng.lognormvariate(0.0, 0.07))
+    table.at_work()
+    found = Machine(table)
+    for i in range(1000):
+        now = speed() if i % 30 == 0 else now
+        trees = i >= WARM and i % 100 != 99
+        rows = 1 if not trees else rng.choice([6, 16]) if i % 24 == 0 else 9
+        found.stepped(
+            rows, (1.1 if trees else 1.0) * 0.06 * now * true[rows] * rng.lognormvariate(0.0, 0.07), trees=trees
+        )
+    for rows in (6, 9, 16):
+        assert found.step_s(rows) / found.plain_s(1) == pytest.approx(1.1 * true[rows], rel=0.12)
+    assert found.step_s(9) / found.step_s(6) == pytest.approx(true[9], rel=0.07)
 
 
 def test_measuring_leaves_the_model_idle() -> None:

@@ -148,7 +148,7 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     rounds, session, _ = living(kept=12, cap=8, next_s=0.03)
     rounds.count(64)
     gain = session.gain
-    gain._machine.plain.num_live = WARM
+    gain._machine.steps.num_live = WARM
     # Steps of one to 64 rows cost the same: only the wait for nodes is dear.
     gain._on, gain._machine.growth_s = (
         True,
