@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -113,10 +112,10 @@ def recipe_of(spec: str) -> Recipe | None:
 async def load(settings: DrafterSettings) -> LanguageModel:
     """The draft model that these settings name."""
     from rootward.engine.loading import load_model
-    from rootward.engine.threads import use_threads
+    from rootward.engine.threads import on_passing_thread, use_threads
 
     use_threads(settings.num_threads)
-    return await asyncio.to_thread(
+    return await on_passing_thread(
         load_model,
         settings.model,
         device=settings.device,

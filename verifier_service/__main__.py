@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -14,6 +14,7 @@ import structlog
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
+from rootward.engine.threads import on_passing_thread
 from rootward.ports import Discovery, Drafter, LanguageModel
 from rootward.rpc.admin import Admin, admin_port
 from rootward.rpc.clients import RemoteDrafter
@@ -39,8 +40,10 @@ def build(
     settings: VerifierSettings,
     cost: StepCost | None = None,
     drafters: Mapping[str, Drafter] | None = None,
+    thread: ThreadPoolExecutor | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. cost: of its steps, as measured at start. drafters: besides those of the sources."""
+    """The verifier that these settings describe. cost: of its steps, as measured at start. drafters: besides those of the sources. thread:
+    as for `VerifierService`."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,
@@ -69,6 +72,7 @@ def build(
         sources=sources,
         dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
         metrics=metrics,
+        thread=thread,
     )
 
 
@@ -103,7 +107,7 @@ async def serve(settings: VerifierSettings) -> None:
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     async with AsyncExitStack() as stack:
         model, lost = await stack.enter_async_context(target_model(settings))
-        cost = await asyncio.to_thread(measure, model)
+        cost = await on_passing_thread(measure, model)
         log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in SIZES})
         registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
         places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)

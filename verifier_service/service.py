@@ -57,7 +57,10 @@ class VerifierService:
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
         metrics: Metrics | None = None,
+        thread: ThreadPoolExecutor | None = None,
     ) -> None:
+        """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
+        on several threads, each would slow the other down (`engine.threads`)."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
         self.runner = runner or Runner(model)
@@ -87,7 +90,10 @@ class VerifierService:
         local = self.policy if model.info.supports_trees else replace(self.policy, local_draft="none")
         self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.gains.machine.steps)
         self.metrics.watch(self._stats, lambda: self.pool.demand)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
+        self._thread, self._own_thread = (
+            thread or ThreadPoolExecutor(1, thread_name_prefix="target-model"),
+            thread is None,
+        )
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
 
@@ -104,7 +110,8 @@ class VerifierService:
         for session in self._live.copy().values():
             session.out.put_nowait(Unavailable("verifier is stopping", retry_after_s=1.0))
         await self.pool.__aexit__()
-        self._thread.shutdown(wait=True)
+        if self._own_thread:
+            self._thread.shutdown(wait=True)
 
     # -- the port -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rootward.engine.loading import load_model
-from rootward.engine.threads import use_threads
+from rootward.engine.threads import on_passing_thread, use_threads
 from rootward.ports import LanguageModel
 from rootward.settings import launched_rank
 from verifier_service.settings import VerifierSettings
@@ -43,11 +43,11 @@ async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[Langua
     """The model, and a future that is done if a process that holds a part of it is gone."""
     size, launched = settings.tensor_parallel, launched_rank()
     if size == 1 and launched is None:
-        yield await asyncio.to_thread(load_target, settings), asyncio.get_running_loop().create_future()
+        yield await on_passing_thread(load_target, settings), asyncio.get_running_loop().create_future()
         return
     with await asyncio.to_thread(_ranks, settings, launched) as ranks:
         lost = asyncio.wrap_future(ranks.lost)
-        yield await asyncio.to_thread(load_target, settings, ranks.group), lost
+        yield await on_passing_thread(load_target, settings, ranks.group), lost
 
 
 def _ranks(settings: VerifierSettings, launched: tuple[int, int] | None) -> Ranks:

@@ -69,11 +69,10 @@ class Counted:
 
 
 class Worker:
-    """The thread all baselines run on, with its number of torch threads."""
+    """The thread all targets run on, with its number of torch threads."""
 
-    def __init__(self, num_threads: int):
-        self.num_threads = num_threads
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="transformers")
+    def __init__(self, num_threads: int, thread: ThreadPoolExecutor):
+        self.num_threads, self._thread = num_threads, thread
 
     async def call(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._with_threads, function, *args)

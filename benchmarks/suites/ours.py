@@ -1,6 +1,7 @@
 """Our systems: verifier and drafter as objects in this process, or as processes that talk gRPC on loopback.
 
-They are built by the services' own `build`, with the services' own defaults. Plain decoding is a verifier without drafters or local drafts.
+They are built by the services' own `build`, with the services' own defaults, and all targets of one process run on one thread, as each
+would alone (`rootward.engine.threads`). Plain decoding is a verifier without drafters or local drafts.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,7 @@ from drafter_service.__main__ import build as build_drafter
 from drafter_service.settings import DrafterSettings
 from rootward.core.requests import Finish, Sampling, Stopping, VerifierRequest
 from rootward.engine.loading import load_model
+from rootward.engine.threads import on_passing_thread
 from rootward.ports import Verifier
 from rootward.rpc.clients import RemoteVerifier
 from verifier_service.__main__ import build as build_verifier
@@ -119,23 +122,25 @@ class Ours:
 
 
 @asynccontextmanager
-async def plain(pair: Pair, sizes: Sizes, name: str = PLAIN) -> AsyncIterator[Ours]:
+async def plain(pair: Pair, sizes: Sizes, thread: ThreadPoolExecutor, name: str = PLAIN) -> AsyncIterator[Ours]:
     """A verifier without drafters, which looks nothing up either."""
     settings = sizes.verifier(pair).model_copy(update={"local_draft": "none"})
-    async with build_verifier(target_model(pair, sizes), [], settings) as verifier:
+    target = await on_passing_thread(target_model, pair, sizes)
+    async with build_verifier(target, [], settings, thread=thread) as verifier:
         yield Ours(name, verifier)
 
 
-def control(pair: Pair, sizes: Sizes) -> AbstractAsyncContextManager[Ours]:
+def control(pair: Pair, sizes: Sizes, thread: ThreadPoolExecutor) -> AbstractAsyncContextManager[Ours]:
     """The same once more, with a copy of the model of its own: how far two equal systems are apart on this machine."""
-    return plain(pair, sizes, CONTROL)
+    return plain(pair, sizes, thread, CONTROL)
 
 
 @asynccontextmanager
-async def speculation(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
+async def speculation(pair: Pair, sizes: Sizes, thread: ThreadPoolExecutor) -> AsyncIterator[Ours]:
     """A verifier and a drafter in this process, joined by their ports."""
     settings = sizes.drafter(pair)
-    draft = load_model(
+    draft = await on_passing_thread(
+        load_model,
         settings.model,
         device=settings.device,
         dtype=settings.dtype,
@@ -144,16 +149,16 @@ async def speculation(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
         require_trees=True,
     )
     drafter = build_drafter(OnThreads(draft, sizes.draft_threads), settings)
-    target = target_model(pair, sizes)
-    cost = measure_cost(target)  # as the service does at its start
-    verifier = build_verifier(target, [], sizes.verifier(pair), cost, {"drafter": drafter})
+    target = await on_passing_thread(target_model, pair, sizes)
+    cost = await on_passing_thread(measure_cost, target)  # as the service does at its start
+    verifier = build_verifier(target, [], sizes.verifier(pair), cost, {"drafter": drafter}, thread)
     async with drafter, verifier:
         await until_paired(verifier)
         yield Ours(SPECULATION, verifier)
 
 
 @asynccontextmanager
-async def processes(pair: Pair, sizes: Sizes) -> AsyncIterator[Ours]:
+async def processes(pair: Pair, sizes: Sizes, _: ThreadPoolExecutor) -> AsyncIterator[Ours]:
     """Both as processes of their own, as they are deployed; this one is the client."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context

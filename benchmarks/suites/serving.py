@@ -19,7 +19,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from benchmarks.suites.paired import Job, Run, System, measure
 from benchmarks.suites.report import Measured, Setting
 from rootward import demo
 from rootward.bench.environment import described
+from rootward.engine.threads import on_passing_thread
 from rootward.errors import ConfigurationError
 from rootward.settings import ask_for_huge_pages
 
@@ -103,8 +106,10 @@ def fitting(contexts: Sequence[int], longest_prompt: int, most: int, max_tokens:
     return list(dict.fromkeys(min(c, room) for c in contexts)), note
 
 
-async def run(options: argparse.Namespace, pair: Pair) -> None:
+async def run(options: argparse.Namespace, work: Path) -> None:
     """Build every system, measure every setting, write the report."""
+    shape = (options.inflate, options.layers, work, options.positions)
+    pair = await on_passing_thread(prepare, options.target, options.draft, *shape)
     texts = token_prompts(pair.original)
     most = min(max_positions(pair.target), max_positions(pair.draft))
     contexts, note = fitting(options.contexts, max(map(len, texts)), most, options.max_tokens)
@@ -142,14 +147,16 @@ async def systems_of(options: argparse.Namespace, pair: Pair, sizes: ours.Sizes,
         "speculation": ours.speculation,
         "processes": ours.processes,
     }
+    thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="target"))
     for name, maker in makers.items():
         if name in wanted:
-            found.append(await stack.enter_async_context(maker(pair, sizes)))
+            found.append(await stack.enter_async_context(maker(pair, sizes, thread)))
     if "transformers" in wanted or "attribution" in wanted:
-        worker = baselines.Worker(options.threads)
+        worker = baselines.Worker(options.threads, thread)
         numbers, place = options.assistant_tokens, (options.device, options.dtype)
         packed = "attribution" in wanted
-        found += baselines.baselines(pair.target, pair.draft, worker, numbers, *place, packed=packed)
+        made = partial(baselines.baselines, pair.target, pair.draft, worker, numbers, *place, packed=packed)
+        found += await on_passing_thread(made)
     return found
 
 
@@ -218,8 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             work = options.work or Path(folder)
-            pair = prepare(options.target, options.draft, options.inflate, options.layers, work, options.positions)
-            asyncio.run(run(options, pair))
+            asyncio.run(run(options, work))
     except ConfigurationError as wrong:
         print(f"serving: {wrong}", file=sys.stderr)
         return wrong.exit_code
