@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 
 from rootward.ports import LanguageModel, Rows
 from verifier_service.belief import Belief
+from verifier_service.growth_cost import GrowthCost
 
 NOISE = 0.07  # standard deviations, of logarithms: of one step
 SPEED = (1.0, 0.05)  # of the machine's speed: doubt at first, drift from step to step
@@ -28,7 +29,6 @@ SAME = 0.01  # of what is known of two sizes by more rows not being cheaper
 BURDEN = (1.0, 0.01)  # of what trees cost beside a plain step
 FASTEST = 1e-9  # seconds of a step, at least: clocks have steps of their own
 WARM = 3  # plain steps after which the speed of the machine is known
-MEMORY = 0.1  # weight of a tree in what growth costs
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
 LEAST_REPEATS, REPEATS = 5, 25  # of all of them in turn, after one that warms up: as many as fit into
 MEASURE_S = 3.0
@@ -132,13 +132,12 @@ class StepCost:
 
 @dataclass(slots=True)
 class Machine:
-    """What is shared by all sessions. steps: their cost, shared by all kinds of trees; trees: the name of this kind; growth_s: how long the
-    engine stood idle for a node of a tree, on average."""
+    """What is shared by all sessions. steps: their cost, shared by all kinds of trees; trees: the name of this kind; growth: how long the
+    engine stands idle for a tree of this kind."""
 
     steps: StepCost = field(default_factory=StepCost)
     trees: str = "drafted"
-    growth_s: float = 0.0
-    num_grown: int = 0
+    growth: GrowthCost = field(default_factory=GrowthCost)
 
     def plain_s(self, rows: int) -> float:
         """Expected seconds of a step while nobody uses trees."""
@@ -151,11 +150,6 @@ class Machine:
     def stepped(self, rows: int, seconds: float, *, trees: bool) -> None:
         """A step is over. trees: somebody uses them, in this step or not."""
         self.steps.add(rows, seconds, self.trees if trees and self.steps.known else "")
-
-    def grew(self, idle_s: float, nodes: float) -> None:
-        """The engine stood idle for so long until a tree of `nodes` nodes was there."""
-        self.num_grown += 1
-        self.growth_s += max(MEMORY, 1.0 / self.num_grown) * (idle_s / nodes - self.growth_s)
 
 
 def measure(

@@ -3,7 +3,7 @@
 With n nodes while L sessions share a step, a round yields and costs
 
     tokens   E(n) = 1 + Σ_{i ≤ n} worth of node i                      `Worth`, from verdicts
-    seconds  s(n) = slow · (step(L·(n + 1)) + growth · (n + LEVEL))    `Machine`; growth: how long the engine stood idle for a node
+    seconds  s(n) = slow · (step(L·(n + 1)) + growth(n))               `Machine`; growth: how long the engine stands idle for n nodes
     plain    p = step(L) while no drafter works
 
 so its speed-up over plain decoding is E(n)·p / s(n). `slow` is what the sum does not explain, by load. Trees are used while the
@@ -24,13 +24,12 @@ from verifier_service.cost import Machine
 from verifier_service.worth import Worth
 
 MEMORY = 0.1  # weight of the newest round in seconds
-LEVEL = 2  # nodes whose time a tree costs before its first node
 ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
 PLAIN_EVERY = 100  # rounds after which one is plain, of all sessions at once, so that what it costs stays current
 LOOK_EVERY = 10  # and where it is in doubt whether trees pay
 SURE = 2.0  # standard deviations of what trees cost that their gain must exceed
 LOOKS = 10  # rounds of a session that are plain for no other reason than to see a plain step, while none comes
-PROBE_EVERY = 24  # one round in so many verifies twice the nodes, so that what the later ones are worth stays current
+PROBE_EVERY = 24  # one round in so many waits for twice the nodes, or half, so that what the later ones are worth and take stays current
 TRIAL = 5  # tree rounds before an opinion
 TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
 MOST_LOST = 6  # plain steps that a trial may lose before it is over early
@@ -62,6 +61,7 @@ class Spent:
     rows       of its step, other sessions' included;  load: sessions that share steps
     cap, path  nodes that it waited for; numbers, in draw order from 1, of the accepted ones. cap 0: plain decoding
     clean      no prefill fell between
+    kept       it was launched with what a right guess had kept: nothing was waited for
     seen       nodes about which the round tells: fewer than the cap if it did not wait for the others (None: all)
     """
 
@@ -74,6 +74,7 @@ class Spent:
     path: tuple[int, ...] = ()
     clean: bool = True
     seen: int | None = None
+    kept: bool = False
 
 
 @dataclass(slots=True)
@@ -91,11 +92,12 @@ class Trial:
 
 @dataclass(slots=True)
 class Forecast:
-    """Speed-ups with 0, 1, … nodes; grown: had they been there at once. best, best_grown: the number of nodes that is best up to each;
-    top: of all trees. hopeful: a trial makes sense."""
+    """Speed-ups with 0, 1, … nodes that are waited for; grown: had they been there at once; usual: of the best tree where some rounds
+    wait and some do not. best, best_grown: the number of nodes that is best up to each; top: of all trees. hopeful: a trial makes sense."""
 
     load: int
     speedups: list[float]
+    usual: float = 1.0
     grown: list[float] = field(default_factory=list)
     hopeful: bool = False
     best: list[int] = field(init=False)
@@ -147,8 +149,8 @@ class Gain:
         return self._tokens.value / self._plain_rounds.value if self._plain_rounds.value else 1.0
 
     def expected(self, most: int, load: int) -> list[float]:
-        """Speed-up of rounds with 0, 1, …, most nodes."""
-        return self._speedups(most, load, self._machine.growth_s, self._slow.get(load.bit_length(), 1.0))
+        """Speed-up of rounds that wait for 0, 1, …, most nodes."""
+        return self._speedups(most, load, 1.0, self._slow.get(load.bit_length(), 1.0))
 
     def nodes(self, session: int, most: int, load: int, possible: int = 0) -> int:
         """Nodes that a round that begins now waits for: at most `most`, while `load` sessions share a step. 0: decode plainly.
@@ -158,7 +160,7 @@ class Gain:
         if most < 1 or resting or not self._machine.steps.known or self._looks(load):
             return 0
         forecast = self._forecast_for(max(most, possible), load)
-        self._judge(forecast.speedups[forecast.top], load)
+        self._judge(forecast.usual, load)
         if not self._on and self._trial is None and self._rest_s <= 0:
             self._try(session, forecast, load)
         if self._trial is not None and self._trial.session is None:
@@ -169,7 +171,9 @@ class Gain:
         if not self._on:
             return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
         best = forecast.top if forecast.top <= most else forecast.best[most]
-        return min(most, 2 * best) if self._num_rounds % PROBE_EVERY == 0 else best
+        if self._num_rounds % PROBE_EVERY:
+            return best
+        return min(most, 2 * best) if self._num_rounds % (2 * PROBE_EVERY) else max(1, best // 2)
 
     def room(self, enough: int, most: int) -> int:
         """Cap of a round whose tree is waited for until it has `enough` nodes. What has arrived beyond them cost no wait, only its rows."""
@@ -191,8 +195,10 @@ class Gain:
         self.worth.add(spent.cap if spent.seen is None else spent.seen, spent.path)
         self._tokens.add(spent.tokens)
         self._plain_rounds.add(spent.seconds / plain_s if plain_s else 1.0)
-        if spent.clean:
-            self._machine.grew(spent.idle_s, spent.cap + LEVEL)
+        if spent.kept:
+            self._machine.growth.kept()
+        elif spent.clean:
+            self._machine.growth.add(spent.cap, spent.idle_s)
         if trial is not None:
             trial.left -= 1
             trial.lost_s += self._lost_s(spent)
@@ -211,10 +217,10 @@ class Gain:
     def _looks(self, load: int) -> bool:
         """Whether a round is plain because a plain step would tell whether trees pay at all. There may be none for long: others use
         trees, prompts are read. So only a few are waited for."""
-        machine, forecast = self._machine, self._forecast
+        machine = self._machine
         if machine.steps.num_live != self._num_seen:
             self._num_seen, self._unseen = machine.steps.num_live, 0
-        gain = abs(math.log(forecast.speedups[forecast.top])) if self._on and forecast.speedups else math.inf
+        gain = abs(math.log(self._forecast.usual)) if self._on else math.inf
         wanted, most = PLAIN_EVERY - 1, 1
         if not machine.steps.warm:
             wanted, most = 0, LOOKS
@@ -232,16 +238,18 @@ class Gain:
         if self._forecasts_left < 0 or load != self._forecast.load or most >= len(self._forecast.speedups):
             hope = HOPE if self._tokens.count else 1.0
             hopeful = self._rest_s <= 0 and max(self._speedups(most, load, 0.0, 1.0, hope)) > ENTER
-            grown = self._speedups(most, load, 0.0, 1.0)
-            self._forecast = Forecast(load, self.expected(most, load), grown, hopeful)
+            grown, slow = self._speedups(most, load, 0.0, 1.0), self._slow.get(load.bit_length(), 1.0)
+            usual = max(self._speedups(most, load, self._machine.growth.waits, slow)[1:], default=1.0)
+            self._forecast = Forecast(load, self.expected(most, load), usual, grown, hopeful)
             self._forecasts_left = load - 1
         return self._forecast
 
-    def _speedups(self, most: int, load: int, growth: float, slow: float, hope: float = 1.0) -> list[float]:
+    def _speedups(self, most: int, load: int, waits: float, slow: float, hope: float = 1.0) -> list[float]:
+        """waits: share of rounds that wait for growth."""
         plain_s, tokens = self._machine.plain_s(load), self.worth.tokens(most)
         found = [1.0]
         for n in range(1, most + 1):
-            seconds = slow * (self._machine.step_s(load * (n + 1)) + growth * (n + LEVEL))
+            seconds = slow * (self._machine.step_s(load * (n + 1)) + waits * self._machine.growth.seconds(n))
             found.append((1.0 + hope * (tokens[n] - 1.0)) * plain_s / seconds if seconds > 0 else 1.0)
         return found
 
@@ -285,7 +293,7 @@ class Gain:
     def _explain(self, spent: Spent) -> None:
         machine = self._machine
         rows = max(spent.rows, spent.load * (spent.cap + 1))  # more than was waited for may have come
-        expected_s = machine.step_s(rows) + machine.growth_s * (spent.cap + LEVEL)
+        expected_s = machine.step_s(rows) + (0.0 if spent.kept else machine.growth.seconds(spent.cap))
         if expected_s > 0:
             bucket, ratio = spent.load.bit_length(), min(4.0, max(0.5, spent.seconds / expected_s))
             slow = self._slow.get(bucket, 1.0)

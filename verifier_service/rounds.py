@@ -200,5 +200,6 @@ class Rounds:
         if not drafted:
             learn(session, spent)
         tokens = 1 if local else spent.tokens  # what a local tree gave is no merit of a drafter
-        session.gain.add(session.number, replace(spent, cap=cap, path=path, tokens=tokens, seen=seen))
+        judged = replace(spent, cap=cap, path=path, tokens=tokens, seen=seen, kept=session.at_once)
+        session.gain.add(session.number, judged)
         return session.waited

@@ -10,7 +10,6 @@ import pytest
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.cost import WARM, StepCost
-from verifier_service.gain import LEVEL
 from verifier_service.launching import Pace
 from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
@@ -149,11 +148,9 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     rounds.count(64)
     gain = session.gain
     gain._machine.steps.num_live = WARM
+    gain._on = True
     # Steps of one to 64 rows cost the same: only the wait for nodes is dear.
-    gain._on, gain._machine.growth_s = (
-        True,
-        0.01,
-    )
+    gain._machine.growth.add(8, 0.1)
     rounds.begin(session)
     assert 0 < session.enough < 12 < (session.cap or 0)
     assert rounds.view(session, 0.0, 0, 0, local=0, joins=False).enough == session.enough
@@ -185,6 +182,6 @@ def test_a_wait_for_others_is_no_cost_of_growth_and_has_one_end() -> None:
     assert rounds.hold_s(5.03) == pytest.approx(0.0)
     rounds.launched(session, 8)
     rounds.ended(session, Outcome((3,), 8), 9, 1)
-    assert session.gain._machine.growth_s == pytest.approx(0.010 / (8 + LEVEL))
+    assert session.gain._machine.growth.seconds(8) == pytest.approx(0.010)
     rounds.planned(Plan(verify=((1, 8),)), 5.03)
     assert rounds.hold_s(5.03) == math.inf
