@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import median
 
 from rootward.ports import LanguageModel, Rows
 from verifier_service.belief import Belief
@@ -26,7 +27,8 @@ FASTER, DEARER = 0.4, 0.1  # of the speed and of the burden, where a step is a s
 BETWEEN = (0.1, 0.002)  # of a size between others that are known
 BEYOND = (1.0, 0.002)  # of any other
 SAME = 0.01  # of what is known of two sizes by more rows not being cheaper
-BURDEN = (1.0, 0.01)  # of what trees cost beside a plain step
+BURDEN = (0.2, 0.01)  # of what trees cost beside a plain step
+FIRST = 5  # steps with trees from which that is learned at first
 FASTEST = 1e-9  # seconds of a step, at least: clocks have steps of their own
 WARM = 3  # plain steps after which the speed of the machine is known
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
@@ -43,24 +45,27 @@ class StepCost:
         self._sizes: list[int] = []  # that were met, rounded; ascending
         self._terms: list[int] = []  # of each in the belief; others are compared with the first one that was met
         self._burdens: dict[str, int] = {}  # of each kind of trees in the belief
+        self._met: dict[str, list[float]] = {}  # burdens of the first steps of each kind
         self._seconds: list[float] = []  # by size: of this one and all smaller ones, for a larger step is not cheaper
         self.num_live = 0  # plain steps of sessions, after what was measured at start
 
     def add(self, rows: int, seconds: float, trees: str = "") -> None:
         """A step of so many rows (at least 1) took so long. trees: a name for what trees are in use, in this step or not; "": none."""
         belief, value, first = self._belief, math.log(max(seconds, FASTEST)), not self.known
-        size, jumps = self._size(rows), {self._speed: FASTER}
-        terms = {self._speed: 1.0, size: 1.0}
-        if trees:
-            terms[self._burden(trees)], jumps[self._burden(trees)] = 1.0, DEARER
+        size = self._size(rows)
         if first:
             belief.mean[self._speed] = value  # nothing was known
         belief.pass_on()
-        belief.observe(terms, value, NOISE, jumps)
-        self._never_falling(self._terms.index(size))
-        speed = belief.mean[self._speed]
-        self._seconds = [math.exp(min(speed + belief.mean[term], 50.0)) for term in self._terms]
-        self._seconds = list(accumulate(self._seconds, max))
+        if trees and trees not in self._burdens:
+            self._meet(trees, value - float(belief.mean[self._speed] + belief.mean[size]))
+        else:
+            terms, jumps = {self._speed: 1.0, size: 1.0}, {self._speed: FASTER}
+            if trees:
+                terms[self._burdens[trees]], jumps[self._burdens[trees]] = 1.0, DEARER
+            belief.observe(terms, value, NOISE, jumps)
+            self._never_fall()
+        means = (float(belief.mean[self._speed] + belief.mean[term]) for term in self._terms)
+        self._seconds = list(accumulate((math.exp(min(mean, 50.0)) for mean in means), max))
         if not trees:
             self.num_live += 1
 
@@ -79,7 +84,7 @@ class StepCost:
         return self.num_live >= WARM
 
     def doubt(self, trees: str) -> float:
-        """Standard deviation of the logarithm of what these trees make of a step; a plain step among theirs would tell. 0: none seen."""
+        """Standard deviation of the logarithm of what these trees make of a step; a plain step among theirs would tell. 0: hardly seen."""
         burden = self._burdens.get(trees)
         return float(self._belief.covariance[burden, burden]) ** 0.5 if burden is not None else 0.0
 
@@ -87,12 +92,14 @@ class StepCost:
         """Expected seconds of a step; 0 while nothing is known."""
         if not self.known:
             return 0.0
-        burden = self._burdens.get(trees)
-        return self._line(rows) * (1.0 if burden is None else math.exp(self._belief.mean[burden]))
+        burden, met = self._burdens.get(trees), self._met.get(trees)
+        if burden is not None:
+            return self._line(rows) * math.exp(self._belief.mean[burden])
+        return self._line(rows) * (math.exp(median(met)) if met else 1.0)
 
-    def _never_falling(self, at: int) -> None:
-        """What has been learned of a size must not make it cheaper than the one before it: they cost the same, then."""
-        for smaller, larger in pairwise(self._terms[max(0, at - 1) : at + 2]):
+    def _never_fall(self) -> None:
+        """What has been learned of a size must not make it cheaper than a smaller one: they cost the same, then."""
+        for smaller, larger in pairwise(self._terms):
             if self._belief.mean[larger] < self._belief.mean[smaller]:
                 self._belief.observe({larger: 1.0, smaller: -1.0}, 0.0, SAME)
 
@@ -124,10 +131,14 @@ class StepCost:
         share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
         return self._belief.add({terms[at - 1]: 1.0 - share, terms[at]: share}, *BETWEEN)
 
-    def _burden(self, trees: str) -> int:
-        if trees not in self._burdens:
+    def _meet(self, trees: str, burden: float) -> None:
+        """One of the first steps with these trees, plain ones just before it. Their median counts: nothing is known that a single one which
+        was held up could be held against, and what it says would stay."""
+        met = self._met.setdefault(trees, [])
+        met.append(burden)
+        if len(met) == FIRST:
             self._burdens[trees] = self._belief.add({}, *BURDEN)
-        return self._burdens[trees]
+            self._belief.mean[self._burdens[trees]] = median(met)
 
 
 @dataclass(slots=True)

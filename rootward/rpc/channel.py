@@ -12,6 +12,7 @@ from rootward.rpc.tls import ClientTls, client_credentials
 Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
+MOST_PINGS = 100  # too early ones in a row; more are a flood
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,13 @@ def client_options(transport: Transport = PUBLIC, *, round_robin: bool = False) 
 
 
 def server_options(transport: Transport = PUBLIC) -> Options:
-    """Pings are allowed every 10 s and without calls: the default of 300 s ends connections during long prefills."""
+    """Pings are allowed every 10 s and without calls: the default of 300 s ends connections during long prefills. And some may come sooner:
+    gRPC's own ones that measure the bandwidth follow data, but are counted as if they asked whether anybody is there. By default the third
+    in a row ends the connection; every frame with data begins a new row."""
     options: Options = [
         *_common(transport),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", MOST_PINGS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.so_reuseport", 0),  # two servers on one port would share its connections silently
     ]

@@ -136,3 +136,14 @@ def test_measuring_leaves_the_model_idle() -> None:
     cost = measure(model, (1, 8, 32), clock=lambda: 0.5 * next(ticks))
     assert cost.seconds(8) == pytest.approx(0.5)
     assert model.num_free_slots == free
+
+
+@pytest.mark.parametrize("held_up", [0, 1])
+def test_a_first_step_with_trees_that_was_held_up_does_not_count_against_trees(held_up: int) -> None:
+    shared = machine(lambda rows: 0.1)
+    for _ in range(WARM):
+        shared.stepped(1, 0.1, trees=False)
+    for i in range(6):
+        shared.stepped(6, 0.6 if i == held_up else 0.11, trees=True)
+    shared.stepped(1, 0.1, trees=False)
+    assert shared.step_s(6) / shared.plain_s(1) == pytest.approx(1.1, rel=0.05)
