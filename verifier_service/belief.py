@@ -16,13 +16,16 @@ class Belief:
     def __init__(self) -> None:
         self.mean = np.zeros(0)
         self.covariance = np.zeros((0, 0))
-        self._doubt, self._drift = np.zeros(0), np.zeros(0)
+        self._most, self._drift = np.zeros(0), np.zeros(0)
 
-    def add(self, like: Mapping[int, float], doubt: float, drift: float) -> int:
-        """A further number, expected at a weighted sum of others; its index.
+    def add(
+        self, like: Mapping[int, float], doubt: float, drift: float, *, more: float = 0.0, most: float | None = None
+    ) -> int:
+        """A further number, expected at a weighted sum of others and so much more; its index.
 
-        doubt  standard deviation around that sum, and the most that is ever doubted later
+        doubt  standard deviation around that sum
         drift  standard deviation of its change in a step of time
+        most   the largest standard deviation that drifting leads to (None: what it has now)
         """
         size, weights = len(self.mean), np.zeros(len(self.mean))
         for index, weight in like.items():
@@ -31,17 +34,15 @@ class Belief:
         covariance[:size, :size] = self.covariance
         covariance[size, :size] = covariance[:size, size] = self.covariance @ weights
         covariance[size, size] = weights @ self.covariance @ weights + doubt**2
-        self.mean, self.covariance = np.append(self.mean, weights @ self.mean), covariance
-        self._doubt, self._drift = (
-            np.append(self._doubt, np.sqrt(covariance[size, size])),
-            np.append(self._drift, drift),
-        )
+        self.mean, self.covariance = np.append(self.mean, weights @ self.mean + more), covariance
+        self._most = np.append(self._most, covariance[size, size] ** 0.5 if most is None else most)
+        self._drift = np.append(self._drift, drift)
         return size
 
     def forget(self, index: int) -> None:
-        """This number may be anything again, within the doubt that it was added with."""
+        """This number may be anything again, within the most that it is ever doubted."""
         self.covariance[index, :] = self.covariance[:, index] = 0.0
-        self.covariance[index, index] = self._doubt[index] ** 2
+        self.covariance[index, index] = self._most[index] ** 2
 
     def observe(
         self, weights: Mapping[int, float], value: float, noise: float, jumps: Mapping[int, float] | None = None
@@ -65,6 +66,6 @@ class Belief:
         size = len(self.mean)
         self.covariance.flat[:: size + 1] += self._drift**2
         spread = np.sqrt(self.covariance.diagonal())
-        if (spread > self._doubt).any():
-            shrink = np.where(spread > self._doubt, self._doubt / np.maximum(spread, 1e-12), 1.0)
+        if (spread > self._most).any():
+            shrink = np.where(spread > self._most, self._most / np.maximum(spread, 1e-12), 1.0)
             self.covariance *= np.outer(shrink, shrink)

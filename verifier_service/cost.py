@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from statistics import median
 
 from rootward.ports import LanguageModel, Rows
@@ -23,16 +23,19 @@ from verifier_service.growth_cost import GrowthCost
 
 NOISE = 0.07  # standard deviations, of logarithms: of one step
 SPEED = (1.0, 0.05)  # of the machine's speed: doubt at first, drift from step to step
-FASTER, DEARER = 0.4, 0.1  # of the speed and of the burden, where a step is a surprise
+JUMPS = (0.4, 0.05, 0.1)  # of the speed, of a size and of what trees cost, where a step is a surprise
 BETWEEN = (0.1, 0.002)  # of a size between others that are known
-BEYOND = (1.0, 0.002)  # of any other
+BEYOND = (0.2, 0.002)  # of one beyond them, where a line through the last two leads
+UNKNOWN = (1.0, 0.002)  # where there is no line yet, or a flat one
+MOST = 0.2  # of a size that has not been seen for long
 SAME = 0.01  # of what is known of two sizes by more rows not being cheaper
 BURDEN = (0.2, 0.01)  # of what trees cost beside a plain step
 FIRST = 5  # steps with trees from which that is learned at first
 FASTEST = 1e-9  # seconds of a step, at least: clocks have steps of their own
 WARM = 3  # plain steps after which the speed of the machine is known
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
-LEAST_REPEATS, REPEATS = 5, 25  # of all of them in turn, after one that warms up: as many as fit into
+WARM_UP = 2  # times that all of them are tried: with recorded steps the second one records
+LEAST_REPEATS, REPEATS = 5, 25  # and measured, in turn: as often as fits into
 MEASURE_S = 3.0
 
 
@@ -47,32 +50,47 @@ class StepCost:
         self._burdens: dict[str, int] = {}  # of each kind of trees in the belief
         self._met: dict[str, list[float]] = {}  # burdens of the first steps of each kind
         self._seconds: list[float] = []  # by size: of this one and all smaller ones, for a larger step is not cheaper
+        self._last: list[int] = []  # what the step before consisted of
         self.num_live = 0  # plain steps of sessions, after what was measured at start
+        self.unseen = self.look_until = (
+            0  # steps since the last plain one; all rounds are plain until there are so many
+        )
 
     def add(self, rows: int, seconds: float, trees: str = "") -> None:
         """A step of so many rows (at least 1) took so long. trees: a name for what trees are in use, in this step or not; "": none."""
         belief, value, first = self._belief, math.log(max(seconds, FASTEST)), not self.known
+        belief.pass_on()
         size = self._size(rows)
         if first:
             belief.mean[self._speed] = value  # nothing was known
-        belief.pass_on()
-        if trees and trees not in self._burdens:
+        if trees and trees not in self._burdens and self.warm:
             self._meet(trees, value - float(belief.mean[self._speed] + belief.mean[size]))
         else:
-            terms, jumps = {self._speed: 1.0, size: 1.0}, {self._speed: FASTER}
-            if trees:
-                terms[self._burdens[trees]], jumps[self._burdens[trees]] = 1.0, DEARER
-            belief.observe(terms, value, NOISE, jumps)
-            self._never_fall()
+            self._observe(size, self._burdens.get(trees), value)
         means = (float(belief.mean[self._speed] + belief.mean[term]) for term in self._terms)
         self._seconds = list(accumulate((math.exp(min(mean, 50.0)) for mean in means), max))
-        if not trees:
+        if trees:
+            self.unseen += 1
+        else:
             self.num_live += 1
+            self.unseen = self.look_until = 0
+
+    def _observe(self, size: int, burden: int | None, value: float) -> None:
+        """Where a step is a surprise the machine has changed its speed; or, if the step before was of another kind, it was the kind."""
+        terms = [self._speed, size, *([] if burden is None else [burden])]
+        jumps = {
+            term: jump
+            for term, jump in zip(terms, JUMPS, strict=False)
+            if term == self._speed or term not in self._last
+        }
+        self._belief.observe(dict.fromkeys(terms, 1.0), value, NOISE, jumps)
+        self._never_fall(self._terms.index(size))
+        self._last = terms
 
     def at_work(self) -> None:
         """From now on steps are those of sessions: how fast the machine is then is to be seen."""
         self._belief.forget(self._speed)
-        self.num_live = 0
+        self.num_live = self.unseen = self.look_until = 0
 
     @property
     def known(self) -> bool:
@@ -97,11 +115,13 @@ class StepCost:
             return self._line(rows) * math.exp(self._belief.mean[burden])
         return self._line(rows) * (math.exp(median(met)) if met else 1.0)
 
-    def _never_fall(self) -> None:
+    def _never_fall(self, at: int) -> None:
         """What has been learned of a size must not make it cheaper than a smaller one: they cost the same, then."""
-        for smaller, larger in pairwise(self._terms):
-            if self._belief.mean[larger] < self._belief.mean[smaller]:
-                self._belief.observe({larger: 1.0, smaller: -1.0}, 0.0, SAME)
+        means, size = self._belief.mean, self._terms[at]
+        for others, sign in ((self._terms[:at], 1.0), (self._terms[at + 1 :], -1.0)):
+            worst = max(others, key=lambda term: sign * means[term], default=size)
+            if sign * (means[worst] - means[size]) > SAME:
+                self._belief.observe({size: 1.0, worst: -1.0}, 0.0, SAME)
 
     def _line(self, rows: int) -> float:
         sizes, seconds = self._sizes, self._seconds
@@ -127,7 +147,10 @@ class StepCost:
         if not sizes:
             return self._belief.add({}, 0.0, 0.0)
         if at in (0, len(sizes)):
-            return self._belief.add({terms[0 if at == 0 else -1]: 1.0}, *BEYOND)
+            more = math.log(self._line(size) / self._line(sizes[-1])) if at and len(sizes) > 1 else 0.0
+            return self._belief.add(
+                {terms[0 if at == 0 else -1]: 1.0}, *(BEYOND if more else UNKNOWN), more=more, most=MOST
+            )
         share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
         return self._belief.add({terms[at - 1]: 1.0 - share, terms[at]: share}, *BETWEEN)
 
@@ -180,12 +203,12 @@ def measure(
 
     try:
         once_s = 0.0
-        for turn in range(1 + REPEATS):
-            if turn > LEAST_REPEATS and turn * once_s > MEASURE_S:
+        for turn in range(WARM_UP + REPEATS):
+            if turn >= WARM_UP + LEAST_REPEATS and turn * once_s > MEASURE_S:
                 break
             steps = [(rows, seconds(rows)) for rows in sizes if rows <= most]
             once_s = sum(taken_s for _, taken_s in steps)
-            for rows, taken_s in steps if turn else ():
+            for rows, taken_s in steps if turn >= WARM_UP else ():
                 cost.add(rows, taken_s)
     finally:
         model.close(slot)

@@ -25,10 +25,11 @@ from verifier_service.worth import Worth
 
 MEMORY = 0.1  # weight of the newest round in seconds
 ENTER, LEAVE = 1.04, 0.98  # speed-ups at which all sessions begin to use trees, and stop
-PLAIN_EVERY = 100  # rounds after which one is plain, of all sessions at once, so that what it costs stays current
+PLAIN_EVERY = 100  # steps with trees after which one is plain, so that what it costs stays current
 LOOK_EVERY = 10  # and where it is in doubt whether trees pay
+LOOK = 3  # steps for which all rounds that begin are plain, until there is one without trees: sessions that take turns need two
 SURE = 2.0  # standard deviations of what trees cost that their gain must exceed
-LOOKS = 10  # rounds of a session that are plain for no other reason than to see a plain step, while none comes
+LOOKS = 10  # steps for which nobody uses trees before the speed of the machine is known, if others do
 PROBE_EVERY = 24  # one round in so many waits for twice the nodes, or half, so that what the later ones are worth and take stays current
 TRIAL = 5  # tree rounds before an opinion
 TRIAL_NODES = 4  # least nodes of a round on trial: fewer say too little
@@ -109,6 +110,13 @@ class Forecast:
         self.best, self.best_grown = best_up_to(self.speedups), best_up_to(self.grown)
 
 
+def look_due(unseen: int, every: int) -> bool:
+    """After `every` steps without a plain one; and as long as none comes, since somebody always uses trees or reads a prompt, after twice
+    as many, four times as many and so on."""
+    begun = every << max(0, (unseen // every).bit_length() - 1)
+    return begun <= unseen < begun + LOOK
+
+
 def best_up_to(values: Sequence[float]) -> list[int]:
     """For every index that of the largest value up to there, the first one if there are several."""
     found: list[int] = []
@@ -131,7 +139,6 @@ class Gain:
         self._rest_s = 0.0  # of plain decoding until the next trial
         self._loss_s = 0.0  # of the engine's time since trees are in use; negative: they gained
         self._failed = self._num_rounds = self._proven = 0
-        self._num_seen = self._unseen = 0  # plain steps that were seen, and rounds since the last of them
         self._forecast = Forecast(0, [])
         self._forecasts_left = 0
 
@@ -157,7 +164,7 @@ class Gain:
 
         possible: nodes that other rounds may have now; the last ones of a request, which have few, say nothing of trees."""
         resting = not self._on and self._trial is None and self._rest_s > 0
-        if most < 1 or resting or not self._machine.steps.known or self._looks(load):
+        if most < 1 or resting or not self._machine.steps.known or self._looks():
             return 0
         forecast = self._forecast_for(max(most, possible), load)
         self._judge(forecast.usual, load)
@@ -171,9 +178,10 @@ class Gain:
         if not self._on:
             return max(range(min(TRIAL_NODES, most), most + 1), key=forecast.speedups.__getitem__)
         best = forecast.top if forecast.top <= most else forecast.best[most]
-        if self._num_rounds % PROBE_EVERY:
+        turn = self._num_rounds // load + session  # not the same session every time
+        if turn % PROBE_EVERY:
             return best
-        return min(most, 2 * best) if self._num_rounds % (2 * PROBE_EVERY) else max(1, best // 2)
+        return min(most, 2 * best) if turn % (2 * PROBE_EVERY) else (best + 1) // 2
 
     def room(self, enough: int, most: int) -> int:
         """Cap of a round whose tree is waited for until it has `enough` nodes. What has arrived beyond them cost no wait, only its rows."""
@@ -195,7 +203,7 @@ class Gain:
         self.worth.add(spent.cap if spent.seen is None else spent.seen, spent.path)
         self._tokens.add(spent.tokens)
         self._plain_rounds.add(spent.seconds / plain_s if plain_s else 1.0)
-        if spent.kept:
+        if spent.clean and spent.kept:
             self._machine.growth.kept()
         elif spent.clean:
             self._machine.growth.add(spent.cap, spent.idle_s)
@@ -214,21 +222,17 @@ class Gain:
         if self._trial is not None and self._trial.session == session:
             self._trial.session = None
 
-    def _looks(self, load: int) -> bool:
-        """Whether a round is plain because a plain step would tell whether trees pay at all. There may be none for long: others use
-        trees, prompts are read. So only a few are waited for."""
-        machine = self._machine
-        if machine.steps.num_live != self._num_seen:
-            self._num_seen, self._unseen = machine.steps.num_live, 0
+    def _looks(self) -> bool:
+        """Whether a round is plain because a plain step would tell whether trees pay at all. All kinds of sessions count the same steps,
+        and where one wants to look all do: no step is plain while somebody uses trees."""
+        steps = self._machine.steps
+        if not steps.warm and steps.unseen < LOOKS:
+            return True
         gain = abs(math.log(self._forecast.usual)) if self._on else math.inf
-        wanted, most = PLAIN_EVERY - 1, 1
-        if not machine.steps.warm:
-            wanted, most = 0, LOOKS
-        elif gain < SURE * machine.steps.doubt(machine.trees):
-            wanted, most = LOOK_EVERY, LOOKS
-        rounds = self._unseen // load
-        self._unseen = self._unseen + 1 if rounds < PLAIN_EVERY + LOOKS else 0
-        return wanted <= rounds < wanted + most
+        unsure = gain < SURE * steps.doubt(self._machine.trees)
+        if look_due(steps.unseen, LOOK_EVERY if unsure else PLAIN_EVERY):
+            steps.look_until = steps.unseen + 2  # the next step as well, for kinds that were asked before this one
+        return steps.unseen < steps.look_until
 
     # -- opinion ------------------------------------------------------------------------------------------------------
 

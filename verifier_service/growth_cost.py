@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 LEVEL = 2  # nodes whose time passes before the first of them, if every node takes as long
 MEMORY = 0.04  # weight of the newest round
+YOUNG, OUTLIER = 5, 3.0  # after so many rounds one that took longer than so many times the expected counts as that long
 KEPT = 0.04  # and of whether it waited at all
 STIFF = 2.0  # nodes², what the slope that is not known yet weighs against the spread of rounds
 
@@ -29,6 +30,8 @@ class GrowthCost:
     def add(self, nodes: int, idle_s: float) -> None:
         """A round waited for so many nodes; the engine stood idle for so long."""
         self.waits += KEPT * (1.0 - self.waits)
+        if self._count >= YOUNG:
+            idle_s = min(idle_s, OUTLIER * self.seconds(nodes))
         self._count += 1
         weight = max(MEMORY, 1.0 / self._count)
         more, longer = nodes - self._nodes, idle_s - self._idle_s
@@ -45,4 +48,5 @@ class GrowthCost:
         """Expected for a round that waits for so many nodes; 0 while nothing is known."""
         usual = self._idle_s / (self._nodes + LEVEL) / 2
         slope = max(0.0, (self._together + STIFF * usual) / (self._spread + STIFF))
-        return max(0.0, self._idle_s + slope * (nodes - self._nodes))
+        least = self._idle_s * (min(nodes, self._nodes) + LEVEL) / (self._nodes + LEVEL) / 2
+        return max(least, self._idle_s + slope * (nodes - self._nodes))

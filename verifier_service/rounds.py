@@ -164,6 +164,10 @@ class Rounds:
         """A step without prefill is over. trees: some session was in a round with a tree when it began."""
         self.gains.machine.stepped(rows, seconds, trees=trees)
 
+    def prefilled(self) -> None:
+        """A step that read prompts is over: it says nothing of what steps cost."""
+        self.gains.machine.steps.unseen += 1
+
     def planned(self, step: Plan, now_s: float) -> None:
         """What comes next: sessions that wait for others do so until a moment that later news does not put off."""
         if not step.held:

@@ -110,8 +110,9 @@ class VerifierService:
         for session in self._live.copy().values():
             session.out.put_nowait(Unavailable("verifier is stopping", retry_after_s=1.0))
         await self.pool.__aexit__()
+        self._thread.submit(int).result()  # after the step that may be running
         if self._own_thread:
-            self._thread.shutdown(wait=True)
+            self._thread.shutdown()
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -299,13 +300,15 @@ class VerifierService:
             session = self._running[number]
             session.feed(size, chunk.told)
             self.rounds.began(session)
-        rows, load = sum(len(r.tree) for r in rounds), self.rounds.load
+        rows, load, seconds = sum(len(r.tree) for r in rounds), self.rounds.load, time.monotonic() - start_s
+        if step.prefill:
+            self.rounds.prefilled()
+        elif local and not drafted:
+            self.local.stepped(rows, seconds)
+        else:
+            self.rounds.stepped(rows, seconds, trees=drafted)
         for (number, _), done, outcome in zip(step.launches, rounds, outcomes, strict=True):
             self._commit(self._running[number], done, outcome, rows, load)
-        if local and not drafted and not step.prefill:
-            self.local.stepped(rows, time.monotonic() - start_s)
-        elif not step.prefill:
-            self.rounds.stepped(rows, time.monotonic() - start_s, trees=drafted)
 
     def _sweep(self) -> None:
         """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""

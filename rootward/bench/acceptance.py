@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rootward.errors import ConfigurationError
+from rootward.settings import ask_for_huge_pages
 
 if TYPE_CHECKING:
     from rootward.bench.measuring import Part
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code. What is wrong is told in one line on stderr."""
     from rootward.bench.options import parsed
 
+    ask_for_huge_pages()
     try:
         options = parsed(sys.argv[1:] if argv is None else argv)
         _writable(options.out)

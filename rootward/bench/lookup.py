@@ -20,6 +20,7 @@ from rootward.core.drafting.lookup import Recipe, Shape, Source, extend_tree, pa
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Law
 from rootward.errors import ConfigurationError
+from rootward.settings import ask_for_huge_pages
 
 SOURCES = ("ngram:", "recycling:", "ngram+recycling:")
 MAX_DEPTH, TOPK, LONGEST_PROMPT = 8, 4, 256
@@ -101,6 +102,7 @@ def texts_of(model: str, prompts: Path | None, temperature: float, num: int, len
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code. What is wrong is told in one line on stderr."""
+    ask_for_huge_pages()
     given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
         recipes = [_recipe(spec) for spec in given.sources]

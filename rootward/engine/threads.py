@@ -26,5 +26,8 @@ def use_threads(num_threads: int) -> None:
 
 async def on_passing_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of a call, on a thread of its own that ends with it, as does its team."""
-    with ThreadPoolExecutor(1, thread_name_prefix="passing") as thread:
+    thread = ThreadPoolExecutor(1, thread_name_prefix="passing")
+    try:
         return await asyncio.wrap_future(thread.submit(call, *args, **kwargs))
+    finally:
+        thread.shutdown(wait=False)

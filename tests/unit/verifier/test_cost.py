@@ -147,3 +147,60 @@ def test_a_first_step_with_trees_that_was_held_up_does_not_count_against_trees(h
         shared.stepped(6, 0.6 if i == held_up else 0.11, trees=True)
     shared.stepped(1, 0.1, trees=False)
     assert shared.step_s(6) / shared.plain_s(1) == pytest.approx(1.1, rel=0.05)
+
+
+def test_one_step_of_a_new_size_that_was_held_up_is_forgotten_again() -> None:
+    cost = lambda rows: 0.05 + 0.002 * rows  # noqa: E731
+    shared, large = machine(cost), 181
+    for _ in range(10):
+        shared.stepped(32, cost(32), trees=False)
+    shared.stepped(large, 10.0 * cost(large), trees=False)
+    assert shared.plain_s(large) < 2.0 * cost(large)
+    for _ in range(30):
+        shared.stepped(32, cost(32), trees=False)
+        shared.stepped(large, cost(large), trees=False)
+    assert shared.plain_s(large) == pytest.approx(cost(large), rel=0.1)
+    assert shared.plain_s(32) == pytest.approx(cost(32), rel=0.1)
+
+
+def test_trees_before_any_plain_step_tell_how_fast_the_machine_is_at_work() -> None:
+    shared = machine(lambda rows: 0.1)
+    shared.steps.at_work()
+    for _ in range(300):
+        shared.stepped(6, 0.16, trees=True)
+    assert shared.step_s(6) == pytest.approx(0.16, rel=0.02)
+    assert shared.plain_s(1) == pytest.approx(0.16, rel=0.1)
+
+
+def test_what_is_measured_begins_when_steps_are_recorded() -> None:
+    """The second time of a size takes ten times as long."""
+    model = TabularModel(5, seed=1, max_positions=64)
+    now, times = [0.0], dict.fromkeys((1, 8, 32), 0)
+    forward = model.forward
+
+    def slow(batch, **more):  # type: ignore[no-untyped-def]
+        size = len(batch[0].node)
+        times[size] += 1
+        now[0] += 5.0 if times[size] == 2 else 0.5
+        return forward(batch, **more)
+
+    model.forward = slow  # type: ignore[method-assign]
+    cost = measure(model, (1, 8, 32), clock=lambda: now[0])
+    for rows in (1, 8, 32):
+        assert cost.seconds(rows) == pytest.approx(0.5)
+
+
+def test_steps_that_all_cost_the_same_are_cheap_to_learn_from() -> None:
+    """No more than two corrections a step, however many sizes are known."""
+    shared, rng = machine(lambda rows: 0.005), random.Random(1)
+    belief, counted = shared.steps._belief, [0]
+    observe = belief.observe
+
+    def counting(*arguments):  # type: ignore[no-untyped-def]
+        counted[0] += 1
+        observe(*arguments)
+
+    belief.observe = counting  # type: ignore[method-assign]
+    for _ in range(500):
+        shared.stepped(rng.choice([5, 9, 17]), 0.005 * rng.lognormvariate(0.0, 0.07), trees=True)
+    assert counted[0] < 1.5 * 500
