@@ -35,8 +35,8 @@ FASTEST = 1e-9  # seconds of a step, at least: clocks have steps of their own
 WARM = 3  # plain steps after which the speed of the machine is known
 SIZES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # rows of what is measured at start: kernels work in blocks, often of six rows
 WARM_UP = 2  # times that all of them are tried: with recorded steps the second one records
-LEAST_REPEATS, REPEATS = 5, 25  # and measured, in turn: as often as fits into
-MEASURE_S = 3.0
+LEAST_REPEATS, REPEATS = 3, 25  # and measured, in turn: as often as fits into
+MEASURE_S = 0.5
 
 
 class StepCost:
@@ -52,9 +52,8 @@ class StepCost:
         self._seconds: list[float] = []  # by size: of this one and all smaller ones, for a larger step is not cheaper
         self._last: list[int] = []  # what the step before consisted of
         self.num_live = 0  # plain steps of sessions, after what was measured at start
-        self.unseen = self.look_until = (
-            0  # steps since the last plain one; all rounds are plain until there are so many
-        )
+        self.unseen = 0  # steps since the last plain one
+        self.look_until = 0  # all rounds that begin are plain until there are so many
 
     def add(self, rows: int, seconds: float, trees: str = "") -> None:
         """A step of so many rows (at least 1) took so long. trees: a name for what trees are in use, in this step or not; "": none."""
@@ -78,11 +77,8 @@ class StepCost:
     def _observe(self, size: int, burden: int | None, value: float) -> None:
         """Where a step is a surprise the machine has changed its speed; or, if the step before was of another kind, it was the kind."""
         terms = [self._speed, size, *([] if burden is None else [burden])]
-        jumps = {
-            term: jump
-            for term, jump in zip(terms, JUMPS, strict=False)
-            if term == self._speed or term not in self._last
-        }
+        changed = [term for term in terms if term == self._speed or term not in self._last]
+        jumps = {term: jump for term, jump in zip(terms, JUMPS, strict=False) if term in changed}
         self._belief.observe(dict.fromkeys(terms, 1.0), value, NOISE, jumps)
         self._never_fall(self._terms.index(size))
         self._last = terms
