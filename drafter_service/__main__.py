@@ -27,9 +27,8 @@ from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 
-LEAST_LEVELS = (
-    4  # a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step
-)
+# A few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.
+LEAST_LEVELS = 4
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 

@@ -90,10 +90,8 @@ class VerifierService:
         local = self.policy if model.info.supports_trees else replace(self.policy, local_draft="none")
         self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.gains.machine.steps)
         self.metrics.watch(self._stats, lambda: self.pool.demand)
-        self._thread, self._own_thread = (
-            thread or ThreadPoolExecutor(1, thread_name_prefix="target-model"),
-            thread is None,
-        )
+        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="target-model")
+        self._own_thread = thread is None
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
 

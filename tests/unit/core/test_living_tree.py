@@ -118,10 +118,7 @@ def test_growth_under_an_older_base_hangs_below_the_new_root() -> None:
     replica.commit([0, 2])  # accepted node 1, then a bonus token nobody drew yet
     late = replica.receive(grow(2, [1, 2, 0], [2, 1, 1], rows={1: ROW, 2: ROW}))
     # Node 2 spells the bonus token, node 3 hangs below it, node 4 is off the path.
-    assert (late.kept, late.stale) == (
-        1,
-        2,
-    )
+    assert (late.kept, late.stale) == (1, 2)
     assert replica.snapshot(8).tree.path(1) == (1,)
     assert replica.root.row is not None
 
