@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from drafter_service.expansion import Asked, launch, ranking
 from drafter_service.fairness import dealt
@@ -26,7 +25,7 @@ from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_ha
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Law
-from rootward.core.rng import BonusKey, Key, draw_words
+from rootward.core.rng import BonusKey, DrawWords, Key
 from rootward.core.rows import Row
 from rootward.demand import DrafterDemand
 from rootward.engine.processors import History
@@ -138,7 +137,7 @@ class Grower(Generic[K]):
         frames: list[tuple[K, Grow]] = []
         for key, growing in active:
             if not growing.pending and growing.allowed:
-                growing.growth.draw(lambda n, g=growing: self._new_words(g, n))  # type: ignore[misc]
+                growing.growth.draw(self._words(growing))
             rest = growing.at_rest
             if growing.sent < growing.tree.next_id or (rest and not growing.told_rest):
                 frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
@@ -284,9 +283,10 @@ class Grower(Generic[K]):
                 del growing.pending[: len(rows.node)]
         expand()
 
-    def _new_words(self, growing: GrowingTree, num_words: int) -> NDArray[np.uint64]:
+    def _words(self, growing: GrowingTree) -> DrawWords:
+        """For all draws of a level."""
         self._num_draws += 1
-        return draw_words(growing.key, self.incarnation, self._num_draws, num_words)
+        return DrawWords(growing.key, self.incarnation, self._num_draws)
 
     def _frame(self, growing: GrowingTree, draft_us: int) -> Grow:
         """Everything drawn since the last frame, in draw order, with rows that have not travelled yet."""

@@ -84,11 +84,24 @@ class Policy:
 class _Place:
     """An expanded node that can still get children."""
 
-    row: Row  # what is left to draw from (SAMPLED), or everything (chosen laws)
+    row: Row  # what is left to draw from, but for `drawn` (SAMPLED), or everything (chosen laws)
     rank: int = 0
+    drawn: int | None = None  # the last token drawn: it leaves the row when another one is asked for, which is seldom
     order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
     chance: list[float] = field(default_factory=list)  # chosen laws: of each of them, that the target takes it
     perturbed: Floats | None = None  # coupled: log q + noise of the row's atoms
+
+    @property
+    def is_empty(self) -> bool:
+        """SAMPLED: nothing is left to draw from."""
+        return len(self.row) == (self.drawn is not None)
+
+    def draw(self, words: Words) -> int:
+        """SAMPLED: the next child."""
+        if self.drawn is not None:
+            self.row = self.row.without([self.drawn])
+        self.drawn = int(draw_children(self.row, 1, words)[0])
+        return self.drawn
 
     def take(self, token: int, chance: float) -> None:
         """The next child is this one, whether or not it is an atom."""
@@ -258,11 +271,7 @@ class Growth:
     def _children(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
         if self.policy.law is Law.GREEDY and node == self.root_id and not place.rank:
             return self._family(node, place, new_words)
-        if self._ratio:
-            token = int(draw_children(place.row, 1, new_words(2))[0])
-            place.row = place.row.without([token])
-        else:
-            token = place.order[place.rank]
+        token = place.draw(new_words(2)) if self._ratio else place.order[place.rank]
         child = self._attach(node, token, place.rank, sampled=self._ratio, gain=self._gain(node, place.rank))
         place.rank += 1
         self._push(node, place)
@@ -300,7 +309,7 @@ class Growth:
     # -- scores -------------------------------------------------------------------------------------------------------
 
     def _push(self, node: int, place: _Place) -> None:
-        exhausted = len(place.row) == 0 if self._ratio else place.rank >= len(place.order)
+        exhausted = place.is_empty if self._ratio else place.rank >= len(place.order)
         deep = not self._can_have_children(self.tree.at(node))  # for now: a commit brings it closer to the root
         if not exhausted and not deep and place.rank < self.policy.topk:
             heapq.heappush(self._heap, (-(self._score[node] + self._gain(node, place.rank)), node, place.rank))

@@ -163,6 +163,23 @@ def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> 
     return np.stack(pair, axis=1).reshape(-1)[:num_words]
 
 
+class DrawWords:
+    """The words of `draw_words` under one draw number, some after the others. They are made many at a time: one by one they would cost
+    more than the draws themselves. Whoever draws little pays for little."""
+
+    def __init__(self, key: Key, incarnation: int, draw_number: int) -> None:
+        self._of = key, incarnation, draw_number
+        self._words: Words = np.empty(0, np.uint64)
+        self._used = 0
+
+    def __call__(self, num_words: int) -> Words:
+        """uint64[n]: never the same twice."""
+        first, self._used = self._used, self._used + num_words
+        if self._used > len(self._words):
+            self._words = draw_words(*self._of, max(self._used, 2 * _FEW, 32 * len(self._words)))
+        return self._words[first : self._used]
+
+
 def words(key: int, counters: NDArray[np.uint32]) -> Words:
     """uint64[n]: the first 64 bits of Philox-4x32-10 at each counter uint32[n, 4] under a 64-bit key."""
     out = philox(counters, key)

@@ -54,18 +54,20 @@ class Atoms(NamedTuple):
         temperature, floor, rank, share = table_Tn.to(logits_TV.dtype)[:, :, None].unbind(1)
         score_TV = (logits_TV - logits_TV.amax(-1, keepdim=True)) / temperature
         if not self.num_atoms and not self.cuts:
-            best_TC, ids_TC = torch.topk(score_TV, self.num_candidates, dim=-1, sorted=False)
-            return _packed(best_TC.exp(), ids_TC)
-        best_TC, ids_TC = likeliest(score_TV, self.num_candidates)
-        mass_TC = best_TC.exp()  # whatever order ties are in
-        if self.cuts:
-            best_TC, ids_TC = _in_order(best_TC, ids_TC)
-            mass_TC = torch.where(_survive(score_TV, best_TC, floor, rank.long(), share), mass_TC, 0.0)
+            best_TA, ids_TA = some(score_TV, self.num_likely)
+            return _packed(best_TA.exp(), ids_TA)
+        if not self.cuts:
+            best_TK, ids_TK = likeliest(score_TV, self.num_atoms)
+            weights_TK = _weights(best_TK.exp(), ids_TK)  # whatever order ties are in
+            if not self.num_likely:
+                return weights_TK
+            best_TA, ids_TA = some(score_TV, self.num_likely)
+            return torch.cat([weights_TK, _packed(best_TA.exp(), ids_TA)], 1)
+        best_TC, ids_TC = _in_order(*likeliest(score_TV, self.num_candidates))
+        mass_TC = torch.where(_survive(score_TV, best_TC, floor, rank.long(), share), best_TC.exp(), 0.0)
         atoms, likely = slice(0, self.num_atoms), slice(0, self.num_likely)
-        weight_TK = (mass_TC[:, atoms] * LARGEST).round().clamp(1, LARGEST).long()
-        weight_TK = torch.where(mass_TC[:, atoms] > 0.0, weight_TK, 0)  # also where there is no law (NaN)
-        by_weight = ((LARGEST - weight_TK) << 32 | ids_TC[:, atoms]).sort(-1).values
-        return torch.cat([by_weight, _packed(mass_TC[:, likely], ids_TC[:, likely])], 1)
+        weights_TK = _weights(mass_TC[:, atoms], ids_TC[:, atoms])
+        return torch.cat([weights_TK, _packed(mass_TC[:, likely], ids_TC[:, likely])], 1)
 
     def read(self, table: Ints) -> Found:
         """What lies in an array that `reduce` made."""
@@ -81,6 +83,13 @@ def fetched(parts: Sequence[torch.Tensor]) -> list[Ints]:
     whole = torch.cat([part.flatten() for part in parts]).cpu().numpy()
     ends = np.cumsum([part.numel() for part in parts])[:-1]
     return [flat.reshape(part.shape) for flat, part in zip(np.split(whole, ends), parts, strict=True)]
+
+
+def _weights(mass_TK: torch.Tensor, ids_TK: torch.Tensor) -> torch.Tensor:
+    """Integer weights and ids in one number each, in the order of `Row`."""
+    weight_TK = (mass_TK * LARGEST).round().clamp(1, LARGEST).long()
+    weight_TK = torch.where(mass_TK > 0.0, weight_TK, 0)  # also where there is no law (NaN)
+    return ((LARGEST - weight_TK) << 32 | ids_TK).sort(-1).values
 
 
 def _packed(mass_TA: torch.Tensor, ids_TA: torch.Tensor) -> torch.Tensor:
@@ -118,6 +127,15 @@ def likeliest(score_TV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Ten
     tied = -torch.topk(torch.where(score_TV == edge, place, 1.0 - vocab), num, dim=-1).values
     which = torch.arange(num, device=ids.device) - (best > edge).sum(-1, keepdim=True)  # of those on the border
     return best, torch.where(which < 0, ids, tied.gather(1, which.clamp(min=0)).long())
+
+
+def some(score_TV: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest scores [T, num] of each row and their ids, in no order; of ties on the border any."""
+    vocab = score_TV.shape[1]
+    if num < vocab:
+        best, ids = torch.topk(score_TV, num, dim=-1, sorted=False)
+        return best, ids
+    return score_TV, torch.arange(vocab, device=score_TV.device).expand(score_TV.shape)
 
 
 def readable(device: torch.device) -> bool:

@@ -124,7 +124,7 @@ def test_unsent_growth_leaves_under_the_old_base_before_a_commit() -> None:
     garden.open(1, opening(1))
     garden.level()
     growing = garden.trees[1]
-    growing.growth.draw(lambda n: garden._new_words(growing, n))
+    growing.growth.draw(garden._words(growing))
     (unsent,) = garden.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
     assert isinstance(unsent, Grow)
     assert unsent.base_len == 3
