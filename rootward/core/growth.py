@@ -60,7 +60,7 @@ class Policy:
     match_scale: float = 0.0
     least_levels: int = 1
     beyond: int = 0
-    draws_beyond: int = 12
+    draws_beyond: int = 24
 
     def __post_init__(self) -> None:
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):

@@ -64,14 +64,18 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         [B, H, KV, D]."""
         now = running.get()
         assert now is not None, "the cache is used outside a step"
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.keys.index_copy_(0, now.step.write, key_states.transpose(1, 2).flatten(0, 1))
-        self.values.index_copy_(0, now.step.write, value_states.transpose(1, 2).flatten(0, 1))
+        self.write(now.step.write, *(new.transpose(1, 2).flatten(0, 1) for new in (key_states, value_states)))
         now.layer = self
         if now.view is None:
             return key_states, value_states
         return gathered(self.keys, now.view.cells), gathered(self.values, now.view.cells)
+
+    def write(self, cells: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Rows [N, H, D] go to cells int64[N]."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+        self.keys.index_copy_(0, cells, keys)
+        self.values.index_copy_(0, cells, values)
 
     def move(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """The content of cells source[i] goes to target[i], all at once."""

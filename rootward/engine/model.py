@@ -19,7 +19,7 @@ from rootward.engine.memory import MemoryPlan
 from rootward.engine.packed import pack_linears
 from rootward.engine.parallel import Group, LeadingPass, follow
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
-from rootward.engine.probe import choose_attention
+from rootward.engine.probe import choose_attention, choose_lean
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.engine.weights import fingerprint, num_bytes, read_network
@@ -38,7 +38,8 @@ class HuggingFaceModel:
     `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
     on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
-    `pack` replaces large linear layers of `network` by packed ones where that pays (float32 on a CPU).
+    `pack` replaces large linear layers of `network` by packed ones where that pays, `lean` computes small networks in fewer operations
+    where that is known to be the same (float32 on a CPU).
     `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
     `adapter`: the folder of what has been merged into `network`. `capture`: how steps are recorded (CUDA graphs).
     """
@@ -55,6 +56,7 @@ class HuggingFaceModel:
         kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
         pack: bool = True,
+        lean: bool = True,
         group: Group | None = None,
         adapter: str | None = None,
         capture: Capture | None = None,
@@ -75,6 +77,7 @@ class HuggingFaceModel:
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
         agreed = (lambda report: report) if group is None else group.agreed
         self.probe_report = choose_attention(network, attn, max_positions, agreed)
+        self.lean = choose_lean(network, self.probe_report, max_positions) if lean and group is None else None
         self._pass = self._make_pass(config, capture)
         self.memory = MemoryPlan(weights, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
@@ -130,7 +133,7 @@ class HuggingFaceModel:
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
-            how = ", steps are recorded" if cuda_graphs else ""
+            how = ", steps are recorded" if cuda_graphs else ", in fewer operations" if model.lean else ""
             log.info("%s: attention %s%s", path_or_name, model.probe_report.attention or "none", how)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
@@ -145,7 +148,8 @@ class HuggingFaceModel:
         if not self.probe_report.ok or windows is None:
             own = PathPass(self.network, self._slots.size)
         else:
-            own = TreePass(self.network, self._slots.size, windows, ragged=self.probe_report.ragged, capture=capture)
+            ragged = self.probe_report.ragged
+            own = TreePass(self.network, self._slots.size, windows, ragged=ragged, capture=capture, lean=self.lean)
         return own if self._group is None or not self._group.leads else LeadingPass(own, self._group)
 
     def follow(self) -> None:

@@ -21,6 +21,7 @@ from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
 from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
+from rootward.engine.lean import LeanNetwork
 from rootward.engine.slots import CellMoves, Entry, Size
 from rootward.ports import Reduction
 
@@ -42,11 +43,21 @@ class TreePass:
     """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
 
     `ragged`: the network can be told entry by entry whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
+    `lean`: what computes the same in fewer operations.
     """
 
-    def __init__(self, network: Any, size: Size, windows: Windows, *, ragged: bool, capture: Capture | None = None):
+    def __init__(
+        self,
+        network: Any,
+        size: Size,
+        windows: Windows,
+        *,
+        ragged: bool,
+        capture: Capture | None = None,
+        lean: LeanNetwork | None = None,
+    ):
         self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
-        self.kv = PagedCache(size, windows.by_layer)
+        self.kv, self.lean = PagedCache(size, windows.by_layer), lean
         self.reads_storage = network.config._attn_implementation in tree_attention.NAMES
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
@@ -68,6 +79,8 @@ class TreePass:
         if found is not None:
             return found
         step = Step(entries, kept, self.size, self.device)
+        if self.lean is not None:
+            return reduced(self.lean(step, self.kv.layers), reduction)
         view = None if self.reads_storage else DenseView(step.paged)
         token = running.set(Running(step, view))
         try:

@@ -7,6 +7,7 @@ refused by its mark in the configuration.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,9 +18,12 @@ import torch
 
 from rootward.engine import tree_attention
 from rootward.engine.attention import layer_windows
+from rootward.engine.lean import LeanNetwork, lean
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.ports import COMMITTED, Rows
+
+log = logging.getLogger(__name__)
 
 NUM_CELLS, TREE_ROOM, BLOCK_SIZE, NARROW_WINDOW = 64, 16, 4, 4
 PREFIXES = (6, 9, 3)  # committed tokens of the three slots
@@ -87,15 +91,28 @@ def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
     return ProbeReport(False, attention, ragged, error, tolerance, why)
 
 
+def choose_lean(network: Any, report: ProbeReport, max_positions: int) -> LeanNetwork | None:
+    """What computes the same as the network in fewer operations, if there is such a thing and the probe finds nothing wrong with it."""
+    found = lean(network, max(max_positions, NUM_CELLS)) if report.attention in tree_attention.NAMES else None
+    if found is None:
+        return None
+    try:
+        error, scale, _ = probe(network, report.ragged, found)
+    except Exception as wrong:
+        log.debug("lean form of %s: %s", type(network).__name__, wrong)
+        return None
+    return found if error <= TOLERANCE[torch.float32] * scale else None
+
+
 @torch.inference_mode()
-def probe(network: Any, ragged: bool) -> tuple[float, float, int]:
+def probe(network: Any, ragged: bool, lean: LeanNetwork | None = None) -> tuple[float, float, int]:
     """Largest difference between tree rows and cache-free forwards, the largest logit, and bytes of K and V per token."""
     config = network.config.get_text_config()
     with narrow_window(config):
         windows = layer_windows(config)
         assert windows is not None
         size = Size.of(len(PREFIXES), NUM_CELLS - TREE_ROOM, TREE_ROOM, BLOCK_SIZE, None)
-        tree, path = TreePass(network, size, windows, ragged=ragged), PathPass(network, size)
+        tree, path = TreePass(network, size, windows, ragged=ragged, lean=lean), PathPass(network, size)
         error, scale = _compare(tree, path, Slots(size, int(config.vocab_size), ""))
         return error, scale, tree.kv.bytes_per_token
 

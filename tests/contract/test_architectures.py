@@ -20,6 +20,7 @@ import transformers
 from contract.families import REFUSED, SUPPORTED, VOCAB, WINDOW, Family
 from contract.sessions import Session, error
 
+from rootward.engine.lean import KINDS
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
 
@@ -50,8 +51,8 @@ def network_of(family: Family) -> Any:
     return family.network()
 
 
-def load(network: Any) -> HuggingFaceModel:
-    return HuggingFaceModel(network, name="tiny", max_slots=4)
+def load(network: Any, lean: bool = True) -> HuggingFaceModel:
+    return HuggingFaceModel(network, name="tiny", max_slots=4, lean=lean)
 
 
 def prefilled(model: HuggingFaceModel, network: Any) -> tuple[list[Session], float]:
@@ -128,14 +129,15 @@ def report() -> Iterator[Callable[..., None]]:
         Path(os.environ["REPORT"]).write_text(HEAD + "|---|---|---|---|---|---|\n" + "".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_trees_equal_paths(name: str, report: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("name", "lean"), [*((n, False) for n in SUPPORTED), *((n, True) for n in sorted(KINDS))])
+def test_trees_equal_paths(name: str, lean: bool, report: Callable[..., None]) -> None:
     network, truth = network_of(SUPPORTED[name]), truth_of(SUPPORTED[name])
-    model = load(network)
+    model = load(network, lean)
     assert model.info.supports_trees, model.probe_report.reason
+    assert (model.lean is not None) == lean
     first, after = trees_and_commits(model, truth)
-    chain, positions = chain_mask(load(network), truth), positions_off(load(network), truth)
-    report(name, model.probe_report.attention, first, after, chain, positions)
+    chain, positions = chain_mask(load(network, lean), truth), positions_off(load(network, lean), truth)
+    report(f"{name} (lean)" if lean else name, model.probe_report.attention, first, after, chain, positions)
     assert max(first, after) <= TOLERANCE
     assert min(chain, positions) >= POWER
 

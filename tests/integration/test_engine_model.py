@@ -238,7 +238,7 @@ def test_bad_input_changes_nothing() -> None:
 def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1)
     slot = model.open()
-    monkeypatch.setattr(TreePass, "_forward", lambda *args, **kwargs: 1 / 0)
+    monkeypatch.setattr(TreePass, "_run", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.forward([Rows.chain(slot, 0, [1, 2])])
     assert model.tree(slot).num_uncommitted == 0
