@@ -9,13 +9,19 @@ import pytest
 import pytest_asyncio
 from support.processes import gateway, verifier
 
-from rootward import AsyncClient, SamplingParams
+from rootward import AsyncClient, SamplingParams, client_connection
 from rootward.errors import APIConnectionError, StreamInterruptedError, UnavailableError
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
 MODEL = "tabular:vocab=40,seed=1"
 LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def few_attempts(monkeypatch):
+    """Where nobody comes back, ten attempts take half a minute."""
+    monkeypatch.setattr(client_connection, "RESUME_ATTEMPTS", 3)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -91,7 +91,7 @@ async def collect(drafter, *frames):
 
 
 async def until(condition):
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -174,10 +174,17 @@ async def test_many_long_prompts_in_one_frame_pass_the_message_limit():
     prefix = tuple(range(200_000))
     opens = tuple(Open(s, "s", 1, prefix, Sampling(), Law.SAMPLED, 0, 0, 8, 64, 8, 4) for s in range(8))
     drafter = EchoDrafter()
-    async with drafter_at(drafter) as (remote, _):
-        assert await collect(remote, HELLO, ToDrafter(opens=opens), COMMIT)
-    got = (one for frame in drafter.received for one in frame.opens)  # beside the stream, in any order
-    assert tuple(sorted(got, key=lambda one: one.slot)) == opens
+
+    def got() -> list[Open]:  # beside the stream, in any order
+        return sorted((one for frame in drafter.received for one in frame.opens), key=lambda one: one.slot)
+
+    frames = Queue(HELLO, ToDrafter(opens=opens))
+    async with drafter_at(drafter) as (remote, _), aclosing(remote.session(aiter(frames))) as stream:
+        assert (await anext(stream)).ack
+        await until(lambda: len(got()) == len(opens))
+        frames.queue.put_nowait(COMMIT)
+        assert (await anext(stream)).grows
+    assert tuple(got()) == opens
 
 
 class CountingVerifier:

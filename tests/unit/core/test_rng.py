@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import kstest
 
 from rootward.core.rng import (
+    DrawWords,
     Key,
     Role,
     bonus_coin,
@@ -50,6 +51,14 @@ def test_integers_and_arrays_agree():
     assert long.dtype == np.uint64
     for n in (0, 1, 2, 7, 33):
         assert draw_words(KEY, 2**63, 2**40 + 5, n).tolist() == long[:n].tolist()
+
+
+def test_words_of_a_level_are_those_of_its_draw_number_and_none_comes_twice():
+    source, long = DrawWords(KEY, 3, 11), draw_words(KEY, 3, 11, 1300)
+    taken = [source(n) for n in (2, 2, 1, 0, 40, 2, 600, 2, 512, 1)]
+    assert [len(words) for words in taken] == [2, 2, 1, 0, 40, 2, 600, 2, 512, 1]
+    assert np.concatenate(taken).tolist() == long[:1162].tolist()
+    assert len(set(long.tolist())) == len(long)
 
 
 def test_a_token_has_its_noise_whoever_asks():

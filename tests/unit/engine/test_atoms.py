@@ -72,11 +72,12 @@ def test_float32_rounds_by_one_unit_at_most(way: str) -> None:
     assert np.abs(np.sort(got.weight) - np.sort(weight)).max() <= 1
 
 
+@pytest.mark.parametrize("num_likely", [200, 500, 600])
 @pytest.mark.parametrize("num_atoms", [0, 8])
-def test_what_noise_chooses_among_comes_with_its_mass(num_atoms: int, way: str) -> None:
+def test_what_noise_chooses_among_comes_with_its_mass(num_atoms: int, num_likely: int, way: str) -> None:
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 2
-    got = found(logits, [Sampling(0.9)] * 3, num_atoms, 200)
-    ids, probs = top_atoms(processed(logits, [Sampling(0.9)] * 3), 200)
+    got = found(logits, [Sampling(0.9)] * 3, num_atoms, num_likely)
+    ids, probs = top_atoms(processed(logits, [Sampling(0.9)] * 3), min(num_likely, 500))
     order = np.argsort(-got.mass, axis=1, kind="stable")
     np.testing.assert_array_equal(np.take_along_axis(got.likely, order, 1), ids)
     np.testing.assert_allclose(np.take_along_axis(got.mass, order, 1), probs / probs[:, :1], rtol=2e-6)
