@@ -61,7 +61,7 @@ class Grower(Generic[K]):
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self._match: dict[int, MatchScale] = {}  # by tenths of the temperature, which sets how far the pair is apart
-        self._num_draws = 0  # counts over the life of the process: a draw number is never used twice
+        self._draw_number = 0  # of the last level: counts over the life of the process, so that none is used twice
 
     # -- what a verifier says -----------------------------------------------------------------------------------------
 
@@ -285,8 +285,8 @@ class Grower(Generic[K]):
 
     def _words(self, growing: GrowingTree) -> DrawWords:
         """For all draws of a level."""
-        self._num_draws += 1
-        return DrawWords(growing.key, self.incarnation, self._num_draws)
+        self._draw_number += 1
+        return DrawWords(growing.key, self.incarnation, self._draw_number)
 
     def _frame(self, growing: GrowingTree, draft_us: int) -> Grow:
         """Everything drawn since the last frame, in draw order, with rows that have not travelled yet."""

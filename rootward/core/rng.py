@@ -150,7 +150,7 @@ def filter_coin(key: Key, position: int) -> float:
 
 
 def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> Words:
-    """uint64[n]: uniform words of one draw; (incarnation, draw number) never repeats within a request."""
+    """uint64[n]: uniform words of one draw number (of a level of a tree); (incarnation, draw number) never repeats within a request."""
     _within("draw_number", draw_number, 64)
     _within("incarnation", incarnation, 64)
     derived, low, high = key.derive(Role.DRAW, incarnation), draw_number & _LOW, draw_number >> 32

@@ -5,8 +5,9 @@ of a tree. A decoder layer is some 60 operations in transformers and 25 here: on
 up, normalisation in one call, rotations from a table, keys and values written as they come.
 
 What a short probe cannot see (a scale that only long texts get) is excluded by name: KINDS are the architectures of transformers that
-compute what is written here. Their modules must be those that are expected, and the load probe compares with the network itself.
-Weights are shared with it: its own layers become views of the joined ones.
+compute what is written here. Their modules must be those that are expected, as they were published, and the load probe compares with
+the network itself. Its layers become views of the joined weights; joined biases and norms of heads are copies, so nothing may be
+changed after loading.
 
 Legend: T wanted rows, V vocabulary, N rows of all entries (B entries of Q each, padded), H query heads, H_kv heads of K and V, D head
 dimension, E hidden.
@@ -125,22 +126,33 @@ def lean(network: Any, max_positions: int) -> LeanNetwork | None:
 
 
 def _is_of_the_kind(network: Any) -> bool:
-    if network.config.model_type not in KINDS or not type(network).__module__.startswith("transformers.models."):
+    published = type(network).__module__
+    if network.config.model_type not in KINDS or not published.startswith("transformers.models."):
         return False
     body: Any = getattr(network, "model", None)
     if {*_names(network)} != {"model", "lm_head"} or {*_names(body)} != BODY:
         return False
     if getattr(body.rotary_emb, "rope_type", "") not in FIXED_ROPE:
         return False
-    whole = all(
-        {*_names(layer)} == LAYER
-        and {*_names(layer.self_attn)} in (ATTENTION, ATTENTION | HEAD_NORMS)
-        and {*_names(layer.mlp)} == MLP
-        for layer in body.layers
-    )
-    linears = (part for part in body.modules() if hasattr(part, "in_features"))
-    norms = (part for part in body.modules() if type(part).__name__.endswith("Norm"))
-    return whole and all(map(_is_small, linears)) and all(hasattr(norm, "variance_epsilon") for norm in norms)
+    as_published = all(_is_as_published(part, published) for part in (network, *body.modules()))
+    return as_published and all(map(_is_small_layer, body.layers))
+
+
+def _is_as_published(part: Any, published: str) -> bool:
+    """Nobody has put code of their own in its place, or around it."""
+    code = type(part).__module__
+    known = code == published or code.startswith(("torch.nn.", "transformers.activations"))
+    return known and "forward" not in vars(part) and not (part._forward_hooks or part._forward_pre_hooks)
+
+
+def _is_small_layer(layer: Any) -> bool:
+    if {*_names(layer)} != LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if {*_names(attention)} not in (ATTENTION, ATTENTION | HEAD_NORMS) or {*_names(mlp)} != MLP:
+        return False
+    joined = ((attention, ATTENTION), (mlp, MLP - {"act_fn"}))
+    return all(_is_small(getattr(of, name)) for of, names in joined for name in names)
 
 
 def _is_small(part: torch.nn.Module) -> bool:

@@ -93,26 +93,33 @@ def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
 
 def choose_lean(network: Any, report: ProbeReport, max_positions: int) -> LeanNetwork | None:
     """What computes the same as the network in fewer operations, if there is such a thing and the probe finds nothing wrong with it."""
-    found = lean(network, max(max_positions, NUM_CELLS)) if report.attention in tree_attention.NAMES else None
-    if found is None:
+    if report.attention not in tree_attention.NAMES:
         return None
     try:
-        error, scale, _ = probe(network, report.ragged, found)
-    except Exception as wrong:
-        log.debug("lean form of %s: %s", type(network).__name__, wrong)
+        short = lean(network, max(max_positions, NUM_CELLS))
+        if short is None:
+            return None
+        error, scale, _ = probe(network, report.ragged, short)
+    except Exception as wrong:  # what was to be quicker must not keep a network from being served
+        log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, wrong)
         return None
-    return found if error <= TOLERANCE[torch.float32] * scale else None
+    if error <= TOLERANCE[torch.float32] * scale:  # false for NaN
+        return short
+    log.warning("%s runs as it is; in fewer operations it is off by %.1e", type(network).__name__, error)
+    return None
 
 
 @torch.inference_mode()
-def probe(network: Any, ragged: bool, lean: LeanNetwork | None = None) -> tuple[float, float, int]:
-    """Largest difference between tree rows and cache-free forwards, the largest logit, and bytes of K and V per token."""
+def probe(network: Any, ragged: bool, short: LeanNetwork | None = None) -> tuple[float, float, int]:
+    """Largest difference between tree rows and cache-free forwards, the largest logit, and bytes of K and V per token.
+
+    short: what computes the tree rows instead of the network."""
     config = network.config.get_text_config()
     with narrow_window(config):
         windows = layer_windows(config)
         assert windows is not None
         size = Size.of(len(PREFIXES), NUM_CELLS - TREE_ROOM, TREE_ROOM, BLOCK_SIZE, None)
-        tree, path = TreePass(network, size, windows, ragged=ragged, lean=lean), PathPass(network, size)
+        tree, path = TreePass(network, size, windows, ragged=ragged, lean=short), PathPass(network, size)
         error, scale = _compare(tree, path, Slots(size, int(config.vocab_size), ""))
         return error, scale, tree.kv.bytes_per_token
 

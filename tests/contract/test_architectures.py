@@ -146,12 +146,17 @@ OPTIONS = [(name, {"sliding_window": WINDOW + 1}) for name, f in SUPPORTED.items
 OPTIONS += [("gemma2", {"attn_logit_softcapping": 2.2}), ("smollm3", {"no_rope_layers": [1, 1]})]
 
 
-@pytest.mark.parametrize(("name", "off"), OPTIONS, ids=[f"{name} {next(iter(off))}" for name, off in OPTIONS])
-def test_options_of_attention_show(name: str, off: dict[str, Any]) -> None:
+CASES = [(name, off, lean) for name, off in OPTIONS for lean in (False, True) if not lean or name in KINDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "off", "lean"), CASES, ids=[f"{name}{' (lean)' * lean} {next(iter(off))}" for name, off, lean in CASES]
+)
+def test_options_of_attention_show(name: str, off: dict[str, Any], lean: bool) -> None:
     """Control: the truth of the same weights under another window, cap or encoding is not what the engine computes."""
     family = SUPPORTED[name]
     network, other = network_of(family), truth_of(replace(family, changes=family.changes | off))
-    model = load(network)
+    model = load(network, lean)
     session = prefilled(model, network)[0][2]
     rows = session.grow(BRANCHED, tokens(len(BRANCHED), 42))
     assert error(model.forward([rows]), [session.truth(other, rows)]) >= POWER

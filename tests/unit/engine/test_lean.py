@@ -10,6 +10,7 @@ import torch
 from contract.families import SUPPORTED, Family
 
 from rootward.engine import lean as lean_module
+from rootward.engine import reach
 from rootward.engine.lean import LeanNetwork, lean
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.passes import TreePass
@@ -48,9 +49,26 @@ def logits_of(model: HuggingFaceModel) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_computes_what_the_network_computes(kind: str) -> None:
-    short, whole = model_of(network_of(SUPPORTED[kind])), model_of(network_of(SUPPORTED[kind]), lean=False)
+ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MORE = {
+    "yarn": Family("LlamaConfig", {"rope_parameters": {**ROPE, "rope_type": "yarn"}, "head_dim": 12}),
+    "llama3 rope": Family("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "biases": Family("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "two windows": Family(
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+FAMILIES = {kind: SUPPORTED[kind] for kind in KINDS} | MORE
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["short contexts at once", "prefix and tail"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_it_computes_what_the_network_computes(kind: str, at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not at_once:
+        monkeypatch.setattr(reach, "CALL_CELLS", 0)
+    short, whole = model_of(network_of(FAMILIES[kind])), model_of(network_of(FAMILIES[kind]), lean=False)
     assert short.lean is not None
     assert whole.lean is None
     torch.testing.assert_close(logits_of(short), logits_of(whole), atol=1e-4, rtol=1e-4)
@@ -69,6 +87,29 @@ def test_where_another_scale_or_code_is_at_work_it_is_left_alone() -> None:
     assert lean(network, 64) is None
     elsewhere = type("Other", (type(SUPPORTED["llama"].network()),), {"__module__": "somebody.modeling_llama"})
     assert lean(elsewhere(SUPPORTED["llama"].network().config), 64) is None
+
+
+def test_code_of_somebody_else_is_run_as_it_is() -> None:
+    """A short probe does not see all that it may do."""
+    changed = SUPPORTED["llama"].network()
+    own = type(changed.model.layers[0].self_attn)
+    changed.model.layers[1].self_attn.__class__ = type("Longer", (own,), {"__module__": __name__})
+    watched, patched, odd = (SUPPORTED["llama"].network() for _ in range(3))
+    watched.model.layers[0].register_forward_hook(lambda *_: None)
+    patched.model.norm.forward = patched.model.norm.forward
+    odd.model.layers[0].mlp.down_proj = torch.nn.Identity()
+    for network in (changed, watched, patched, odd):
+        assert lean(network, 64) is None
+
+
+def test_what_fails_on_the_way_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LeanNetwork, "__init__", lambda *_: 1 / 0)
+    model = model_of(network_of(SUPPORTED["llama"]))
+    assert model.lean is None
+    assert model.info.supports_trees
+    assert "runs as it is" in caplog.text
 
 
 def test_large_layers_and_other_types_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
