@@ -7,7 +7,7 @@ guesses at a node: the likeliest tokens, or, which is right far more often, what
 Exactness hangs on what may depend on that noise. The bonus at text length t is an exact sample as long as nothing that is verified has
 looked at the noise of length t or more. Hence the order of things, which no guess can change:
 
-    1  the root's component grows until it is at rest
+    1  the root's component grows until it is at rest; what a round waits for is sent before guesses are made
     2  how many guesses each of its nodes gets is settled by ranks and depths (a forecast of where the round stops)
     3  every guess gets the same share of nodes, rows and draws; what one cannot use (end of text, support exhausted) is wasted
     4  a commit keeps the component it walked into and drops all others; 1 begins again
@@ -129,12 +129,9 @@ class Ahead:
     def draw(self, new_words: NewWords) -> list[int]:
         """A level's worth of draws; the new ids in draw order."""
         if not self.own.at_rest:
-            drawn = self.own.draw(new_words)
-            if not self.own.at_rest:
-                return drawn
-        else:
-            drawn = [node for guess in self._guesses for node in guess.draw(new_words)]
-            self._turn += 1
+            return self.own.draw(new_words)  # alone: a round waits for them, and making guesses takes time
+        drawn = [node for guess in self._guesses for node in guess.draw(new_words)]
+        self._turn += bool(self._guesses)
         if self.bets.num_guesses and self.own.root_expanded:
             drawn += self._guess()
         return drawn

@@ -26,7 +26,7 @@ class Grown(Session):
     """levels: before the launch, while it is verified, after the commit, before the third round. caps: of the rounds."""
 
     law = Law.SAMPLED
-    levels = (2, 1, 1, 0)
+    levels = (2, 2, 1, 0)
     caps = (2, 2, 0)
     calibrated = False
 
@@ -71,7 +71,7 @@ class Greedy(Grown):
 
 
 class PlainFirst(Grown):
-    levels = (1, 1, 1, 0)
+    levels = (1, 2, 1, 0)
     caps = (0, 8, 0)
 
 
@@ -80,13 +80,13 @@ class CutShort(Grown):
 
 
 class ThreeDeep(Grown):
-    levels = (2, 1, 2, 1)
+    levels = (2, 2, 2, 1)
     caps = (2, 8, 8)
 
 
 class Learning(Grown):
     calibrated = True
-    levels = (2, 1, 1, 1)
+    levels = (2, 2, 1, 1)
 
 
 class LooksAtAGuess(Grown):
@@ -106,7 +106,7 @@ class LooksAtAGuess(Grown):
 class Predicted(Grown):
     """What the client expects lies in the tree before anything is drawn."""
 
-    levels = (2, 0, 1, 0)
+    levels = (2, 1, 1, 0)
 
     def foresee(self) -> None:
         first = (self.text[-1] + 1) % V
