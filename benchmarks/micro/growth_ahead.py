@@ -1,6 +1,6 @@
 """What growing ahead is worth at any distance, on a clock that only counts: waiting for each tree against the living tree.
 
-    python benchmarks/micro/growth_ahead.py [--noise 0.6] [--rtts 0 20] [--verify-ms 60] [--level-ms 4] [--demo]
+    python benchmarks/micro/growth_ahead.py [--noise 0.6] [--rtts 0 20] [--verify-ms 60] [--level-ms 4] [--bet-ms 8] [--demo]
 
 One session at a time. The models compute; the clock does not: a target pass, a draft level and a way over the wire take the times given,
 so the figures are those of that distance and not of this machine or its load. Growth, verification and the launch rule are the services'
@@ -40,6 +40,7 @@ from verifier_service.worth import Worth
 @dataclass(frozen=True)
 class Times:
     level_s: float
+    bet_s: float  # a level of growth ahead, which has more rows
     verify_s: float
     one_way_s: float
 
@@ -85,7 +86,8 @@ class Drafter:
             if self.grower.idle:
                 self.now_s = min(moment_s, self.commits[0][0] if self.commits else math.inf)
                 continue
-            self.now_s += self.times.level_s
+            bets = any(tree.betting for tree in self.grower.trees.values())
+            self.now_s += self.times.bet_s if bets else self.times.level_s
             self._send([frame for _, frame in self.grower.level()])
 
     def next_s(self, before_s: float) -> float:
@@ -197,7 +199,7 @@ class Session:
 
 def measured(form: Form, rtt_ms: float, about: argparse.Namespace) -> str:
     """A line of the table."""
-    times = Times(about.level_ms / 1e3, about.verify_ms / 1e3, rtt_ms / 2e3)
+    times = Times(about.level_ms / 1e3, (about.bet_ms or about.level_ms) / 1e3, about.verify_ms / 1e3, rtt_ms / 2e3)
     policy = Policy(Law.SAMPLED, least_levels=LEAST_LEVELS)
     bets = Bets(share=about.share, draws_per_level=about.guess_draws)
     target, draft, texts = pair(about)
@@ -240,7 +242,7 @@ def main() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="What growing ahead is worth, on a clock that only counts.")
-    numbers = {"noise": 0.6, "temperature": 1.0, "verify_ms": 60.0, "level_ms": 4.0}
+    numbers = {"noise": 0.6, "temperature": 1.0, "verify_ms": 60.0, "level_ms": 4.0, "bet_ms": 0.0}
     sizes = {"nodes": 16, "ahead": 192, "share": 8, "guess_draws": 2, "tokens": 250, "prompts": 3}
     for name, value in {**numbers, **sizes}.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)

@@ -131,7 +131,7 @@ class Ahead:
         if not self.own.at_rest:
             return self.own.draw(new_words)  # alone: a round waits for them, and making guesses takes time
         drawn = [node for guess in self._guesses for node in guess.draw(new_words)]
-        self._turn += bool(self._guesses)
+        self._turn += 1
         if self.bets.num_guesses and self.own.root_expanded:
             drawn += self._guess()
         return drawn

@@ -17,6 +17,7 @@ from rootward.engine import batch, reach
 from rootward.engine import model as model_module
 from rootward.engine import probe as probe_module
 from rootward.engine.attention import DenseView
+from rootward.engine.lean import LeanNetwork
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.packed import can_pack
@@ -235,10 +236,12 @@ def test_bad_input_changes_nothing() -> None:
         model.commit(b, 0, keep_below=True)
 
 
-def test_a_forward_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1)
+@pytest.mark.parametrize("lean", [False, True])
+def test_a_forward_that_fails_changes_nothing(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1, lean=lean)
     slot = model.open()
-    monkeypatch.setattr(TreePass, "_run", lambda *args, **kwargs: 1 / 0)
+    broken, name = (LeanNetwork, "__call__") if lean else (TreePass, "_forward")
+    monkeypatch.setattr(broken, name, lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.forward([Rows.chain(slot, 0, [1, 2])])
     assert model.tree(slot).num_uncommitted == 0

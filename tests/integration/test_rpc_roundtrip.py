@@ -90,8 +90,8 @@ async def collect(drafter, *frames):
     return [frame async for frame in drafter.session(aiter(Queue(*frames, None)))]
 
 
-async def until(condition):
-    async with asyncio.timeout(20):
+async def until(condition, timeout_s=5):
+    async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -181,7 +181,7 @@ async def test_many_long_prompts_in_one_frame_pass_the_message_limit():
     frames = Queue(HELLO, ToDrafter(opens=opens))
     async with drafter_at(drafter) as (remote, _), aclosing(remote.session(aiter(frames))) as stream:
         assert (await anext(stream)).ack
-        await until(lambda: len(got()) == len(opens))
+        await until(lambda: len(got()) == len(opens), timeout_s=60)  # megabytes
         frames.queue.put_nowait(COMMIT)
         assert (await anext(stream)).grows
     assert tuple(got()) == opens

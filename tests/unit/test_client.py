@@ -12,7 +12,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
-from rootward import client_connection, errors
+from rootward import errors
 from rootward.client import AsyncClient, Client, SamplingParams, Speculation
 from rootward.client_connection import parse_target
 from rootward.core.requests import Law, Rule, SpeculationMode
@@ -187,8 +187,7 @@ async def test_what_the_wire_cannot_say_is_a_value_error_with_its_name(bad):
             await client.generate()
 
 
-async def test_a_mid_stream_loss_keeps_what_came(monkeypatch):
-    monkeypatch.setattr(client_connection, "RESUME_ATTEMPTS", 3)  # ten take half a minute
+async def test_a_mid_stream_loss_keeps_what_came():
     dying = SpellingVerifier(die_after=lambda r: 5)
     async with grpc_serving(dying, redispatch_wait_s=0.1) as (_, address), AsyncClient(address) as client:
         with pytest.raises(errors.StreamInterruptedError) as caught:
