@@ -2,7 +2,8 @@
 
 A row that ratio tests will look at is declared: its K atoms are those on which both sides agree, so they are ranked with care. What grows
 under shared noise is only matched. Its row does not travel and needs no order, but many more atoms before the noise speaks, for the
-target's own token is often an unlikely one. Where a round may stop the same goes for guesses of its bonus token.
+target's own token is often an unlikely one. The same goes for guesses of a bonus token, and any node may be one where a round stops:
+of this tree, or of what hangs below a guess that turns out right.
 
 A level whose nodes are all of one kind is reduced to atoms in the forward itself; whichever way, the host waits once.
 
@@ -23,7 +24,7 @@ from rootward.core.arrays import Floats, Ints
 from rootward.core.requests import Law, Sampling
 from rootward.core.rng import Key, target_gumbel_batch
 from rootward.core.rows import Row, integer_weights, rows_of
-from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, reduced
+from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.processors import penalised, shifted
 from rootward.ports import LanguageModel, Reduction, Rows
 
@@ -46,7 +47,7 @@ class Asked(NamedTuple):
     @property
     def num_likely(self) -> int:
         """Atoms for the noise to choose among."""
-        return MATCH_ATOMS if self.matched else GUESS_ATOMS if self.growing.guesses_at(self.node) else 0
+        return MATCH_ATOMS if self.matched else GUESS_ATOMS if self.growing.shares_bonus else 0
 
 
 @torch.inference_mode()
@@ -89,8 +90,8 @@ def _expand(group: Sequence[Asked], found: Found) -> None:
     for one, row in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row)
     if group[0].num_likely:
-        for one, ids, mass in zip(group, found.likely, found.mass, strict=True):
-            one.growing.guesses[one.node] = Guesses(ids, mass)
+        for one, likely in zip(group, found.likely, strict=True):
+            one.growing.guesses[one.node] = Guesses(likely)
 
 
 def matched_rows(
@@ -113,7 +114,7 @@ def matched_rows(
 
 def _expand_matched(group: Sequence[Asked], found: Found) -> None:
     at = [(one.growing.key, one.growing.tree.at(one.node).depth) for one in group]
-    rows = matched_rows(found.likely, found.mass, at, [one.growing.open.num_atoms for one in group])
+    rows = matched_rows(*likely_tokens(found.likely), at, [one.growing.open.num_atoms for one in group])
     for one, (row, noise) in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row, noise)
 

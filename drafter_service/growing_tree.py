@@ -5,34 +5,34 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from rootward.core.ahead import Ahead, shared_order
-from rootward.core.arrays import Floats, Ints
+from rootward.core.arrays import Ints
 from rootward.core.drafting.lookup import Source, best_path
 from rootward.core.frames import Open
-from rootward.core.living_tree import ROOT, LivingTree
+from rootward.core.living_tree import LivingTree
 from rootward.core.requests import Sampling
 from rootward.core.rng import BonusKey, Key
+from rootward.engine.atoms import likely_tokens
 from rootward.engine.processors import History
 
 
 class Guesses:
     """What may come after a node where a round stops, by the noise of the bonus token. Few nodes are asked, so the order is made only
-    then: until then tokens and their mass are kept, afterwards the best tokens alone."""
+    then: until then tokens and their mass are kept (16 KiB a node), afterwards the best tokens alone."""
 
-    __slots__ = ("_best", "_ids", "_mass")
+    __slots__ = ("_best", "_likely")
 
-    def __init__(self, ids: Ints, mass: Floats) -> None:
-        some = mass > 0.0
-        self._ids, self._mass = ids[some].astype(np.int32), mass[some].astype(np.float32)
+    def __init__(self, likely: Ints) -> None:
+        self._likely = likely.copy()  # not a view, which would hold the rows of the whole level
         self._best: Ints | None = None
 
     def best(self, key: BonusKey, epoch: int, length: int) -> Ints:
         """The first ones, the best first, at this length of the text."""
         if self._best is None:
-            self._best = shared_order(key, epoch, length, self._ids.astype(np.int64), self._mass.astype(np.float64))
-            self._ids, self._mass = self._ids[:0], self._mass[:0]
+            ids, mass = likely_tokens(self._likely)
+            some = mass > 0.0
+            self._best = shared_order(key, epoch, length, ids[some], mass[some])
+            self._likely = self._likely[:0]
         return self._best
 
 
@@ -55,7 +55,7 @@ class GrowingTree:
     source: Source | None = None  # of what the client expects
     history: History | None = None  # of the text, where penalties need it
     ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
-    guesses: dict[int, Guesses] = field(default_factory=dict)  # after nodes where a round may stop
+    guesses: dict[int, Guesses] = field(default_factory=dict)  # after every node whose row is known
     allowed: bool = True  # its rounds may have trees
 
     @property
@@ -78,11 +78,10 @@ class GrowingTree:
             self.source.extend(tokens)
             self.growth.own.follow(best_path(self.source, self.open.max_depth))
 
-    def guesses_at(self, node: int) -> bool:
-        """A round may stop there, next or, if a guess is right, after it."""
-        record = self.tree.at(node)
-        known = self.open.bonus_key is not None and self.growth.bets.num_guesses > 0
-        return known and (record.head == ROOT or record.guess)
+    @property
+    def shares_bonus(self) -> bool:
+        """It guesses bonus tokens by the noise they are drawn with."""
+        return self.open.bonus_key is not None and self.growth.bets.num_guesses > 0
 
     @property
     def betting(self) -> bool:

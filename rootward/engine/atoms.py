@@ -32,13 +32,17 @@ ID = 0xFFFFFFFF  # the low half of a packed number is the token
 
 
 class Found(NamedTuple):
-    """ids, weight int64[T, K] in the order of `Row`, weight 0 where there is no atom; likely int64[T, A] and their mass float64[T, A], in
-    units of the likeliest's and in no order."""
+    """ids, weight int64[T, K] in the order of `Row`, weight 0 where there is no atom; likely int64[T, A]: tokens with their mass, for
+    `likely_tokens`."""
 
     ids: Ints
     weight: Ints
     likely: Ints
-    mass: NDArray[np.float64]
+
+
+def likely_tokens(likely: Ints) -> tuple[Ints, NDArray[np.float64]]:
+    """Tokens and their mass, in units of the likeliest's and in no order, of as many rows as are given."""
+    return likely & ID, (likely >> 32).astype(np.int32).view(np.float32).astype(np.float64)
 
 
 class Atoms(NamedTuple):
@@ -72,8 +76,7 @@ class Atoms(NamedTuple):
     def read(self, table: Ints) -> Found:
         """What lies in an array that `reduce` made."""
         atoms, likely = table[:, : self.num_atoms], table[:, self.num_atoms :]
-        mass = (likely >> 32).astype(np.int32).view(np.float32).astype(np.float64)
-        return Found(atoms & ID, LARGEST - (atoms >> 32), likely & ID, mass)
+        return Found(atoms & ID, LARGEST - (atoms >> 32), likely)
 
 
 def fetched(parts: Sequence[torch.Tensor]) -> list[Ints]:

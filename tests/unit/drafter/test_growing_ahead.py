@@ -19,8 +19,8 @@ BONUS = Key(77).bonus()
 BETS = Bets(share=4, draws_per_level=2)
 
 
-def grower() -> Grower[int]:
-    network = Counting(5, seed=3, max_slots=4)
+def grower(vocab: int = 5) -> Grower[int]:
+    network = Counting(vocab, seed=3, max_slots=4)
     return Grower(network, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2), bets=BETS)
 
 
@@ -90,6 +90,27 @@ def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
     assert len(verifier) == 4
     garden.close(1)
     garden.model.check_idle()
+
+
+def test_at_every_node_of_a_tree_that_hung_below_a_guess_the_noise_chooses() -> None:
+    """Rows that were known before the guess turned out right are asked for guesses after it."""
+    garden = grower(vocab=40)
+    garden.open(1, ahead(ahead_cap=48, num_atoms=40))
+    grown(garden)
+    tree = garden.trees[1].tree
+    guess = next(n for n in tree.nodes.values() if n.guess and n.parent == ROOT)
+    garden.commit(1, Commit(1, 3, (guess.token,), hash_of((*PREFIX, guess.token))))
+    known_before = garden.trees[1].growth.expanded
+    grown(garden)
+    asked = 0
+    for node, row in garden.trees[1].growth.own.rows.items():
+        record = tree.at(node)
+        children = [tree.nodes[c] for c in record.children]
+        drawn, chosen = ([c.token for c in children if c.guess is kind] for kind in (False, True))
+        order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(BONUS, 1, record.depth, row.ids)))]
+        assert chosen == [t for t in order.tolist() if t not in drawn][: len(chosen)]
+        asked += len(chosen) > 0 and node in known_before and node != tree.root_id
+    assert asked
 
 
 def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:

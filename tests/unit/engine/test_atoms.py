@@ -10,7 +10,7 @@ from support.waits import Waits
 from rootward.core.requests import Sampling
 from rootward.core.rows import quantise_top
 from rootward.engine import atoms
-from rootward.engine.atoms import Found, atoms_of, fetched, reduced
+from rootward.engine.atoms import Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.sampling import processed, top_atoms
 
 WISHES = [
@@ -78,9 +78,10 @@ def test_what_noise_chooses_among_comes_with_its_mass(num_atoms: int, num_likely
     logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * 2
     got = found(logits, [Sampling(0.9)] * 3, num_atoms, num_likely)
     ids, probs = top_atoms(processed(logits, [Sampling(0.9)] * 3), min(num_likely, 500))
-    order = np.argsort(-got.mass, axis=1, kind="stable")
-    np.testing.assert_array_equal(np.take_along_axis(got.likely, order, 1), ids)
-    np.testing.assert_allclose(np.take_along_axis(got.mass, order, 1), probs / probs[:, :1], rtol=2e-6)
+    tokens, mass = likely_tokens(got.likely)
+    order = np.argsort(-mass, axis=1, kind="stable")
+    np.testing.assert_array_equal(np.take_along_axis(tokens, order, 1), ids)
+    np.testing.assert_allclose(np.take_along_axis(mass, order, 1), probs / probs[:, :1], rtol=2e-6)
     np.testing.assert_array_equal(got.ids, found(logits, [Sampling(0.9)] * 3, 8).ids[:, :num_atoms])
 
 
@@ -120,7 +121,7 @@ def test_nothing_is_read_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         out = reduced(torch.randn(len(WISHES), 300), reduction)
         assert not waits.count
         (table,) = fetched([out])
-    assert kind.read(table).mass.shape == (len(WISHES), 64)
+    assert kind.read(table).likely.shape == (len(WISHES), 64)
     assert dict(waits.count) == {"cpu": 1}
     assert waits.values == len(WISHES) * (32 + 64)
     meta = reduction.of(torch.empty(8, 300, device="meta"), torch.empty(8, 4, dtype=torch.float64, device="meta"))
