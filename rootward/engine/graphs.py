@@ -5,8 +5,10 @@ A step in eager mode is hundreds of launches from Python; recorded, it is one. W
 tokens, positions, cells, block tables, lengths, visibility. All else is the bucket: sizes rounded up to powers of two. Rows and entries of
 padding write to the trash cell. Two or three host-to-device copies fill the buffers; nothing in between asks the device for a value.
 
-A bucket runs unrecorded the first time (many come once) and is recorded the second time. Prompts and steps beyond `MAX_ROWS` are not
-recorded: there the launches do not count. What cannot be recorded (experts that look at their routing, say) stays as it is.
+A bucket runs unrecorded the first time (many come once) and is recorded the second time. When there are `MAX_GRAPHS`, one takes the place
+of the recording that nobody has needed for longest, if that is `IDLE_STEPS`: recording takes as long as many steps. Prompts and steps
+beyond `MAX_ROWS` are not recorded: there the launches do not count. What cannot be recorded (experts that look at their routing, say)
+stays as it is.
 
 Legend: B entries, Q rows of each (padded), R wanted rows (padded), V vocabulary.
 """
@@ -36,6 +38,7 @@ MAX_ROWS = 512
 MIN_BLOCKS = 16  # below, shorter prefixes save nothing
 MIN_NODES = 32  # a word of visibility, half a tile of the kernel
 MAX_GRAPHS = 128
+IDLE_STEPS = 1000
 MAX_DROPPED = 16  # rows of an entry whose logits nobody wants: a few tokens that a drafter catches up with, no prompt
 Ints = NDArray[np.int64]
 Run = Callable[[], torch.Tensor]
@@ -126,7 +129,8 @@ class Graphs:
     ):
         self._forward, self._capture, self._size, self._device = forward, capture, size, device
         self._seen: set[Bucket] = set()
-        self._recorded: dict[Bucket, Recorded] = {}
+        self._recorded: dict[Bucket, Recorded] = {}  # the longest unused first
+        self._used: dict[Bucket, int] = {}  # number of the last replay
         self._refused: set[Hashable] = set()  # kinds that cannot be recorded
         self.num_replayed = self.num_other = 0
 
@@ -149,15 +153,19 @@ class Graphs:
             self.num_other += 1
             return None
         self.num_replayed += 1
-        return self._recorded[bucket].of(entries, wanted, reduction)
+        self._used[bucket] = self.num_replayed
+        self._recorded[bucket] = recorded = self._recorded.pop(bucket)
+        return recorded.of(entries, wanted, reduction)
 
     def _record(self, bucket: Bucket, reduction: Reduction | None) -> bool:
         """Whether this bucket has been recorded now."""
         rows = bucket.extents.entries * bucket.extents.rows
-        if bucket.kind in self._refused or rows > MAX_ROWS or len(self) >= MAX_GRAPHS:
+        if bucket.kind in self._refused or rows > MAX_ROWS:
             return False
         if bucket not in self._seen:
             self._seen.add(bucket)
+            return False
+        if not self._make_room():
             return False
         static = StaticStep(bucket.extents, self._size, self._device)
         static.fill([])
@@ -167,6 +175,17 @@ class Graphs:
             log.warning("steps are not recorded: %s", str(wrong).splitlines()[0])
             self._refused.add(bucket.kind)
         return bucket in self._recorded
+
+    def _make_room(self) -> bool:
+        """Whether another one may be recorded."""
+        if len(self) < MAX_GRAPHS:
+            return True
+        oldest = next(iter(self._recorded))
+        if self.num_replayed - self._used[oldest] < IDLE_STEPS:
+            return False
+        del self._recorded[oldest], self._used[oldest]
+        self._seen.discard(oldest)
+        return True
 
     def _recording(self, static: StaticStep, bucket: Bucket, reduction: Reduction | None) -> Recorded:
         numbers: torch.Tensor | None = None

@@ -13,7 +13,7 @@ from unit.engine.networks import FAMILIES, VOCAB, tiny
 
 from rootward.core.tree import TokenTree
 from rootward.core.verification.batched import Forest, gather_ids
-from rootward.engine import batch, tree_attention
+from rootward.engine import batch, graphs, tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.graphs import Run, StaticStep, bucket_of
 from rootward.engine.kv_cache import running
@@ -134,6 +134,35 @@ def test_results_outlive_the_next_replay() -> None:
         model.release(slot)
     assert model._pass.graphs.num_replayed == 3
     assert not torch.equal(found[2], found[3])
+
+
+def test_a_recording_that_nobody_needs_any_more_makes_room_and_one_in_use_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "IDLE_STEPS", 4)
+    replays = Replays()
+    model, rng = model_of("llama", replays), np.random.default_rng(2)
+    slot, recorded = model.open(), model._pass.graphs
+
+    def replayed(rows: int, times: int) -> list[bool]:
+        """Whether each of so many steps was a replay."""
+        found = []
+        for _ in range(times):
+            before = recorded.num_replayed
+            model.forward([tree(slot, rows, rng)])
+            model.release(slot)
+            found.append(recorded.num_replayed > before)
+        return found
+
+    assert replayed(1, 2) == replayed(2, 2) == [False, True]
+    assert replayed(4, 2) == [False, False]  # the place of the first was needed two replays ago
+    assert replayed(2, 3) == [True] * 3
+    assert replayed(4, 2) == [True, True]
+    assert replayed(2, 1) == [True]
+    assert replayed(1, 2) == [False, False]  # forgotten: its first time again, and both others are in use
+    assert len(recorded) == 2
+    assert len(replays.buffers) == 3
 
 
 def test_buckets_are_powers_of_two() -> None:
