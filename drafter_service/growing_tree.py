@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from rootward.core.ahead import Ahead, shared_order
 from rootward.core.arrays import Ints
 from rootward.core.drafting.lookup import Source, best_path
@@ -32,7 +34,7 @@ class Guesses:
             ids, mass = likely_tokens(self._likely)
             some = mass > 0.0
             self._best = shared_order(key, epoch, length, ids[some], mass[some])
-            self._likely = self._likely[:0]
+            self._likely = np.empty(0, np.int64)
         return self._best
 
 
@@ -55,7 +57,7 @@ class GrowingTree:
     source: Source | None = None  # of what the client expects
     history: History | None = None  # of the text, where penalties need it
     ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
-    guesses: dict[int, Guesses] = field(default_factory=dict)  # after every node whose row is known
+    guesses: dict[int, Guesses] = field(default_factory=dict)  # of every row, where `shares_bonus`
     allowed: bool = True  # its rounds may have trees
 
     @property

@@ -144,7 +144,7 @@ class Ahead:
             hit.policy, hit.head = self.own.policy, ROOT
             self.own = hit
         self.own.rerooted()
-        self._wanted, self._guesses = None, []
+        self._wanted, self._guesses, self._turn = None, [], 0
         return walked
 
     # -- guesses ------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ tokens, positions, cells, block tables, lengths, visibility. All else is the buc
 padding write to the trash cell. Two or three host-to-device copies fill the buffers; nothing in between asks the device for a value.
 
 A bucket runs unrecorded the first time (many come once) and is recorded the second time. When there are `MAX_GRAPHS`, one takes the place
-of the recording that nobody has needed for longest, if that is `IDLE_STEPS`: recording takes as long as many steps. Prompts and steps
-beyond `MAX_ROWS` are not recorded: there the launches do not count. What cannot be recorded (experts that look at their routing, say)
-stays as it is.
+of the recording that nobody has needed for longest, if that is `IDLE_STEPS`; since recording takes as long as many steps, only once in
+`STEPS_BETWEEN` of them. Prompts and steps beyond `MAX_ROWS` are not recorded: there the launches do not count. What cannot be recorded
+(experts that look at their routing, say) stays as it is.
 
 Legend: B entries, Q rows of each (padded), R wanted rows (padded), V vocabulary.
 """
@@ -39,6 +39,7 @@ MIN_BLOCKS = 16  # below, shorter prefixes save nothing
 MIN_NODES = 32  # a word of visibility, half a tile of the kernel
 MAX_GRAPHS = 128
 IDLE_STEPS = 1000
+STEPS_BETWEEN = 250
 MAX_DROPPED = 16  # rows of an entry whose logits nobody wants: a few tokens that a drafter catches up with, no prompt
 Ints = NDArray[np.int64]
 Run = Callable[[], torch.Tensor]
@@ -130,12 +131,17 @@ class Graphs:
         self._forward, self._capture, self._size, self._device = forward, capture, size, device
         self._seen: set[Bucket] = set()
         self._recorded: dict[Bucket, Recorded] = {}  # the longest unused first
-        self._used: dict[Bucket, int] = {}  # number of the last replay
-        self._refused: set[Hashable] = set()  # kinds that cannot be recorded
+        self._used: dict[Bucket, int] = {}  # the step of its last replay
+        self._room_made = -STEPS_BETWEEN  # the step at which a recording was given up for another
+        self._refused: set[Hashable] = set()  # kinds that cannot be recorded, buckets that memory did not suffice for
         self.num_replayed = self.num_other = 0
 
     def __len__(self) -> int:
         return len(self._recorded)
+
+    @property
+    def _step(self) -> int:
+        return self.num_replayed + self.num_other
 
     def run(
         self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None
@@ -153,14 +159,14 @@ class Graphs:
             self.num_other += 1
             return None
         self.num_replayed += 1
-        self._used[bucket] = self.num_replayed
+        self._used[bucket] = self._step
         self._recorded[bucket] = recorded = self._recorded.pop(bucket)
         return recorded.of(entries, wanted, reduction)
 
     def _record(self, bucket: Bucket, reduction: Reduction | None) -> bool:
         """Whether this bucket has been recorded now."""
         rows = bucket.extents.entries * bucket.extents.rows
-        if bucket.kind in self._refused or rows > MAX_ROWS:
+        if rows > MAX_ROWS or not self._refused.isdisjoint((bucket, bucket.kind)):
             return False
         if bucket not in self._seen:
             self._seen.add(bucket)
@@ -173,7 +179,7 @@ class Graphs:
             self._recorded[bucket] = self._recording(static, bucket, reduction)
         except RuntimeError as wrong:
             log.warning("steps are not recorded: %s", str(wrong).splitlines()[0])
-            self._refused.add(bucket.kind)
+            self._refused.add(bucket if isinstance(wrong, torch.OutOfMemoryError) else bucket.kind)
         return bucket in self._recorded
 
     def _make_room(self) -> bool:
@@ -181,8 +187,9 @@ class Graphs:
         if len(self) < MAX_GRAPHS:
             return True
         oldest = next(iter(self._recorded))
-        if self.num_replayed - self._used[oldest] < IDLE_STEPS:
+        if self._step - self._used[oldest] < IDLE_STEPS or self._step - self._room_made < STEPS_BETWEEN:
             return False
+        self._room_made = self._step
         del self._recorded[oldest], self._used[oldest]
         self._seen.discard(oldest)
         return True

@@ -20,7 +20,7 @@ from rootward.engine.kv_cache import running
 from rootward.engine.triton_attention import is_available, tree_attention
 
 NAME = "rootward_sdpa"  # "sdpa" in the name makes transformers ask whether the network supports it
-OTHER_NAME = "rootward"  # for networks that support no sdpa because of their sinks
+OTHER_NAME = "rootward"  # for networks that support no sdpa because of their sinks or soft caps
 NAMES = (NAME, OTHER_NAME)
 
 

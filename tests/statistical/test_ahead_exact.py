@@ -29,6 +29,7 @@ class Grown(Session):
     levels = (2, 2, 1, 0)
     caps = (2, 2, 0)
     calibrated = False
+    rows = 8  # of a level
 
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         super().__init__(model, chooser, out)
@@ -44,7 +45,7 @@ class Grown(Session):
     def grow(self, num_levels: int) -> None:
         for _ in range(num_levels):
             at_root = [] if self.ahead.own.root_expanded else [self.tree.root_id]
-            for node in at_root or self.ahead.frontier(8):
+            for node in at_root or self.ahead.frontier(self.rows):
                 self.ahead.expand(node, self.row(node))
             self.ahead.draw(lambda n: np.zeros(n, np.uint64))
 
@@ -89,6 +90,13 @@ class Learning(Grown):
     levels = (2, 2, 1, 1)
 
 
+class InTurns(Grown):
+    """One row a level: guesses take turns."""
+
+    rows = 1
+    levels = (2, 4, 1, 0)
+
+
 class LooksAtAGuess(Grown):
     """Wrong: whether a verified draw is made depends on what a guess would be."""
 
@@ -125,7 +133,7 @@ class PredictedGreedy(Predicted):
     law = Law.GREEDY
 
 
-SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, Learning, Predicted, PredictedGreedy]
+SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, Learning, InTurns, Predicted, PredictedGreedy]
 
 
 @pytest.mark.parametrize("session", [s for s in SESSIONS if s is not ThreeDeep], ids=lambda s: s.__name__)

@@ -140,7 +140,8 @@ def test_a_recording_that_nobody_needs_any_more_makes_room_and_one_in_use_does_n
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graphs, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(graphs, "IDLE_STEPS", 4)
+    monkeypatch.setattr(graphs, "IDLE_STEPS", 5)
+    monkeypatch.setattr(graphs, "STEPS_BETWEEN", 1)
     replays = Replays()
     model, rng = model_of("llama", replays), np.random.default_rng(2)
     slot, recorded = model.open(), model._pass.graphs
@@ -156,13 +157,47 @@ def test_a_recording_that_nobody_needs_any_more_makes_room_and_one_in_use_does_n
         return found
 
     assert replayed(1, 2) == replayed(2, 2) == [False, True]
-    assert replayed(4, 2) == [False, False]  # the place of the first was needed two replays ago
-    assert replayed(2, 3) == [True] * 3
-    assert replayed(4, 2) == [True, True]
-    assert replayed(2, 1) == [True]
-    assert replayed(1, 2) == [False, False]  # forgotten: its first time again, and both others are in use
+    assert replayed(1, 2) == [True, True]  # used before the other, and after it
+    assert replayed(4, 2) == [False, False]  # the places of both were needed a moment ago
+    assert replayed(1, 2) == [True, True]
+    assert replayed(4, 2) == [True, True]  # for the second one, idle for longest though made last
+    assert replayed(1, 6) == [True] * 6
+    assert replayed(2, 2) == [False, True]  # forgotten: its first time again
+    assert replayed(8, 6)[-1]  # steps count that are no replays
     assert len(recorded) == 2
-    assert len(replays.buffers) == 3
+    assert len(replays.buffers) == 5
+
+
+def test_recordings_change_places_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(graphs, "IDLE_STEPS", 1)
+    monkeypatch.setattr(graphs, "STEPS_BETWEEN", 10)
+    replays = Replays()
+    model, rng = model_of("llama", replays), np.random.default_rng(2)
+    slot = model.open()
+    for rows in [1, 1, 2, 4] * 20:
+        model.forward([tree(slot, rows, rng)])
+        model.release(slot)
+    assert 4 <= len(replays.buffers) <= 9
+
+
+def test_where_memory_does_not_suffice_only_this_bucket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    replays = Replays()
+    model, rng = model_of("llama", replays), np.random.default_rng(2)
+    slot, recorded = model.open(), model._pass.graphs
+    asked = 0
+
+    def full(run: Run) -> Run:
+        nonlocal asked
+        asked += 1
+        raise torch.OutOfMemoryError("no room")
+
+    for capture, rows in ((full, 1), (replays, 2), (replays, 1)):
+        monkeypatch.setattr(recorded, "_capture", capture)
+        for _ in range(3):
+            model.forward([tree(slot, rows, rng)])
+            model.release(slot)
+    assert asked == len(recorded) == len(replays.buffers) == 1
 
 
 def test_buckets_are_powers_of_two() -> None:
