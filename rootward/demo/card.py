@@ -75,8 +75,8 @@ ends by the clock: the same command gives a pair of the same kind, not the same 
 {command_lines}
 ```
 
-Both models are far from converged; more minutes on an idle machine make both better.
-All numbers above are in `measured.json`.
+The target is far from converged; more minutes on an idle machine would make it better, and then its draft has to learn anew.
+The picture shows what the last command trained. All numbers above are in `measured.json`.
 """
 
 

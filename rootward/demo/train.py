@@ -155,16 +155,18 @@ def measurements(data: Data, pair: Path) -> dict[str, Any]:
     }
 
 
-def history(args: argparse.Namespace, pair: Path, minutes: float) -> dict[str, Any]:
-    """Commands and minutes that led to this pair, those of the reused parts included."""
+def history(args: argparse.Namespace, pair: Path, minutes: float, pool_rows: int) -> dict[str, Any]:
+    """Commands, minutes and drawn rows that led to this pair, those of the reused parts included."""
     kept = pair / "measured.json"
     before = json.loads(kept.read_text(encoding="utf-8")) if args.reuse_target is not None and kept.exists() else {}
+    rows_before = before.get("pool_rows", 0) if args.reuse_draft is not None else 0
     said = {name: value for name, value in vars(args).items() if name not in {"out", "work"} and value is not None}
     options = [f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}") for name, value in said.items()]
     command = " ".join(["python -m rootward.demo.train", *(o for o in options if not o.endswith(" False"))])
     return {
         "commands": [*before.get("commands", []), command],
         "total_minutes": before.get("total_minutes", 0.0) + minutes,
+        "pool_rows": rows_before + pool_rows,
     }
 
 
@@ -182,10 +184,10 @@ def main() -> None:
     if args.reuse_target is None:
         curve, steps["target_steps"] = train_target(data, args, pair)
         curves.append(curve)
-    curve, steps["draft_steps"], steps["pool_rows"] = train_draft(data, args, pair)
+    curve, steps["draft_steps"], pool_rows = train_draft(data, args, pair)
     curves.append(curve)
     measured = measurements(data, pair) | steps | {"step_tokens": TOKENS_PER_STEP, "seed": args.seed}
-    measured |= history(args, pair, (time.monotonic() - began) / 60)
+    measured |= history(args, pair, (time.monotonic() - began) / 60, pool_rows)
     card.write(pair, measured, curves)
     excerpts.write(pair / "prompts.jsonl", data.held_out_files, data.tokenizer)
     publish(pair, args.out)
