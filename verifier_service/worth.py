@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 LEAST_WEIGHT = 0.01  # of the newest round: late nodes are accepted rarely
-# Worth of the first node before anything was seen, and of each further one against the one before; a little hopeful.
-PRIOR = (0.5, 0.72)
-PRIOR_ROUNDS = 3  # rounds that the prior counts for
+FIRST, DECAY = (
+    0.5,
+    0.72,
+)  # worth of the first node before anything was seen, and of each further one against the one before
+PRIOR_ROUNDS = 12  # that such an expectation counts for
+PRIOR_DECAY = 3.0  # accepted nodes that DECAY counts for
 
 
 class Worth:
     """Learned from verdicts. A cut to n nodes would have kept the accepted ones among the first n: so one round tells about every smaller
-    cap as well."""
+    cap as well. Nodes of which little was seen are expected to fall off as the others do, or by DECAY if that is less: what is hoped for
+    is tried, and what is tried is known."""
 
     def __init__(self) -> None:
-        self._hits: list[float] = []
+        self._accepted: list[float] = []  # share of the rounds that had the node
         self._rounds: list[int] = []
 
     def add(self, cap: int, path: Iterable[int]) -> None:
@@ -23,20 +27,29 @@ class Worth:
         self._extend(cap)
         accepted = set(path)
         for i in range(cap):
-            weight = max(LEAST_WEIGHT, 1.0 / (self._rounds[i] + 1))
-            self._hits[i] += weight * ((i + 1 in accepted) - self._hits[i])
             self._rounds[i] += 1
+            weight = max(LEAST_WEIGHT, 1.0 / self._rounds[i])
+            self._accepted[i] += weight * ((i + 1 in accepted) - self._accepted[i])
 
     def tokens(self, most: int) -> list[float]:
         """Expected tokens of a round of at most 0, 1, …, `most` nodes, the bonus token included."""
         self._extend(most)
-        found = [1.0]
-        for hits in self._hits[:most]:
-            found.append(found[-1] + hits)
+        found, expected, decay = [1.0], FIRST, self._decay()
+        for accepted, rounds in zip(self._accepted[:most], self._rounds, strict=False):
+            seen = rounds / (rounds + PRIOR_ROUNDS)
+            worth = expected + seen * (accepted - expected)
+            found.append(found[-1] + worth)
+            expected = max(decay, DECAY) * worth
         return found
 
+    def _decay(self) -> float:
+        """Worth of a node against that of the one before."""
+        weight = [min(rounds, 1.0 / LEAST_WEIGHT) for rounds in self._rounds[1:]]
+        after = sum(w * a for w, a in zip(weight, self._accepted[1:], strict=True))
+        before = sum(w * a for w, a in zip(weight, self._accepted, strict=False))
+        return (PRIOR_DECAY * DECAY + after) / (PRIOR_DECAY + before)
+
     def _extend(self, size: int) -> None:
-        first, share = PRIOR
-        for i in range(len(self._hits), size):
-            self._hits.append(first * share**i)
-            self._rounds.append(PRIOR_ROUNDS)
+        more = size - len(self._rounds)
+        self._accepted += [0.0] * more
+        self._rounds += [0] * more

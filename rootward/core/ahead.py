@@ -191,7 +191,7 @@ class Ahead:
         guess = self.tree.draw(node, token, sampled=False, guess=True)
         own, bets = self.own, self.bets
         cap = min(bets.share - 1, self.tree.node_cap)  # as the root's it must keep within the tree's own
-        policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level)
+        policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level, least_levels=1)
         self._guesses.append(
             Growth(self.tree, policy, max_positions=own.max_positions, calibration=own.calibration, head=guess)
         )

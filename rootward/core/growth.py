@@ -77,7 +77,7 @@ class Policy:
     @property
     def draws(self) -> int:
         """Nodes drawn after each draft forward, of those that the next round may verify."""
-        return min(self.draws_per_level, max(1, -(-(self.node_cap - self.beyond) // self.least_levels)))
+        return min(self.draws_per_level, max(1, (self.node_cap - self.beyond) // self.least_levels))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
@@ -17,13 +18,24 @@ def test_before_any_round_there_is_hope_and_it_fades_from_node_to_node() -> None
     assert 0 < steps[-1] < steps[0] < 1
 
 
-def test_rounds_count_for_every_smaller_cap_and_for_no_larger_one() -> None:
-    worth, before = Worth(), Worth().tokens(8)
+def test_rounds_count_for_every_smaller_cap() -> None:
+    worth = Worth()
     for k in range(3000):
         worth.add(4, (1, 3) if k % 4 == 0 else (1,) if k % 2 == 0 else ())
-    tokens = worth.tokens(8)
-    assert tokens[:5] == pytest.approx([1.0, 1.5, 1.5, 1.75, 1.75], abs=0.12)
-    assert [b - a for a, b in pairwise(tokens[4:])] == pytest.approx([b - a for a, b in pairwise(before[4:])])
+    assert worth.tokens(4) == pytest.approx([1.0, 1.5, 1.5, 1.75, 1.75], abs=0.12)
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.9, 0.9), (0.8, 0.8), (0.3, 0.72)])
+def test_nodes_that_no_round_had_are_expected_to_fall_off_as_those_before_or_slower(
+    share: float, expected: float
+) -> None:
+    worth, rng = Worth(), random.Random(1)
+    for _ in range(3000):
+        length = next((i for i in range(4) if rng.random() > share), 4)
+        worth.add(4, range(1, length + 1))
+    steps = [b - a for a, b in pairwise(worth.tokens(12))]
+    assert steps[:4] == pytest.approx([share, share**2, share**3, share**4], abs=0.08)
+    assert [b / a for a, b in pairwise(steps[3:])] == pytest.approx([expected] * 8, rel=0.05)
 
 
 def test_waiting_in_vain_is_worth_nothing() -> None:
