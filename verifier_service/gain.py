@@ -2,7 +2,7 @@
 
 With n nodes while L sessions share a step, a round yields and costs
 
-    tokens   E(n) = 1 + Σ_{i ≤ n} worth of node i                      `Worth`, from verdicts
+    tokens   E(n) = 1 + Σ worth of the n best nodes                    `Worth`, from verdicts
     seconds  s(n) = slow · (step(L·(n + 1)) + growth(n))               `Machine`; growth: how long the engine stands idle for n nodes
     plain    p = step(L) while no drafter works
 
@@ -250,7 +250,7 @@ class Gain:
 
     def _speedups(self, most: int, load: int, waits: float, slow: float, hope: float = 1.0) -> list[float]:
         """waits: share of rounds that wait for growth."""
-        plain_s, tokens = self._machine.plain_s(load), self.worth.tokens(most)
+        plain_s, tokens = self._machine.plain_s(load), self.worth.tokens_of_trees(most)
         found = [1.0]
         for n in range(1, most + 1):
             seconds = slow * (self._machine.step_s(load * (n + 1)) + waits * self._machine.growth.seconds(n))

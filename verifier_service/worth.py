@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 LEAST_WEIGHT = 0.01  # of the newest round: late nodes are accepted rarely
 FIRST, DECAY = (
@@ -32,14 +33,23 @@ class Worth:
             self._accepted[i] += weight * ((i + 1 in accepted) - self._accepted[i])
 
     def tokens(self, most: int) -> list[float]:
-        """Expected tokens of a round of at most 0, 1, …, `most` nodes, the bonus token included."""
+        """Expected tokens of a round with the first 0, 1, …, `most` nodes of such trees, the bonus token included."""
+        return list(accumulate(self._nodes(most), initial=1.0))
+
+    def tokens_of_trees(self, most: int) -> list[float]:
+        """The same of rounds with trees of 0, 1, …, `most` nodes: a drafter that may draw fewer draws the better ones, deep instead of
+        wide, so the best of the nodes count, whatever number they had in a larger tree."""
+        return list(accumulate(sorted(self._nodes(most), reverse=True), initial=1.0))
+
+    def _nodes(self, most: int) -> list[float]:
+        """What each node is worth, by its number."""
         self._extend(most)
-        found, expected, decay = [1.0], FIRST, self._decay()
+        found: list[float] = []
+        expected, decay = FIRST, max(DECAY, self._decay())
         for accepted, rounds in zip(self._accepted[:most], self._rounds, strict=False):
             seen = rounds / (rounds + PRIOR_ROUNDS)
-            worth = expected + seen * (accepted - expected)
-            found.append(found[-1] + worth)
-            expected = max(decay, DECAY) * worth
+            found.append(expected + seen * (accepted - expected))
+            expected = decay * found[-1]
         return found
 
     def _decay(self) -> float:

@@ -1,3 +1,11 @@
+"""How much a level draws."""
+
+from __future__ import annotations
+
+import pytest
+
+from rootward.core.growth import Policy
+from rootward.core.requests import Law
 
 
 @pytest.mark.parametrize(("cap", "draws"), [(1, 1), (5, 1), (7, 1), (8, 2), (12, 3), (16, 4), (64, 4)])
