@@ -27,10 +27,10 @@ SIZE_BUDGET_BYTES = 15 * MIB
 DRAFT_BUDGET_PARAMETERS = 1_000_000
 
 MEASURED = json.loads((FOLDER / "measured.json").read_text(encoding="utf-8"))
-# On the sample below the pair measured a loss of 2.86 and acceptances of 0.51, 0.56 and 0.59.
+# On the sample below the pair measured a loss of 2.86 and acceptances of 0.76, 0.80 and 0.81; on the target's own text 0.78 at least.
 TARGET_LOSS_BOUND = 3.1
-ACCEPTANCE_BOUNDS = (0.46, 0.51, 0.54)
-OWN_TEXT_BOUND = 0.45
+ACCEPTANCE_BOUNDS = (0.70, 0.75, 0.76)
+OWN_TEXT_BOUND = 0.70
 
 ODD_TEXTS = [
     "",
