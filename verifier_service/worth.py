@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 
 LEAST_WEIGHT = 0.01  # of the newest round: late nodes are accepted rarely
-FIRST, DECAY = (
-    0.5,
-    0.72,
-)  # worth of the first node before anything was seen, and of each further one against the one before
+# Worth of the first node before anything was seen, and of each further one against the one before: never less than DECAY of it, nor more
+# than SLOWEST, whatever the order of a tree suggests.
+FIRST, DECAY, SLOWEST = 0.5, 0.72, 0.95
 PRIOR_ROUNDS = 12  # that such an expectation counts for
 PRIOR_DECAY = 3.0  # accepted nodes that DECAY counts for
 
@@ -39,7 +38,8 @@ class Worth:
     def tokens_of_trees(self, most: int) -> list[float]:
         """The same of rounds with trees of 0, 1, …, `most` nodes: a drafter that may draw fewer draws the better ones, deep instead of
         wide, so the best of the nodes count, whatever number they had in a larger tree."""
-        return list(accumulate(sorted(self._nodes(most), reverse=True), initial=1.0))
+        best_first = sorted(self._nodes(max(most, len(self._rounds))), reverse=True)
+        return list(accumulate(best_first[:most], initial=1.0))
 
     def _nodes(self, most: int) -> list[float]:
         """What each node is worth, by its number."""
@@ -57,7 +57,7 @@ class Worth:
         weight = [min(rounds, 1.0 / LEAST_WEIGHT) for rounds in self._rounds[1:]]
         after = sum(w * a for w, a in zip(weight, self._accepted[1:], strict=True))
         before = sum(w * a for w, a in zip(weight, self._accepted, strict=False))
-        return (PRIOR_DECAY * DECAY + after) / (PRIOR_DECAY + before)
+        return min(SLOWEST, (PRIOR_DECAY * DECAY + after) / (PRIOR_DECAY + before))
 
     def _extend(self, size: int) -> None:
         more = size - len(self._rounds)

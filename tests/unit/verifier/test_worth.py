@@ -43,3 +43,21 @@ def test_waiting_in_vain_is_worth_nothing() -> None:
     for _ in range(300):
         worth.add(8, ())
     assert worth.tokens(8)[-1] < 1.2
+
+
+def test_of_a_wide_tree_the_better_nodes_say_what_a_smaller_one_is_worth() -> None:
+    """Two nodes a level, the second of them a sibling that is seldom needed: with half as many nodes the siblings would not be drawn."""
+    worth = Worth()
+    for k in range(3000):
+        worth.add(6, (1, 3, 5)[: k % 4])
+    assert worth.tokens(3)[-1] == pytest.approx(1 + 0.75 + 0.5, abs=0.12)
+    assert worth.tokens_of_trees(3)[-1] == pytest.approx(1 + 0.75 + 0.5 + 0.25, abs=0.12)
+    assert worth.tokens_of_trees(6)[-1] == pytest.approx(worth.tokens(6)[-1])
+
+
+def test_late_nodes_are_never_expected_to_be_worth_more_than_those_before() -> None:
+    worth = Worth()
+    for _ in range(300):
+        worth.add(2, (2,))
+    steps = [b - a for a, b in pairwise(worth.tokens(16))]
+    assert steps[1:] == sorted(steps[1:], reverse=True)
