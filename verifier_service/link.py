@@ -247,6 +247,8 @@ class Link:
                         self._receive(frame)
             except ServiceError as error:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
+            except MalformedFrame as error:  # not of one tree but of the stream
+                self._offend(None, str(error))
             except Exception:  # whatever a drafter makes us stumble over, the verifier goes on without it
                 log.exception("drafter_link_failed", drafter=self.name)
             finally:
@@ -268,7 +270,7 @@ class Link:
             self._greet(frame.ack)
         if frame.load is not None:
             self._load, self._load_s, self._own_then = frame.load, time.monotonic(), len(self.drafts)
-            self.draining = self.draining or frame.load.draining
+            self.draining = frame.load.draining
         for need in frame.need_syncs:
             self.orphan(need.slot, "lost step")
         for reject in frame.rejects:
@@ -278,6 +280,8 @@ class Link:
         self._on_growth()
 
     def _greet(self, ack: HelloAck) -> None:
+        if self.ack is not None:
+            raise MalformedFrame("ack: a second one on this stream")
         self.refusal = ack.refusal
         if ack.refusal:
             log.error("pairing_refused", drafter=self.name, reason=ack.refusal)
@@ -344,11 +348,12 @@ class Link:
         self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
         draft.committed_s, draft.queued_s = None, queued_s
 
-    def _offend(self, slot: int, why: str) -> None:
-        """Quarantine the slot; repeated offences quarantine the drafter."""
+    def _offend(self, slot: int | None, why: str) -> None:
+        """Quarantine the slot, if it is one slot's fault; repeated offences quarantine the drafter."""
         log.warning("malformed_frame", drafter=self.name, error=why)
         self._metrics.discarded("malformed")
-        self.orphan(slot, "malformed")
+        if slot is not None:
+            self.orphan(slot, "malformed")
         if self.breaker.offended(time.monotonic()):
             self._leave_alone("quarantine")
 

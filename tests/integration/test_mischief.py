@@ -209,11 +209,11 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         )
         await until(lambda: honest.pool.up and mad.pool.up)
         nonsense = asyncio.create_task(served(mad, wanted, itertools.count(), over=lambda: mischief.over))
-        await until(lambda: mischief.num_sent > num_frames // 3, 600)
+        await until(lambda: mischief.num_sent > num_frames // 3 or nonsense.done(), 600)
         memory, most = Memory(), Most()
         most.watch_drafter(drafter)
-        rounds = await served(honest, wanted, itertools.count(), over=lambda: mischief.over)
-        await nonsense
+        rounds = await served(honest, wanted, itertools.count(), over=lambda: mischief.over or nonsense.done())
+        await nonsense  # raises what went wrong there
         memory.stop()
         assert rounds > 0
         assert 0 < most.seen["trees"] <= drafter.capacity
