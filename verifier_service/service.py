@@ -307,6 +307,7 @@ class VerifierService:
             self.rounds.stepped(rows, seconds, trees=drafted)
         for (number, _), done, outcome in zip(step.launches, rounds, outcomes, strict=True):
             self._commit(self._running[number], done, outcome, rows, load)
+        self.pool.flush()  # drafters go on while the next step is planned
 
     def _sweep(self) -> None:
         """End what is late, free what has ended: KV slot, drafter slot, place in the tables."""

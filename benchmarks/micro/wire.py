@@ -333,7 +333,7 @@ async def remote_of_local(law: str, num_turns: int, num_sessions: int = 4) -> di
     wish = Speculation(SpeculationMode.REQUIRED, *LAWS[law])
     async with deployed(False) as local, deployed(True) as remote:
         for turn in range(num_turns + 1):  # the first one warms up
-            load = Load(num_sessions, 80, wish, f"{law}-{turn}")
+            load = Load(num_sessions, 320, wish, f"{law}-{turn}")
             rates = {}
             for system in (local, remote) if turn % 2 else (remote, local):
                 rates[system] = (await measured(system, load)).rate
