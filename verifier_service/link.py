@@ -56,7 +56,7 @@ class Shape:
 
 
 class Link:
-    """Outbound messages collect in `outbox` and leave as one frame per engine step (`flush`). `name` is the drafter's address."""
+    """Outbound messages collect in `outbox` and leave as one frame when they are flushed. `name` is the drafter's address."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """What waits for one drafter: at most one message per slot, however slow the link.
 
-The engine posts while it steps and flushes once per step; the link takes everything that waits as one frame whenever it can write. A
-link that writes slower than the engine steps finds the commits of a slot in one, and those of a tree not yet opened in its prefix.
+The engine posts while it steps and flushes after its commits, and once more what planning the next step adds (trees opened and closed);
+the link takes everything that waits as one frame whenever it can write. A link that writes slower than the engine steps finds the commits
+of a slot in one, and those of a tree not yet opened in its prefix.
 """
 
 from __future__ import annotations
