@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from rootward.ports import ModelInfo
 
-SHORT_S = 2e-3  # for a tree
+SHORT_S = 3e-3  # for a tree
 LONGEST_S = 5e-3  # for any number of trees: as long as one thread of Python may keep another waiting
 FEW_UNREAD = 64  # committed tokens: those of a round, for several trees
 MEMORY = 0.1  # weight of the newest level

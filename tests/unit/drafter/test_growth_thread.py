@@ -200,7 +200,7 @@ def test_a_level_is_known_to_be_short_by_the_last_ones() -> None:
     assert cost.short(1, 0)
     assert cost.short(0, 0)
     assert not cost.short(1, turns.FEW_UNREAD + 1)
-    took(2 * turns.SHORT_S, 20)
+    took(1.5 * turns.SHORT_S, 20)
     assert not cost.short(1, 0)
     assert cost.short(8, 0)
     took(1.5 * turns.LONGEST_S, 20)
