@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import reduce
 
 import numpy as np
 import pytest
 
-from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, ToDrafter, extend_hash
+from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from verifier_service.breaker import MAX_MISSES
@@ -175,30 +175,6 @@ def test_what_a_drafter_says_last_counts() -> None:
     assert busy.room == 0
     heard_load(busy, 1)
     assert busy.room == 3
-
-
-def test_a_second_greeting_ends_the_stream_and_changes_nothing() -> None:
-    class Twice:
-        num_streams = 0
-
-        async def session(self, _inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
-            self.num_streams += 1
-            yield FromDrafter(ack=HelloAck("d", 2, "", 5, 64, (Law.SAMPLED,), 4, 16))
-            seen.append(liar.ack)
-            yield FromDrafter(ack=HelloAck("d", 2, "", 5, 64, (), 4, 16))
-            seen.append(liar.ack)
-
-    async def run() -> None:
-        task = asyncio.create_task(liar.run())
-        while drafter.num_streams < 2:
-            await asyncio.sleep(0.01)
-        task.cancel()
-
-    seen: list[HelloAck | None] = []
-    drafter = Twice()
-    liar = Link("d", drafter, hello, lambda: None)
-    asyncio.run(run())
-    assert {ack.laws for ack in seen if ack is not None} == {(Law.SAMPLED,)}
 
 
 def test_a_lost_link_leaves_its_sessions_to_others() -> None:
