@@ -33,9 +33,8 @@ from verifier_service.sessions import Draft, Session, number_of
 log = structlog.get_logger("verifier.drafters")
 
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # between attempts to reach a drafter
-STEADY_S = (
-    5.0  # a stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second
-)
+# A stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second.
+STEADY_S = 5.0
 REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
 SILENT_S = 1.0  # a drafter that owes an answer and says nothing for so long is not merely slow
 READ_S = 2e-3  # or for so long for every token that it may have to read first

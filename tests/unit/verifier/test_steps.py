@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
-from support.services import request, tabular_pair, verifier_of
+from support.services import collect, in_process, request, tabular_pair, verifier_of
 
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Rule, Sampling, SpeculationMode
@@ -121,3 +122,20 @@ async def test_a_drain_hands_back_at_once_only_what_has_not_begun_a_round() -> N
     for one in (begun, away):
         assert one.leaving
         assert not one.done
+
+
+async def test_commits_leave_before_the_next_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    acts: list[str] = []
+
+    def noted(owner: object, name: str) -> None:
+        act = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (acts.append(name), act(*args))[1])
+
+    async with in_process(*tabular_pair()) as system:
+        noted(system.service.pool, "commit")
+        noted(system.service.pool, "flush")
+        noted(system.service, "_plan")
+        await collect(system.verifier, request(max_tokens=20))
+    following = [after for act, after in pairwise(acts) if act == "commit"]
+    assert len(following) > 2
+    assert set(following) == {"flush"}
