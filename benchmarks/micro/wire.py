@@ -1,13 +1,14 @@
 """What wire, codec and scheduling add to a round, against a bare gRPC echo of the same bytes.
 
-    python benchmarks/micro/wire.py [--rounds 400] [--out FILE.json]
+    python benchmarks/micro/wire.py [--rounds 2000] [--out FILE.json]
 
 A round goes from the commits of all sessions until their trees have come to rest in this process, which holds the verifier's end of
 the link; its beginning, until the first growth of every session is in its tree. Added is the time that it takes, less
 
     the engine   the drafter's commits and levels in this round, counted in its process around those calls alone. By processor time, so
-                 that what they wait for (the interpreter's lock, the processor) is added; and once more by the clock, which on a machine
-                 whose processors are lent in slices leaves out what the host took away in the middle of a level
+                 that whatever they wait for is added: the interpreter's lock, but also the processor, which anything else on the machine
+                 may have. And by the clock, which leaves out both; a level of a table runs in the drafter's event loop, where there is
+                 no lock to wait for. Which of the two a percentile should be read by, the machine decides: `perf sched` tells
     the trees    re-rooting them here, and receiving the frames that something waits for: those of the first growth, and the last ones
                  (the others are received while the engine goes on)
 
@@ -62,7 +63,7 @@ from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.sessions import Draft, Session
 
-MOST, LEAST_REMOTE = 2.5, 0.95
+LONGEST, WARM_UP = 1000, 100  # rounds of one drafter process: a table has 4096 positions
 VOCAB, NODES, ATOMS, DEPTH, TOPK = 512, 64, 32, 8, 4
 TABLE = f"tabular:vocab={VOCAB},seed=1,order=1,sharpness=3"
 DRAFT = f"{TABLE},noise=0.6,noise_seed=2"
@@ -268,28 +269,50 @@ def serve_drafter(path: str, flags: Sequence[str]) -> int:
     return drafter_main(flags)
 
 
+@dataclass
+class Found:
+    """Of all rounds: the sizes of their messages, by direction; what was added; what the echoes took."""
+
+    sizes: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    added: list[Times] = field(default_factory=list)
+    echoes: list[Times] = field(default_factory=list)
+
+
 async def compared(law: str, num_sessions: int, num_rounds: int) -> dict[str, float]:
     """What is added to a round and to its beginning, the echoes, and the ratios."""
-    wire = Wire()
-    added: list[Times] = []
-    echoes: list[Times] = []
+    found = Found()
+    for done in range(0, num_rounds, LONGEST):
+        await alternated(law, num_sessions, min(LONGEST, num_rounds - done), found)
+    of_all = asked(found.sizes), quantiles(found.added, found.echoes)
+    return {"sessions": num_sessions, "num_rounds": num_rounds, **of_all[0], **of_all[1]}
+
+
+async def alternated(law: str, num_sessions: int, num_rounds: int, found: Found) -> None:
+    """Rounds of one drafter process, and between them echoes of as many bytes as its warm-up had."""
+    wire, warm = Wire(), len(found.sizes)
     async with linked(law, num_sessions, wire) as remote, AsyncExitStack() as stack:
         echo = Echo(await stack.enter_async_context(address_of(sys.executable, __file__, "--echo")))
         stack.push_async_callback(echo.close)
-        sizes = []
-        for _ in range(max(20, num_rounds // 4)):  # warm-up, and the bytes
+        for _ in range(WARM_UP):
             wire.taken()
             await remote.round()
-            sizes.append(wire.taken())
+            found.sizes.append(wire.taken())
             await echo.round_trip_s(64, 16, 1024)
-        there = middle(sum(sent) for sent, _ in sizes)
-        messages, first, back = (middle(f(got) for _, got in sizes) for f in (len, lambda got: got[0], sum))
+        there, first, messages, back = asked(found.sizes[warm:]).values()
         for _ in range(num_rounds):
-            added.append(await remote.round())
+            found.added.append(await remote.round())
             bare = await echo.round_trip_s(there, 1, first), await echo.round_trip_s(there, messages, back)
-            echoes.append(bare * 2)
-    found = {"bytes_there": there, "bytes_first": first, "messages_back": messages, "bytes_back": back}
-    return {"sessions": num_sessions, **found, **quantiles(added, echoes)}
+            found.echoes.append(bare * 2)
+
+
+def asked(sizes: list[tuple[list[int], list[int]]]) -> dict[str, int]:
+    """What an echo has: medians of rounds."""
+    return {
+        "bytes_there": middle(sum(sent) for sent, _ in sizes),
+        "bytes_first": middle(received[0] for _, received in sizes),
+        "messages_back": middle(len(received) for _, received in sizes),
+        "bytes_back": middle(sum(received) for _, received in sizes),
+    }
 
 
 def middle(numbers: Iterable[int]) -> int:
@@ -356,7 +379,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
     parser.add_argument("--turns", type=int, default=12, help="pairs of remote and in-process runs; 0: none")
