@@ -17,9 +17,6 @@ thread and back, what they wait for each other, and the accounts of link and ser
 
 The echo is a bare grpc.aio bidirectional stream to another process, on the event loop that services run: for a round as many messages
 of the same bytes as the round had, for its beginning one each way. Rounds and echoes alternate, so that a busy machine slows both.
-
-Beside it: tokens per second with the drafter as a process against in-process, over verifiers whose target takes 20 ms a step; median
-of paired turns, with the interval that holds it in 95 of 100 cases.
 """
 
 from __future__ import annotations
@@ -43,24 +40,17 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from drafter_service.__main__ import build
 from drafter_service.__main__ import main as drafter_main
 from drafter_service.growing import Grower
-from drafter_service.settings import DrafterSettings
 from rootward.bench.environment import described
-from rootward.bench.generations import Load, measured
-from rootward.bench.processes import address_of, service
+from rootward.bench.processes import address_of
 from rootward.core.frames import Grow, Hello
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
-from rootward.engine.loading import load_model
+from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
 from rootward.engine.threads import use_threads
-from rootward.ports import Drafter
 from rootward.rpc.channel import DRAFTING, client_options, server_options
 from rootward.rpc.clients import RemoteDrafter
 from verifier_service.link import Link, Shape
-from verifier_service.policy import Policy
-from verifier_service.service import VerifierService
 from verifier_service.sessions import Draft, Session
 
 LONGEST, WARM_UP = 1000, 100  # rounds of one drafter process: a table has 4096 positions
@@ -331,71 +321,21 @@ def quantiles(added: list[Times], echoes: list[Times]) -> dict[str, float]:
     return found
 
 
-@asynccontextmanager
-async def deployed(remote: bool) -> AsyncIterator[VerifierService]:
-    """A verifier with its drafter in this process, or as another."""
-    target = load_model(f"{TABLE},step_ms=20", max_slots=8)
-    async with AsyncExitStack() as stack:
-        enter = stack.enter_async_context
-        if remote:
-            drafter: Drafter = await enter(RemoteDrafter(await enter(service("drafter_service", "--model", DRAFT))))
-        else:
-            settings = DrafterSettings(model=DRAFT)
-            drafter = await enter(build(load_model(DRAFT, max_slots=settings.max_num_seqs), settings))
-        policy = Policy(draft_wait_s=5.0)
-        verifier = VerifierService(target, {"d": drafter}, worker="verifier", incarnation=3, policy=policy)
-        await enter(verifier)
-        while not verifier.pool.up:
-            await asyncio.sleep(0.01)
-        yield verifier
-
-
-async def remote_of_local(law: str, num_turns: int, num_sessions: int = 4) -> dict[str, float]:
-    """Tokens per second with the drafter as a process, over those with it in this one."""
-    ratios: list[float] = []
-    wish = Speculation(SpeculationMode.REQUIRED, *LAWS[law])
-    async with deployed(False) as local, deployed(True) as remote:
-        for turn in range(num_turns + 1):  # the first one warms up
-            load = Load(num_sessions, 320, wish, f"{law}-{turn}")
-            rates = {}
-            for system in (local, remote) if turn % 2 else (remote, local):
-                rates[system] = (await measured(system, load)).rate
-            ratios.append(rates[remote] / rates[local])
-    low, median, high = interval(ratios[1:])
-    return {"law": law, "turns": num_turns, "median": median, "low": low, "high": high}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """(low, median, high): order statistics that enclose the true median in at least 95 of 100 cases, if there are six or more."""
-    ordered, n = sorted(values), len(values)
-    outside, rank, chance = 0.0, 0, 0.5**n
-    while rank < n // 2 and 2 * (outside + chance) <= 0.05:
-        outside += chance
-        rank += 1
-        chance *= (n - rank + 1) / rank
-    rank = max(rank - 1, 0)
-    return round(ordered[rank], 3), round(float(np.median(ordered)), 3), round(ordered[n - 1 - rank], 3)
-
-
 async def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=2000)
     parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--laws", nargs="+", choices=LAWS, default=list(LAWS))
-    parser.add_argument("--turns", type=int, default=12, help="pairs of remote and in-process runs; 0: none")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     use_threads(1)
     gc.collect()
     gc.freeze()  # as a service does at its start
-    report = {**described(), "rounds": [], "remote_of_local": []}
+    report = {**described(), "rounds": []}
     for law in given.laws:
         for num_sessions in given.sessions:
             report["rounds"].append({"law": law, **await compared(law, num_sessions, given.rounds)})
             print(json.dumps(report["rounds"][-1]), flush=True)
-        if given.turns:
-            report["remote_of_local"].append(await remote_of_local(law, given.turns))
-            print(json.dumps(report["remote_of_local"][-1]), flush=True)
     if given.out is not None:
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

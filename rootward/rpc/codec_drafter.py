@@ -15,7 +15,7 @@ from rootward.core.frames import (
     ToDrafter,
 )
 from rootward.rpc.codec_common import LAWS, from_enum, model_from_pb, model_to_pb
-from rootward.rpc.codec_grow import grow_from_pb, grows_to_pb
+from rootward.rpc.codec_grow import add_grows, grow_from_pb
 from rootward.rpc.codec_sampling import decoding_to_pb, sampling_from_pb, sampling_to_pb
 from rootward.rpc.columns import pack_u32, unpack_u32
 from rootward.rpc.info import DrafterInfo
@@ -48,13 +48,14 @@ def to_drafter_from_pb(pb: drafter_pb2.ToDrafter) -> ToDrafter:
 
 
 def from_drafter_to_pb(value: FromDrafter) -> drafter_pb2.FromDrafter:
-    return drafter_pb2.FromDrafter(
+    pb = drafter_pb2.FromDrafter(
         ack=_ack_to_pb(value.ack) if value.ack else None,
-        grows=grows_to_pb(value.grows),
         need_syncs=[_need_sync_to_pb(x) for x in value.need_syncs],
         rejects=[_reject_to_pb(x) for x in value.rejects],
         load=_load_to_pb(value.load) if value.load else None,
     )
+    add_grows(pb, value.grows)
+    return pb
 
 
 def from_drafter_from_pb(pb: drafter_pb2.FromDrafter) -> FromDrafter:

@@ -35,34 +35,23 @@ TOKEN_WIDTH = 3  # fixed: when a node arrives must not depend on which token it 
 Rows = dict[int, tuple[Ints, Ints]]
 
 
-def grows_to_pb(grows: Sequence[Grow]) -> list[drafter_pb2.Grow]:
-    """One message each."""
+def add_grows(pb: drafter_pb2.FromDrafter, grows: Sequence[Grow]) -> None:
+    """Into the frame, one message each."""
     if not grows:
-        return []
+        return
     for grow in grows:
         _check_columns(grow)
-    parents = [pack_refs(grow.parent, "grow.parent") for grow in grows]
     tokens = pack_each([grow.token for grow in grows], "grow.token", TOKEN_WIDTH)
-    rows = iter(_rows_to_pb([grow.rows for grow in grows if grow.rows]))
-    return [
-        drafter_pb2.Grow(
-            slot=grow.slot,
-            base_len=grow.base_len,
-            base_hash=grow.base_hash,
-            first_node=grow.first_node,
-            num_nodes=len(grow.token),
-            parent_base=base,
-            parent=parent,
-            token=token,
-            sampled=pack_bits(grow.sampled),
-            rows=next(rows) if grow.rows else None,
-            at_rest=grow.at_rest,
-            draft_us=grow.draft_us,
-            queue_us=grow.queue_us,
-            guess=b"" if grow.guess is None else pack_bits(grow.guess),
-        )
-        for grow, (base, parent), token in zip(grows, parents, tokens, strict=True)
-    ]
+    for grow, token in zip(grows, tokens, strict=True):
+        message = pb.grows.add()
+        message.slot, message.base_len, message.base_hash = grow.slot, grow.base_len, grow.base_hash
+        message.first_node, message.num_nodes = grow.first_node, len(grow.token)
+        message.parent_base, message.parent = pack_refs(grow.parent, "grow.parent")
+        message.token, message.sampled = token, pack_bits(grow.sampled)
+        if grow.guess is not None:
+            message.guess = pack_bits(grow.guess)
+        message.at_rest, message.draft_us, message.queue_us = grow.at_rest, grow.draft_us, grow.queue_us
+    _add_rows([(message.rows, grow.rows) for message, grow in zip(pb.grows, grows, strict=True) if grow.rows])
 
 
 def grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
@@ -99,26 +88,27 @@ def _readable(pb: drafter_pb2.Grow) -> Grow:
     )
 
 
-def _rows_to_pb(of_grows: Sequence[Rows]) -> list[drafter_pb2.GrowRows]:
+def _add_rows(of_grows: Sequence[tuple[drafter_pb2.GrowRows, Rows]]) -> None:
     if not of_grows:
-        return []
-    lengths = [_lengths(rows) for rows in of_grows]
+        return
+    lengths = [_lengths(rows) for _, rows in of_grows]
     totals = [sum(some) for some in lengths]
-    every = [row for rows in of_grows for row in rows.values()]
-    ids = cut(pack_column(np.concatenate([ids for ids, _ in every]), "grow.rows.ids"), totals)
-    weights = cut(pack_column(np.concatenate([weights for _, weights in every]), "grow.rows.weights"), totals)
-    nodes = [pack_refs(list(rows), "grow.rows.node") for rows in of_grows]
-    return [
-        drafter_pb2.GrowRows(
-            num_rows=len(length),
-            node_base=base,
-            node=node,
-            length=pack_column(length, "grow.rows.length"),
-            ids=its_ids,
-            weights=its_weights,
-        )
-        for length, (base, node), its_ids, its_weights in zip(lengths, nodes, ids, weights, strict=True)
-    ]
+    every = [row for _, rows in of_grows for row in rows.values()]
+    ids, weights = _packed([ids for ids, _ in every], [weights for _, weights in every], sum(totals))
+    of_grow = zip(of_grows, lengths, cut(ids, totals), cut(weights, totals), strict=True)
+    for (pb, rows), length, its_ids, its_weights in of_grow:
+        pb.num_rows = len(length)
+        pb.node_base, pb.node = pack_refs(list(rows), "grow.rows.node")
+        pb.length = pack_column(length, "grow.rows.length")
+        pb.ids, pb.weights = its_ids, its_weights
+
+
+def _packed(ids: list[Ints], weights: list[Ints], total: int) -> tuple[bytes, bytes]:
+    """Two columns, made as one where the ids need no more bytes than weights do."""
+    both = np.concatenate([*ids, *weights])
+    data = pack_column(both, "grow.rows.ids and weights")
+    end = len(data) // 2
+    return data[:end], data[end:] if end <= 2 * total else pack_column(both[total:], "grow.rows.weights")
 
 
 def _lengths(rows: Rows) -> list[int]:

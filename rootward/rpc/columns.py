@@ -134,8 +134,9 @@ def unpack_few(data: bytes, count: int, name: str = "column") -> list[int]:
 def pack_refs(nodes: Sequence[int] | Ints, name: str = "nodes") -> tuple[int, bytes]:
     """(base, column) of node references."""
     if (few := _few(nodes, name)) is not None:
-        base = min([node for node in few if node], default=0)
-        return base, pack_column([node - base + 1 if node else 0 for node in few], name)
+        base = min(filter(None, few), default=0)
+        relative = [node and node - base + 1 for node in few]
+        return base, bytes(relative) if max(few, default=0) - base < 255 else pack_column(relative, name)
     array, _ = _ints(nodes, name)
     below = array[array > 0]
     base = int(below.min()) if below.size else 0
