@@ -34,7 +34,11 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "DEADLINE_EXCEEDED": (504, "timeout_error", "timeout"),
 }
 # Fields that go by another name than in the messages of gRPC.
-_NAMES = {"token_ids": "prompt", "structured_output": "structured_outputs"}
+_NAMES = {
+    "token_ids": "prompt",
+    "structured_output": "structured_outputs",
+    "chat.template_kwargs": "chat_template_kwargs",
+}
 _BUG = (500, "internal_server_error", "internal_error")
 
 

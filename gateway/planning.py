@@ -168,7 +168,7 @@ def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> 
     left = model.max_positions - num_prompt
     if left < 1:
         fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
-        raise ContextLengthExceeded("prompt", num_prompt, fix)
+        raise ContextLengthExceeded(_given(request), num_prompt, fix)
     wanted = left if request.max_tokens is None else request.max_tokens
     if wanted > left:
         fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
@@ -176,11 +176,17 @@ def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> 
     return wanted
 
 
+def _given(request: GenerateRequest) -> str:
+    """The field that the prompt came in."""
+    return "messages" if isinstance(request.prompt, Chat) else "prompt"
+
+
 def within(plan: Plan, max_prompt: int, max_output: int) -> Plan:
     """The plan inside the operator's own limits, in tokens; 0 = none. ContextLengthExceeded if it cannot be."""
     num_prompt, num_output = len(plan.first.prompt), plan.first.stopping.max_tokens
     if max_prompt and num_prompt > max_prompt:
-        raise ContextLengthExceeded("prompt", num_prompt, f"tokens are more than this server takes, {max_prompt}")
+        fix = f"tokens are more than this server takes, {max_prompt}"
+        raise ContextLengthExceeded(_given(plan.request), num_prompt, fix)
     if not max_output or num_output <= max_output:
         return plan
     if plan.request.max_tokens is not None:

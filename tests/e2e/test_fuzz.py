@@ -21,7 +21,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.errors import Unsatisfiable
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
@@ -135,7 +135,14 @@ def fuzz(stack, max_examples: int) -> None:
     for found in described.get_all_operations():
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
 
-            @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+            # What fails is told as it is: making it smaller takes more requests than a test has time for.
+            @settings(
+                max_examples=max_examples,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+                phases=[Phase.generate],
+            )
             @given(found.ok().as_strategy(generation_mode=mode))
             def run(case) -> None:
                 check(case)

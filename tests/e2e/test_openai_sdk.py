@@ -129,6 +129,8 @@ def test_tools_and_what_else_is_not_offered_are_refused(client, model) -> None:
         ("top_logprobs", "invalid_value", {"top_logprobs": 2}),
         ("max_tokens", "context_length_exceeded", {"max_tokens": 100_000}),
         ("max_tokens", "invalid_value", {"max_tokens": 3, "max_completion_tokens": 4}),
+        ("messages", "context_length_exceeded", {"messages": [{"role": "user", "content": "x = 1\n" * 500}]}),
+        ("chat_template_kwargs", "invalid_value", {"extra_body": {"chat_template_kwargs": {"tokenize": True}}}),
         ("messages", "invalid_value", {"messages": []}),
         ("messages[0].role", "invalid_value", {"messages": [{"role": "king", "content": "x"}]}),
         ("messages[0].content", "invalid_value", {"messages": [{"role": "user", "content": None}]}),

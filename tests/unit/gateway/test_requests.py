@@ -6,6 +6,7 @@ import pytest
 from unit.gateway.service_for_tests import at_rest, serving
 from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
+from gateway.planning import make_plan, within
 from gateway.requests import Chat, GenerateRequest
 from rootward.core.requests import Law, Rule, Sampling, Speculation
 from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
@@ -75,6 +76,14 @@ async def test_max_tokens_default_to_the_rest_of_the_context():
         request = verifier.requests[0]
         assert len(request.prompt) + request.stopping.max_tokens == MODEL.max_positions
         assert request.deadline_s is not None
+
+
+def test_a_chat_that_is_too_long_is_told_so_by_its_messages():
+    request = GenerateRequest(Chat(({"role": "user", "content": "x"},)))
+    with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room in a context"):
+        make_plan(request, (1,) * MODEL.max_positions, MODEL)
+    with pytest.raises(ContextLengthExceeded, match="^messages: 4 tokens are more than this server takes, 3"):
+        within(make_plan(request, (1,) * 4, MODEL), 3, 0)
 
 
 async def test_a_verifier_with_another_model_gets_no_requests():
