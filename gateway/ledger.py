@@ -19,7 +19,7 @@ from gateway.prefixes import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
 from gateway.quotas import Buckets, Rate, refusal
 from gateway.sessions import KEPT_AFTER_END_S, Record, Run, Store, StoreUnavailable, Write, stale
 from rootward.core.requests import TokenLogprob, VerifierRequest
-from rootward.errors import Unavailable
+from rootward.errors import DuplicateRequest, Unavailable
 from rootward.ports import Lease
 
 log = structlog.get_logger()
@@ -88,12 +88,22 @@ class Ledger:
         holder, asked, about = _holder(), self._now(), dict(about or {})
         try:
             self._must_be_up()
-            lease = await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
+            lease = await self._leased(request_id, holder, about, least_epoch)
         except StoreUnavailable:
             self._mark_down()
             entry = Entry(Lease(request_id, least_epoch, holder), asked + self._lease_s, fields=about, due=set(about))
             return self._entered(entry)
         return self._entered(Entry(lease, asked + self._lease_s, fields=about))
+
+    async def _leased(self, request_id: str, holder: str, about: Mapping[str, str], least_epoch: int) -> Lease:
+        """Of an id that has just been used here the store may not have heard the end."""
+        try:
+            return await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
+        except DuplicateRequest:
+            if not any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
+                raise
+        await self.flush()
+        return await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
 
     async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
         """Go on with a run, whoever drives it now. No entry: it is unknown (empty record) or finished.

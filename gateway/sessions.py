@@ -246,14 +246,13 @@ class MemoryStore:
 
 def duplicate(request_id: str) -> DuplicateRequest:
     """What the second of two live requests with one id is told."""
-    return DuplicateRequest(
-        f"request_id: {as_chosen(request_id)!r} is running already; choose another id or wait for its end"
-    )
+    fix = "is running already; choose another id or wait for its end"
+    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} {fix}", metadata={"field": "request_id"})
 
 
 def another_request(request_id: str) -> DuplicateRequest:
-    fix = "resume with the same prompt and parameters, or choose another id"
-    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} asks something else than what is resumed; {fix}")
+    fix = "asks something else than what is resumed; resume with the same prompt and parameters, or choose another id"
+    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} {fix}", metadata={"field": "request_id"})
 
 
 def stale(request_id: str) -> StaleEpoch:

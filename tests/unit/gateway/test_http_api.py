@@ -227,7 +227,8 @@ async def test_busy_gone_late_and_doubled():
         assert (busy.status_code, busy.json()["error"]["code"]) == (429, "server_overloaded")
         assert busy.headers["retry-after"] == "1"
         assert busy.headers["retry-after-ms"] == "1000"
-        assert (doubled.status_code, doubled.json()["error"]["code"]) == (400, "duplicate_request_id")
+        refused = doubled.json()["error"]
+        assert (doubled.status_code, refused["code"], refused["param"]) == (400, "duplicate_request_id", "request_id")
         late = await client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-ms": "150"})
         assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
         for value in ("soon", "0", "9" * 400, "9" * 5000):

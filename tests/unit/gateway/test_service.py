@@ -244,6 +244,15 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
         assert (await store.record("one")).output.tokens == IDS[:2]
 
 
+async def test_an_id_may_be_used_again_before_the_store_has_heard_of_its_end():
+    store = MemoryStore()
+    async with serving(store=store) as service:
+        for most in (3, 2, 1):
+            await service.collect(GenerateRequest("a", request_id="one", max_tokens=most))
+        await service.drain(5.0)
+    assert (await store.record("one")).output.tokens == IDS[:1]
+
+
 async def test_a_lease_taken_by_another_gateway_ends_the_generation():
     verifier = SpellingVerifier(delay_s=0.02)
     store = MemoryStore()
