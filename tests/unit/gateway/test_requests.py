@@ -82,7 +82,7 @@ def test_a_chat_that_is_too_long_is_told_so_by_its_messages():
     request = GenerateRequest(Chat(({"role": "user", "content": "x"},)))
     with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room in a context"):
         make_plan(request, (1,) * MODEL.max_positions, MODEL)
-    with pytest.raises(ContextLengthExceeded, match="^messages: 4 tokens are more than this server takes, 3"):
+    with pytest.raises(ContextLengthExceeded, match=r"^messages: 4 tokens are more than this server takes, 3"):
         within(make_plan(request, (1,) * 4, MODEL), 3, 0)
 
 
