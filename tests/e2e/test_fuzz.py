@@ -134,7 +134,6 @@ def fuzz(stack, max_examples: int) -> None:
     described.config.max_stream_events, described.config.request_timeout = 100_000, 120.0
     for found in described.get_all_operations():
         for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-
             # What fails is told as it is: making it smaller takes more requests than a test has time for.
             @settings(
                 max_examples=max_examples,
