@@ -55,7 +55,7 @@ def check(case) -> None:
     body = case.body
     if isinstance(body, dict):
         for name in ("max_tokens", "max_completion_tokens", "n"):
-            if isinstance(body.get(name), int) and body[name] > FEW_TOKENS:
+            if isinstance(body.get(name), int | float) and body[name] > FEW_TOKENS:
                 body[name] = FEW_TOKENS
         if "messages" in body and not body.get("max_completion_tokens"):
             body.setdefault("max_tokens", FEW_TOKENS)
