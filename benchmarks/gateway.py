@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 
 from rootward import AsyncClient, SamplingParams, demo
-from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
-from rootward.rpc.channel import open_channel
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.codec import from_pb, to_pb
+from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.v1 import verifier_pb2_grpc
+from rootward.wire.channel import open_channel
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.codec import from_pb, to_pb
 
 READY_S = 120.0
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
@@ -61,7 +61,7 @@ async def service(module: str, *flags: str) -> AsyncIterator[Running]:
 
 
 def request(name: str, seed: int, tokens: int) -> VerifierRequest:
-    coupled = Speculation(rule=Rule.MATCH, law=Law.COUPLED)
+    coupled = Speculation(rule=Rule.MATCH, law=DraftMode.COUPLED)
     stopping = Stopping(tokens, ignore_eos=True)
     return VerifierRequest(name, PROMPT, stopping=stopping, speculation=coupled, seed=seed)
 

@@ -15,17 +15,17 @@ from drafter_service.settings import DrafterSettings
 from rootward.core.drafting.lookup import Merged, Prediction, Recipe, Source, Successors, parse_recipe
 from rootward.core.frames import Open
 from rootward.core.growth import Policy
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, ModelInfo
-from rootward.rpc.admin import Admin, admin_port
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.lifecycle import announce, run_service, until_stopped
-from rootward.rpc.server import RpcServer
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
+from rootward.wire.admin import Admin, admin_port
+from rootward.wire.channel import DRAFTING
+from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.server import RpcServer
 
 # A few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.
 LEAST_LEVELS = 4
@@ -37,7 +37,7 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     from drafter_service.growing import Grower  # torch takes seconds to import, and lookups do without
 
     policy = Policy(
-        Law.SAMPLED,
+        DraftMode.SAMPLED,
         draws_per_level=settings.draws_per_level,
         least_levels=LEAST_LEVELS,
         acceptance=settings.acceptance,

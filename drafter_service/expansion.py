@@ -21,9 +21,9 @@ import torch
 
 from drafter_service.growing_tree import GrowingTree, Guesses
 from rootward.core.arrays import Floats, Ints
-from rootward.core.requests import Law, Sampling
+from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
+from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key, target_gumbel_batch
-from rootward.core.rows import Row, integer_weights, rows_of
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.processors import penalised, shifted
 from rootward.ports import LanguageModel, Reduction, Rows
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
 
     @property
     def matched(self) -> bool:
-        return self.growing.open.law is Law.COUPLED
+        return self.growing.open.law is DraftMode.COUPLED
 
     @property
     def num_likely(self) -> int:
@@ -96,12 +96,12 @@ def _expand(group: Sequence[Asked], found: Found) -> None:
 
 def matched_rows(
     ids_TA: Ints, mass_TA: Floats, at: Sequence[tuple[Key, int]], num_atoms: Sequence[int]
-) -> list[tuple[Row, Floats]]:
+) -> list[tuple[DraftDistribution, Floats]]:
     """The atoms that the noise at (key, position) of a node favours, and that noise. mass: in any unit."""
     noise_TA = target_gumbel_batch(at, ids_TA)
     with np.errstate(divide="ignore"):
         perturbed_TA = np.log(mass_TA) + noise_TA
-    found: list[tuple[Row, Floats]] = []
+    found: list[tuple[DraftDistribution, Floats]] = []
     for ids, mass, noise, perturbed, most in zip(ids_TA, mass_TA, noise_TA, perturbed_TA, num_atoms, strict=True):
         best = np.argpartition(-perturbed, most - 1)[:most] if most < len(ids) else np.arange(len(ids))
         best = best[mass[best] > 0.0]

@@ -20,13 +20,13 @@ from drafter_service.trees import Heard, heard, largest_token, shape_fault
 from rootward.core.ahead import Ahead, Bets
 from rootward.core.arrays import Ints
 from rootward.core.calibration import MatchScale
+from rootward.core.distribution import DraftDistribution
 from rootward.core.drafting.lookup import Prediction
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import ROOT, LivingTree
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.core.rng import BonusKey, DrawWords, Key
-from rootward.core.rows import Row
 from rootward.demand import DrafterDemand
 from rootward.engine.processors import History
 from rootward.ports import LanguageModel, Rows
@@ -57,7 +57,7 @@ class Grower(Generic[K]):
     ) -> None:
         self.model, self.incarnation, self._group = model, incarnation, group
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
-        self.policy, self.bets = policy or Policy(Law.SAMPLED), bets or Bets()
+        self.policy, self.bets = policy or Policy(DraftMode.SAMPLED), bets or Bets()
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self._match: dict[int, MatchScale] = {}  # by tenths of the temperature, which sets how far the pair is apart
@@ -174,7 +174,7 @@ class Grower(Generic[K]):
         own = Growth(tree, policy, max_positions=info.max_positions)
         likely: dict[int, Guesses] = {}
 
-        def guesses(node: int, row: Row) -> Ints:
+        def guesses(node: int, row: DraftDistribution) -> Ints:
             if message.bonus_key is None or node not in likely:
                 return row.ids
             return likely[node].best(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth)
@@ -225,7 +225,7 @@ class Grower(Generic[K]):
 
     def _learn(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """How far the models are apart shows in where shared noise makes them differ."""
-        if growing.open.law is Law.COUPLED:
+        if growing.open.law is DraftMode.COUPLED:
             scale, own = self._match_scale(growing.open), growing.growth.own
             for perturbed, chosen in own.lessons(tokens):
                 scale.learn(perturbed, chosen)

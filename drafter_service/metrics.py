@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from rootward.readings import Read, Readings
+from rootward.gauges import Read, Readings
 
 READINGS = {
     "drafter_sessions_open": "Trees held.",

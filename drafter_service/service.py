@@ -28,11 +28,11 @@ from drafter_service.streams import Stream
 from drafter_service.trees import Described, Trees
 from drafter_service.turns import LOOP_TURNS, LevelCost
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.demand import DemandCollector
-from rootward.heart import Heart
 from rootward.ports import DEFAULT_POOL, ModelInfo
-from rootward.rpc.info import DrafterInfo
+from rootward.watchdog import Watchdog
+from rootward.wire.info import DrafterInfo
 
 log = structlog.get_logger("drafter")
 
@@ -67,7 +67,7 @@ class DrafterService:
         self.capacity, self.max_atoms = capacity, max_atoms
         self._agree, self.pool = agree, pool
         self.draining = False
-        self.heart = Heart()
+        self.watchdog = Watchdog()
         self.metrics = Metrics()
         self.metrics.watch(
             lambda: {
@@ -142,7 +142,7 @@ class DrafterService:
     @property
     def alive(self) -> bool:
         """False: only a restart helps."""
-        return self._growth is not None and not self._growth.done() and self.heart.beats
+        return self._growth is not None and not self._growth.done() and self.watchdog.healthy
 
     async def drain(self) -> None:
         """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
@@ -179,7 +179,7 @@ class DrafterService:
             info.tokenizer_hash,
             info.vocab_size,
             info.max_positions,
-            tuple(Law),
+            tuple(DraftMode),
             self.capacity,
             self.max_atoms,
             refusal,
@@ -251,7 +251,7 @@ class DrafterService:
 
     def _turn(self, mail: list[Mail], here: bool = False) -> list[Answer]:
         """Apply the mail, then grow one level; in the loop only if the mail has not made it a long one."""
-        with self.heart.beat():
+        with self.watchdog.step():
             answers = self._heard(mail)
             return answers if here and not self._short else answers + self._grown()
 

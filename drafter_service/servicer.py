@@ -11,12 +11,12 @@ import grpc
 from rootward.core.frames import ToDrafter
 from rootward.errors import InvalidRequest, NotFound
 from rootward.ports import Drafter
-from rootward.rpc.codec import from_pb, to_pb
-from rootward.rpc.info import DrafterInfo
-from rootward.rpc.server import RpcServer
-from rootward.rpc.status import errors_as_status, invalid_request
-from rootward.rpc.streams import closing, parts
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc
+from rootward.wire.codec import from_pb, to_pb
+from rootward.wire.info import DrafterInfo
+from rootward.wire.server import RpcServer
+from rootward.wire.status import errors_as_status, invalid_request
+from rootward.wire.streams import closing, parts
 
 NAME = drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]

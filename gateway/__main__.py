@@ -19,13 +19,13 @@ from gateway.settings import GatewaySettings
 from gateway.text import load_tokenizer
 from gateway.upstreams import Upstreams
 from rootward.discovery.sources import open_sources
-from rootward.rpc.admin import admin_port
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.http_server import HttpServer
-from rootward.rpc.lifecycle import announce, run_service, until_stopped
-from rootward.rpc.server import RpcServer
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
+from rootward.wire.admin import admin_port
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.http_server import HttpServer
+from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.server import RpcServer
 
 READY_POLL_S = 0.2
 FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up

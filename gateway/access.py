@@ -18,7 +18,7 @@ from gateway.http_bodies import send_error
 from gateway.http_errors import http_error
 from gateway.keys import Caller, Keys, Scope
 from rootward.errors import ServiceError
-from rootward.rpc.status import Context
+from rootward.wire.status import Context
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ class Access:
         self._keys, self._model = keys, model
 
     def check_rpc(self, method: str, context: Context) -> None:
-        """`rootward.rpc.doors.Check` of the gRPC server."""
+        """`rootward.wire.auth.Check` of the gRPC server."""
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         _CALLER.set(self._admit(rpc_scope(method), headers.get("authorization")))
 

@@ -30,7 +30,7 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.errors import DeadlineExceeded, Overloaded, Unavailable
-from rootward.rpc.streams import closing
+from rootward.wire.streams import closing
 
 log = structlog.get_logger()
 

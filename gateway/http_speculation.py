@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from gateway.http_values import integer, one, short
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
-_RULES: dict[str, tuple[Rule, Law | None]] = {
+_RULES: dict[str, tuple[Rule, DraftMode | None]] = {
     "traversal": (Rule.TRAVERSAL, None),
-    "coupled": (Rule.MATCH, Law.COUPLED),
+    "coupled": (Rule.MATCH, DraftMode.COUPLED),
     "token": (Rule.TOKEN, None),
 }
 _NAMES = {"mode", "verification", "max_depth", "topk", "num_draft_tokens", "drafter"}
@@ -43,7 +43,7 @@ def _mode(value: object) -> SpeculationMode:
         raise InvalidRequest("speculation.mode", short(value), fix) from None
 
 
-def _verification(value: object) -> tuple[Rule | None, Law | None]:
+def _verification(value: object) -> tuple[Rule | None, DraftMode | None]:
     if value is None:
         return None, None
     if not isinstance(value, str) or value not in _RULES:

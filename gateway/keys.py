@@ -28,8 +28,8 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from rootward.clock import Clock, SystemClock
 from rootward.errors import ConfigurationError, PermissionDenied, Unauthenticated
+from rootward.file_watch import WatchedFiles
 from rootward.keys import digest
-from rootward.watched import WatchedFiles
 
 log = structlog.get_logger()
 

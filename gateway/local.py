@@ -24,8 +24,8 @@ from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
 from rootward.demo import paths
 from rootward.errors import APIError, ConfigurationError
-from rootward.rpc.lifecycle import announce, run_service
 from rootward.telemetry import configure_logging
+from rootward.wire.lifecycle import announce, run_service
 
 log = structlog.get_logger()
 

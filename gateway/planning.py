@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from gateway.names import of_tenant
 from gateway.requests import Chat, GenerateRequest
 from gateway.text import Tokenizer
-from rootward.core.requests import MAX_BAD, Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from rootward.ports import ModelInfo
-from rootward.rpc.status import invalid_request
+from rootward.wire.status import invalid_request
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
@@ -211,7 +211,7 @@ def _speculation(request: GenerateRequest) -> Speculation:
     wish = request.speculation
     if request.seed is None or wish.rule is not None or wish.law is not None:
         return wish
-    return replace(wish, rule=Rule.MATCH, law=Law.COUPLED)
+    return replace(wish, rule=Rule.MATCH, law=DraftMode.COUPLED)
 
 
 def _warnings(request: GenerateRequest) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from gateway.scaler import DemandWatch
 from gateway.settings import GatewaySettings
 from rootward.discovery.registry import open_registry
 from rootward.errors import InvalidRequest, Unavailable
-from rootward.rpc.server import RpcServer
-from rootward.rpc.status import errors_as_status
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1 import external_scaler_pb2_grpc
+from rootward.wire.server import RpcServer
+from rootward.wire.status import errors_as_status
 
 log = structlog.get_logger("scaler")
 

@@ -20,10 +20,10 @@ from gateway.servicer_watching import event_to_pb, verifier_load_to_pb
 from gateway.stops import Span
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
-from rootward.rpc.codec import to_pb
-from rootward.rpc.server import RpcServer
-from rootward.rpc.status import errors_as_status
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
+from rootward.wire.codec import to_pb
+from rootward.wire.server import RpcServer
+from rootward.wire.status import errors_as_status
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 FEATURES = (

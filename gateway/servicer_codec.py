@@ -12,12 +12,12 @@ from gateway.access import tenant
 from gateway.planning import refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.stops import Span
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, TokenLogprob
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import InvalidRequest
-from rootward.rpc.codec_common import REASONS, stats_to_pb
-from rootward.rpc.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
-from rootward.rpc.columns import pack_u32
 from rootward.v1 import generate_pb2 as pb
+from rootward.wire.codec_common import REASONS, stats_to_pb
+from rootward.wire.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
+from rootward.wire.columns import pack_u32
 
 _MODES = {
     pb.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
@@ -25,10 +25,10 @@ _MODES = {
     pb.Speculation.DISABLED: SpeculationMode.DISABLED,
     pb.Speculation.REQUIRED: SpeculationMode.REQUIRED,
 }
-_VERIFICATIONS: dict[int, tuple[Rule | None, Law | None]] = {
+_VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
     pb.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
     pb.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
-    pb.Speculation.COUPLED: (Rule.MATCH, Law.COUPLED),
+    pb.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
     pb.Speculation.TOKEN: (Rule.TOKEN, None),
 }
 

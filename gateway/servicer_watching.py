@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gateway.upstreams import Upstream
 from gateway.watching import Begun, Event, Round, Sent
-from rootward.rpc.codec_common import REASONS
 from rootward.v1 import control_pb2 as pb
+from rootward.wire.codec_common import REASONS
 
 
 def event_to_pb(event: Event) -> pb.SessionEvent:

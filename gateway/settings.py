@@ -12,8 +12,8 @@ from gateway.quotas import Rate
 from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings
-from rootward.rpc.tls import ServerTls
 from rootward.settings import ServiceSettings
+from rootward.wire.tls import ServerTls
 
 
 def _address(value: str) -> str:

@@ -13,8 +13,8 @@ import structlog
 from gateway.router import Choice, VerifierView, choose
 from rootward.errors import RootwardError
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.streams import closing
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.streams import closing
 
 log = structlog.get_logger()
 

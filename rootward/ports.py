@@ -1,6 +1,6 @@
 """The seams of Rootward: what one part asks of another, one method wide where possible.
 
-Each Protocol has an in-process implementation (the service itself) and a remote one (`rootward/rpc/clients.py`); nothing above a
+Each Protocol has an in-process implementation (the service itself) and a remote one (`rootward/wire/clients.py`); nothing above a
 seam can tell which one it holds.
 """
 

@@ -7,8 +7,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rootward.rpc.tls import Certificates, ClientTls, ServerTls
 from rootward.settings import CommaSeparated, ServiceSettings
+from rootward.wire.tls import Certificates, ClientTls, ServerTls
 
 
 class TlsSettings(ServiceSettings):

@@ -16,13 +16,13 @@ from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.threads import on_passing_thread
 from rootward.ports import Discovery, Drafter, LanguageModel
-from rootward.rpc.admin import Admin, admin_port
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.lifecycle import announce, run_service, until_stopped
-from rootward.rpc.server import RpcServer
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
+from rootward.wire.admin import Admin, admin_port
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.server import RpcServer
 from verifier_service.cost import SIZES, StepCost, measure
 from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy

@@ -19,7 +19,7 @@ import structlog
 
 from rootward.backoff import jittered
 from rootward.core.frames import Hello
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.demand import VerifierDemand
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.awake import Awake
@@ -112,7 +112,7 @@ class DrafterPool:
         """There is a drafter (of this pool, if it is named), or one may be found."""
         return bool(self.links or self._sources) and (not pool or pool in self.demand)
 
-    def has(self, pool: str, law: Law) -> bool:
+    def has(self, pool: str, law: DraftMode) -> bool:
         """A drafter (of this pool, if it is named) has a stream and makes such trees."""
         return any(link.makes(law) and pool in ("", link.pool) for link in self.links)
 

@@ -17,7 +17,7 @@ import structlog
 from rootward.backoff import backoff_s, jittered
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
@@ -91,7 +91,7 @@ class Link:
         """Sessions it holds, of all verifiers: what it said last, and what this one did since."""
         return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_then)
 
-    def makes(self, law: Law) -> bool:
+    def makes(self, law: DraftMode) -> bool:
         """It is up, and has said that it grows such trees."""
         return self.ack is not None and law in self.ack.laws
 
@@ -163,7 +163,7 @@ class Link:
             request.sampling,
             session.law,
             # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
-            request.seed if session.law is Law.COUPLED else session.key.derive(Role.DRAW),
+            request.seed if session.law is DraftMode.COUPLED else session.key.derive(Role.DRAW),
             request.choice,
             min(shape.atoms, self.ack.max_atoms),
             shape.node_cap,

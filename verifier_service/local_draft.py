@@ -23,7 +23,7 @@ from rootward.core.drafting.lookup import (
     parse_recipe,
 )
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import Law, Rule, SpeculationMode, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifierRequest
 from verifier_service.cost import Machine, StepCost
 from verifier_service.gain import Gain, Gains, Spent
 from verifier_service.policy import Policy
@@ -74,7 +74,7 @@ class LocalDrafts:
         recipe = self._recipes.get(wish.drafter or self._policy.local_draft)
         if recipe is None or wish.mode is SpeculationMode.DISABLED:
             return None
-        law = Law.COUPLED if session.rule is Rule.MATCH else Law.SAMPLED
+        law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
         kind = recipe.name, session.rule, round(10 * request.sampling.temperature), request.structure is not None
         source = _expecting(recipe.source(law, self._memory(session.salt)), request)
         return LocalDraft(recipe.name, source, self.gains.of(kind), session.required)

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
-from rootward.readings import Read, Readings
+from rootward.gauges import Read, Readings
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.runner import Outcome
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
     """What the loop may do. Times in seconds, sizes in rows or tokens."""
 
-    law: Law = Law.SAMPLED
+    law: DraftMode = DraftMode.SAMPLED
     num_draft_tokens: int = 16
     max_depth: int = 8
     topk: int = 4

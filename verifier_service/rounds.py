@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from verifier_service.cost import Machine, StepCost
 from verifier_service.drafters import DrafterPool
 from verifier_service.gain import Gain, Gains, Spent
@@ -45,7 +45,7 @@ class Rounds:
     def gain(self, session: Session) -> Gain:
         """Of sessions like this one."""
         request = session.request
-        kind = session.law or Law.SAMPLED, round(10 * request.sampling.temperature), request.structure is not None
+        kind = session.law or DraftMode.SAMPLED, round(10 * request.sampling.temperature), request.structure is not None
         return self.gains.of(kind)
 
     def drafts(self, session: Session) -> bool:

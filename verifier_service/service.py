@@ -19,9 +19,9 @@ from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
-from rootward.heart import Heart
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from rootward.tracing import request_span
+from rootward.watchdog import Watchdog
 from verifier_service.admission import Admission
 from verifier_service.cost import StepCost
 from verifier_service.drafters import Dial, DrafterPool
@@ -67,7 +67,7 @@ class VerifierService:
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
         self.draining = False
-        self.heart = Heart()
+        self.watchdog = Watchdog()
         self._wake = asyncio.Event()
         self.metrics = metrics or Metrics()
         self.pool = DrafterPool(
@@ -158,7 +158,7 @@ class VerifierService:
     @property
     def alive(self) -> bool:
         """False: only a restart helps."""
-        return self._task is not None and not self._task.done() and self.heart.beats
+        return self._task is not None and not self._task.done() and self.watchdog.healthy
 
     async def drain(self) -> None:
         """Refuse new sessions; return when the running ones have ended."""
@@ -287,7 +287,7 @@ class VerifierService:
         drafted, local = any(s.cap for s in self._running.values()), self.local.used(self._running.values())
         chunks = [self._chunk(number, size) for number, size in step.chunks]
         rounds = [self._round(number, cap) for number, cap in step.launches]
-        with self.heart.beat():
+        with self.watchdog.step():
             outcomes = await asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
         kind = "prefill" if step.prefill else "verify" if step.verify else "plain"
         self.metrics.stepped(kind, time.monotonic() - start_s)

@@ -11,12 +11,12 @@ import grpc
 from rootward.core.requests import VerifierRequest
 from rootward.errors import Unavailable
 from rootward.ports import Verifier
-from rootward.rpc.codec import from_pb, to_pb
-from rootward.rpc.feed import Feeds
-from rootward.rpc.server import RpcServer
-from rootward.rpc.status import errors_as_status, invalid_request
-from rootward.rpc.streams import closing
 from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
+from rootward.wire.codec import from_pb, to_pb
+from rootward.wire.feed import Feeds
+from rootward.wire.server import RpcServer
+from rootward.wire.status import errors_as_status, invalid_request
+from rootward.wire.streams import closing
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]

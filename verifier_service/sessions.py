@@ -17,9 +17,9 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.pairing import check_rule
 from rootward.core.requests import (
     Committed,
+    DraftMode,
     Finish,
     FinishReason,
-    Law,
     Prefilled,
     Rule,
     SpeculationMode,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from verifier_service.local_draft import LocalDraft
 
 MAX_STOPS = 1024  # token ids that may end one generation
-MATCHED = (Law.TOP_K, Law.COUPLED)  # trees that only the target's own tokens may decide
+MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's own tokens may decide
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Session:
     number: int
     request: VerifierRequest
     rule: Rule
-    law: Law | None
+    law: DraftMode | None
     eos_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)  # prompt + committed, the truth
     hash: int = 0
@@ -296,7 +296,7 @@ class Session:
         return tokens[: self.tokens_left], None
 
 
-def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
+def choose_rule(request: VerifierRequest, default_law: DraftMode) -> tuple[Rule, DraftMode]:
     """What a request's sampling and wishes mean. Greedy decoding always matches: every lossless rule is longest-match there.
 
     InvalidRequest: the rule asked for would not be lossless on the trees asked for."""
@@ -307,12 +307,12 @@ def choose_rule(request: VerifierRequest, default_law: Law) -> tuple[Rule, Law]:
         except ValueError as wrong:
             raise InvalidRequest("speculation.rule", wish.rule.value, f"cannot be served: {wrong}") from None
     if request.sampling.greedy:
-        return Rule.MATCH, wish.law if wish.law in MATCHED else Law.TOP_K
+        return Rule.MATCH, wish.law if wish.law in MATCHED else DraftMode.TOP_K
     if wish.rule is Rule.MATCH or (wish.rule is None and wish.law in MATCHED):
-        return Rule.MATCH, wish.law or Law.COUPLED
+        return Rule.MATCH, wish.law or DraftMode.COUPLED
     if wish.law is None and default_law in MATCHED and wish.rule is None:
         return Rule.MATCH, default_law
-    return wish.rule or Rule.TRAVERSAL, wish.law or (Law.SAMPLED if default_law in MATCHED else default_law)
+    return wish.rule or Rule.TRAVERSAL, wish.law or (DraftMode.SAMPLED if default_law in MATCHED else default_law)
 
 
 def check_drafter(wanted: str, known: Sequence[str]) -> None:

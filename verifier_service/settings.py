@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import NoDecode
 
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.discovery.sources import parse_sources
 from rootward.process_settings import ProcessSettings
 
@@ -51,7 +51,7 @@ class VerifierSettings(ProcessSettings):
     max_num_seqs: int = Field(16, ge=1, description="sessions that run at once")
     max_num_batched_tokens: int = Field(256, ge=2, description="rows of one target forward")
     max_num_queued_reqs: int = Field(256, ge=1, description="requests that may wait for a place")
-    law: Law = Field(Law.GREEDY, description="how drafters make children when a request does not say")
+    law: DraftMode = Field(DraftMode.GREEDY, description="how drafters make children when a request does not say")
     law_atoms: int = Field(32, ge=1, le=4096, description="support of a draft law (K)")
     num_draft_tokens: int = Field(16, ge=1, le=MAX_NODES, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")

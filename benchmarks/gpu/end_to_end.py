@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.contexts import tokenised
 from benchmarks.gpu.large import LARGE, TINY_INFLATED, Network, difference, inflated_network
 from benchmarks.gpu.measuring import head_of, model_of, parser, recorded, settle, tell
 from benchmarks.suites.models import Prompts
@@ -27,9 +28,8 @@ from benchmarks.suites.paired import Job, Paired, Run, measure
 from drafter_service.growing import Grower
 from drafter_service.service import DrafterService, Key
 from rootward import demo
-from rootward.bench.contexts import tokenised
 from rootward.core.growth import Policy as GrowthPolicy
-from rootward.core.requests import Finish, Law, Sampling, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Finish, Sampling, Stopping, VerifierRequest
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.tokenizers import load_tokenizer
 from verifier_service.cost import measure as measure_cost
@@ -52,8 +52,8 @@ COLUMNS = (
     "same_text",
 )
 # The services' own defaults; their settings are not read here, since they need more packages.
-POLICY = Policy(law=Law.GREEDY, num_draft_tokens=16, max_depth=8, topk=4, law_atoms=32, draft_wait_s=0.2)
-GROWTH = GrowthPolicy(Law.SAMPLED, draws_per_level=4, acceptance=0.7, later=0.2)
+POLICY = Policy(law=DraftMode.GREEDY, num_draft_tokens=16, max_depth=8, topk=4, law_atoms=32, draft_wait_s=0.2)
+GROWTH = GrowthPolicy(DraftMode.SAMPLED, draws_per_level=4, acceptance=0.7, later=0.2)
 _numbers = itertools.count(1)
 
 

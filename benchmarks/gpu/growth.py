@@ -34,7 +34,7 @@ from benchmarks.gpu.measuring import (
 from drafter_service.growing import Grower
 from rootward.core.frames import Commit, Open, extend_hash
 from rootward.core.growth import Policy
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.model import HuggingFaceModel
 
 WANTED = 0.5
@@ -43,7 +43,7 @@ NODES, WARM_UP = 16, 12  # rounds until every bucket has been seen twice
 COLUMNS = ("law", "sessions", "context", "recorded", "levels", "rows", "ms", "floor_ms", "fraction")
 
 
-def opened(model: HuggingFaceModel, law: Law, sessions: int, context: int) -> Grower[int]:
+def opened(model: HuggingFaceModel, law: DraftMode, sessions: int, context: int) -> Grower[int]:
     """Trees below prompts of so many tokens."""
     garden: Grower[int] = Grower(model, incarnation=1, policy=Policy(law))
     for slot in range(sessions):
@@ -87,7 +87,7 @@ def rounds(garden: Grower[int], device: str, repeats: int) -> tuple[list[float],
 
 def measured(args: argparse.Namespace, model: HuggingFaceModel, floor_ms: float) -> list[dict[str, Any]]:
     found = []
-    for law, sessions in itertools.product((Law.GREEDY, Law.TOP_K, Law.COUPLED), args.sessions):
+    for law, sessions in itertools.product((DraftMode.GREEDY, DraftMode.TOP_K, DraftMode.COUPLED), args.sessions):
         times, rows = rounds(opened(model, law, sessions, args.context), args.device, args.repeats)
         took = spread(times)
         at = {"law": law.value, "sessions": sessions, "context": args.context, "recorded": recorded(model) is not None}

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.environment import described
 from benchmarks.gpu.measuring import seconds
 from benchmarks.micro.verification import NUM_ATOMS, NUM_NODES, Example, example
-from rootward.bench.environment import described
 from rootward.core.verification import batched, gather
 from rootward.engine import verification
 

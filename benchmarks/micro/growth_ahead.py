@@ -25,7 +25,7 @@ from rootward.core.ahead import Bets
 from rootward.core.frames import Commit, Grow, Open, extend_hash
 from rootward.core.growth import Policy
 from rootward.core.living_tree import ROOT, LivingTree
-from rootward.core.requests import Law, Rule, Sampling
+from rootward.core.requests import DraftMode, Rule, Sampling
 from rootward.core.rng import Key, Role
 from rootward.demo import paths, prompts
 from rootward.engine.loading import load_model
@@ -48,7 +48,7 @@ class Times:
 @dataclass(frozen=True)
 class Form:
     name: str
-    law: Law
+    law: DraftMode
     lives: bool
 
     @property
@@ -124,7 +124,7 @@ class Session:
         for token in self.text:
             hash_ = extend_hash(hash_, token)
         self.runner.prefill([Chunk(self.kv_slot, tuple(self.text[:-1]))])
-        seed = self.key.seed if form.law is Law.COUPLED else self.key.derive(Role.DRAW)
+        seed = self.key.seed if form.law is DraftMode.COUPLED else self.key.derive(Role.DRAW)
         ahead = about.ahead if form.lives else 0
         self.shared = form.law.ratio and ahead > 0
         message = Open(
@@ -200,7 +200,7 @@ class Session:
 def measured(form: Form, rtt_ms: float, about: argparse.Namespace) -> str:
     """A line of the table."""
     times = Times(about.level_ms / 1e3, (about.bet_ms or about.level_ms) / 1e3, about.verify_ms / 1e3, rtt_ms / 2e3)
-    policy = Policy(Law.SAMPLED, least_levels=LEAST_LEVELS)
+    policy = Policy(DraftMode.SAMPLED, least_levels=LEAST_LEVELS)
     bets = Bets(share=about.share, draws_per_level=about.guess_draws)
     target, draft, texts = pair(about)
     tallies, worth = {True: Tally(), False: Tally()}, Worth()
@@ -233,7 +233,7 @@ def pair(about: argparse.Namespace) -> tuple[LanguageModel, LanguageModel, list[
 def main() -> None:
     about = _parser().parse_args()
     print(f"{'':18} {'rtt':>6} tokens/s tokens/round   hits   after a hit: nodes, tokens, ms   after a miss")
-    for law in (Law.SAMPLED, Law.COUPLED):
+    for law in (DraftMode.SAMPLED, DraftMode.COUPLED):
         for lives in (False, True):
             form = Form(f"{law.value} {'lives' if lives else 'waits'}", law, lives)
             for rtt_ms in about.rtts:

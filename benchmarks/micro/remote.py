@@ -21,21 +21,21 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from benchmarks.environment import described
+from benchmarks.generations import Load, measured
+from benchmarks.processes import service
 from drafter_service.__main__ import build
 from drafter_service.settings import DrafterSettings
-from rootward.bench.environment import described
-from rootward.bench.generations import Load, measured
-from rootward.bench.processes import service
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.threads import use_threads
 from rootward.ports import Drafter
-from rootward.rpc.clients import RemoteDrafter
+from rootward.wire.clients import RemoteDrafter
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 
 TABLE = "tabular:vocab=512,seed=1,order=1,sharpness=3"
-LAWS = {"sampled": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.COUPLED)}
+LAWS = {"sampled": (Rule.TRAVERSAL, DraftMode.SAMPLED), "coupled": (Rule.MATCH, DraftMode.COUPLED)}
 SESSIONS, TOKENS = 4, 320
 
 

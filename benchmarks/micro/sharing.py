@@ -18,19 +18,19 @@ from unittest.mock import patch
 
 import uvloop
 
-from rootward.bench.environment import described
-from rootward.bench.generations import Load, measured
-from rootward.bench.intervals import interval
-from rootward.bench.processes import service
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode
+from benchmarks.environment import described
+from benchmarks.generations import Load, measured
+from benchmarks.intervals import interval
+from benchmarks.processes import service
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.engine.loading import load_model
-from rootward.rpc.clients import RemoteDrafter
+from rootward.wire.clients import RemoteDrafter
 from verifier_service import scheduler
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 
 TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"
-LAWS = {"traversal": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.COUPLED)}
+LAWS = {"traversal": (Rule.TRAVERSAL, DraftMode.SAMPLED), "coupled": (Rule.MATCH, DraftMode.COUPLED)}
 gathering_s = scheduler.gathering_s
 
 

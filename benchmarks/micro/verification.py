@@ -19,8 +19,8 @@ from statistics import median
 import numpy as np
 import torch
 
+from rootward.core.distribution import quantise
 from rootward.core.rng import Key, coins, coins_batch
-from rootward.core.rows import quantise
 from rootward.core.tree import TokenTree
 from rootward.core.verification import batched, gather, law, sparse
 from rootward.core.verification.verdict import stop_node

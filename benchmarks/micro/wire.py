@@ -40,16 +40,16 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
+from benchmarks.environment import described
+from benchmarks.processes import address_of
 from drafter_service.__main__ import main as drafter_main
 from drafter_service.growing import Grower
-from rootward.bench.environment import described
-from rootward.bench.processes import address_of
 from rootward.core.frames import Grow, Hello
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from rootward.engine.threads import use_threads
-from rootward.rpc.channel import DRAFTING, client_options, server_options
-from rootward.rpc.clients import RemoteDrafter
+from rootward.wire.channel import DRAFTING, client_options, server_options
+from rootward.wire.clients import RemoteDrafter
 from verifier_service.link import Link, Shape
 from verifier_service.sessions import Draft, Session
 
@@ -57,7 +57,7 @@ LONGEST, WARM_UP = 1000, 100  # rounds of one drafter process: a table has 4096 
 VOCAB, NODES, ATOMS, DEPTH, TOPK = 512, 64, 32, 8, 4
 TABLE = f"tabular:vocab={VOCAB},seed=1,order=1,sharpness=3"
 DRAFT = f"{TABLE},noise=0.6,noise_seed=2"
-LAWS = {"sampled": (Rule.TRAVERSAL, Law.SAMPLED), "coupled": (Rule.MATCH, Law.COUPLED)}
+LAWS = {"sampled": (Rule.TRAVERSAL, DraftMode.SAMPLED), "coupled": (Rule.MATCH, DraftMode.COUPLED)}
 PARTS = "first", "whole", "first_by_clock", "whole_by_clock"  # of a round: its beginning, all of it
 
 Times = tuple[

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.contexts import random_prompts, tokenised
 from benchmarks.inflate import TOLERANCE, save_inflated
+from benchmarks.measuring import short_name
 from rootward import demo
-from rootward.bench.contexts import random_prompts, tokenised
-from rootward.bench.measuring import short_name
 from rootward.engine.loading import require_folder
 from rootward.engine.tokenizers import find_tokenizer
 from rootward.errors import ConfigurationError

@@ -27,7 +27,7 @@ from rootward.core.requests import Finish, Sampling, Stopping, VerifierRequest
 from rootward.engine.loading import load_model
 from rootward.engine.threads import on_passing_thread
 from rootward.ports import Verifier
-from rootward.rpc.clients import RemoteVerifier
+from rootward.wire.clients import RemoteVerifier
 from verifier_service.__main__ import build as build_verifier
 from verifier_service.cost import measure as measure_cost
 from verifier_service.settings import VerifierSettings

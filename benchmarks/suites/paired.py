@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from rootward.bench.intervals import Interval, interval
+from benchmarks.intervals import Interval, interval
 
 
 @dataclass(frozen=True, slots=True)

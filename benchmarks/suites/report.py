@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from benchmarks.intervals import Interval
 from benchmarks.suites.baselines import ASSISTED, GENERATE
 from benchmarks.suites.ours import PLAIN
 from benchmarks.suites.paired import Paired
-from rootward.bench.intervals import Interval
 
 COLOURS = ("#000000", "#0072B2", "#56B4E9", "#E69F00", "#D55E00", "#CC79A7", "#009E73")  # of Okabe and Ito
 REFERENCES = {"plain": PLAIN, "generate": GENERATE, "assisted": ASSISTED}

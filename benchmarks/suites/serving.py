@@ -29,12 +29,12 @@ import torch
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
+from benchmarks.environment import described
 from benchmarks.suites import baselines, ours, report
 from benchmarks.suites.models import Pair, Prompts, prepare, token_prompts
 from benchmarks.suites.paired import Job, Run, System, measure
 from benchmarks.suites.report import Measured, Setting
 from rootward import demo
-from rootward.bench.environment import described
 from rootward.engine.threads import on_passing_thread
 from rootward.errors import ConfigurationError
 from rootward.settings import ask_for_huge_pages

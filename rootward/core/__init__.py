@@ -8,7 +8,7 @@ Pure numpy and standard library; no state; randomness is always an argument.
 """
 
 from rootward.core import drafting, verification
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw as Law
 from rootward.core.tree import TokenTree
 
 __all__ = ["Law", "TokenTree", "drafting", "verification"]

@@ -25,14 +25,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rootward.core.arrays import Floats, Ints
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import Growth, NewWords
 from rootward.core.living_tree import ROOT
 from rootward.core.rng import BonusKey, bonus_gumbel
-from rootward.core.rows import Row
 
 MOST_GUESSES = 32  # tokens named at a node; those that are children already are no guesses
 
-Choose = Callable[[int, Row], Ints]  # (node, draft row) -> tokens after it, the likeliest bonus token first
+Choose = Callable[
+    [int, DraftDistribution], Ints
+]  # (node, draft row) -> tokens after it, the likeliest bonus token first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Bets:
         return self.nodes // self.share
 
 
-def likeliest(node: int, row: Row) -> Ints:
+def likeliest(node: int, row: DraftDistribution) -> Ints:
     """Guesses without knowing the noise."""
     return row.ids
 
@@ -122,7 +124,7 @@ class Ahead:
         """Nodes that get guesses and have no row yet."""
         return [n for n in self._wanted or () if not self.own.is_expanded(n)]
 
-    def expand(self, node: int, row: Row, noise: np.ndarray | None = None) -> None:
+    def expand(self, node: int, row: DraftDistribution, noise: np.ndarray | None = None) -> None:
         """The row of a node is known."""
         self._growth_of(node).expand(node, row, noise)
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.sparse import SparseLaw
 
@@ -76,7 +76,7 @@ class Calibration:
         D, R = self.prior_DR.shape
         return np.array([[self.acceptance(r, d + 1) for r in range(R)] for d in range(D)])
 
-    def learn(self, law: Law | SparseLaw) -> None:
+    def learn(self, law: VerificationLaw | SparseLaw) -> None:
         """One more round, from the entry budgets of its law."""
         self.learn_masses(law.tree, entry_masses(law))
 
@@ -98,7 +98,7 @@ class Calibration:
         return min(depth, D) - 1, min(rank, R - 1)
 
 
-def entry_masses(law: Law | SparseLaw) -> Floats:
+def entry_masses(law: VerificationLaw | SparseLaw) -> Floats:
     """float64[N]: mass of every node, averaged over what is drawn below and after it."""
     if law.algorithm not in ("traversal", "block", "token"):
         raise ValueError(f"algorithm: {law.algorithm!r} has no entry budgets to learn from; use learn_stop")

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 
 PROTOCOL = 2  # version of the verifier ↔ drafter protocol spoken by this code
 
@@ -65,7 +65,7 @@ class HelloAck:
     tokenizer_hash: str
     vocab_size: int
     max_positions: int
-    laws: tuple[Law, ...]
+    laws: tuple[DraftMode, ...]
     capacity: int  # sessions this drafter can hold
     max_atoms: int  # largest K
     refusal: str = ""
@@ -81,7 +81,7 @@ class Open:
     epoch: int
     prefix: tuple[int, ...]  # prompt + committed tokens; the last one is the root
     sampling: Sampling
-    law: Law
+    law: DraftMode
     seed: int
     choice: int
     num_atoms: int  # K

@@ -23,9 +23,9 @@ import numpy as np
 
 from rootward.core.arrays import Floats, Words
 from rootward.core.calibration import Calibration, match_probabilities
+from rootward.core.distribution import DraftDistribution, draw_children, greedy_family
 from rootward.core.living_tree import ROOT, LivingTree, Node
-from rootward.core.requests import Law
-from rootward.core.rows import Row, draw_children, greedy_family
+from rootward.core.requests import DraftMode
 
 NewWords = Callable[[int], Words]  # n fresh uniform words; never the same twice within a request
 
@@ -49,7 +49,7 @@ class Policy:
     draws_beyond      most of them drawn after each draft forward: they are late for nobody, and there is a whole round for them
     """
 
-    law: Law
+    law: DraftMode
     node_cap: int = 16
     max_depth: int = 8
     topk: int = 4
@@ -84,7 +84,7 @@ class Policy:
 class _Place:
     """An expanded node that can still get children."""
 
-    row: Row  # what is left to draw from, but for `drawn` (SAMPLED), or everything (chosen laws)
+    row: DraftDistribution  # what is left to draw from, but for `drawn` (SAMPLED), or everything (chosen laws)
     rank: int = 0
     drawn: int | None = None  # the last token drawn: it leaves the row when another one is asked for, which is seldom
     order: list[int] = field(default_factory=list)  # chosen laws: the atoms to take, in order
@@ -137,7 +137,7 @@ class Growth:
         self.calibration, self.head = calibration, head
         self._ratio = policy.law.ratio
         self._num_drawn = 0
-        self.rows: dict[int, Row] = {}  # of every expanded node
+        self.rows: dict[int, DraftDistribution] = {}  # of every expanded node
         self._score: dict[int, float] = {head: 0.0}  # log-probability of being reached, by node id
         self._rank: dict[int, int] = {}  # place among the siblings in order of trial, by node id
         self._places: dict[int, _Place] = {}
@@ -174,7 +174,7 @@ class Growth:
         open_nodes.sort(key=lambda n: -self._score[n])
         return open_nodes[:max_rows]
 
-    def expand(self, node: int, row: Row, noise: Floats | None = None) -> None:
+    def expand(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
         """The row of a node is known. noise: Gumbel noise at row.ids (COUPLED)."""
         self.rows[node] = row
         if len(row) == 0:
@@ -182,9 +182,9 @@ class Growth:
         record, place = self.tree.at(node), _Place(row)
         if self._ratio:
             record.row = row.ids, row.weight  # a GREEDY family declares another one, when it is made
-        if self.policy.law is Law.TOP_K:  # atoms are sorted
+        if self.policy.law is DraftMode.TOP_K:  # atoms are sorted
             place.order, place.chance = row.ids.tolist(), row.law.tolist()
-        elif self.policy.law is Law.COUPLED:
+        elif self.policy.law is DraftMode.COUPLED:
             assert noise is not None
             self._order_coupled(place, np.log(row.law) + noise)
         for child in record.children:  # named before the row was known
@@ -269,7 +269,7 @@ class Growth:
     # -- children -----------------------------------------------------------------------------------------------------
 
     def _children(self, node: int, place: _Place, new_words: NewWords) -> list[int]:
-        if self.policy.law is Law.GREEDY and node == self.root_id and not place.rank:
+        if self.policy.law is DraftMode.GREEDY and node == self.root_id and not place.rank:
             return self._family(node, place, new_words)
         token = place.draw(new_words(2)) if self._ratio else place.order[place.rank]
         child = self._attach(node, token, place.rank, sampled=self._ratio, gain=self._gain(node, place.rank))
@@ -317,7 +317,9 @@ class Growth:
     @property
     def _by_chance(self) -> bool:
         """Scores look at the draft's own probabilities: for match only."""
-        return self.policy.law is Law.TOP_K or (self.policy.law is Law.COUPLED and self.policy.match_scale > 0)
+        return self.policy.law is DraftMode.TOP_K or (
+            self.policy.law is DraftMode.COUPLED and self.policy.match_scale > 0
+        )
 
     @property
     def _calibrated(self) -> bool:

@@ -22,7 +22,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Law:
+class VerificationLaw:
     """What a verification algorithm does with a tree, before any coin is tossed.
 
     stop      float64[N]     probability that the round stops at node i; sums to 1

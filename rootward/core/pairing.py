@@ -3,7 +3,7 @@
     check_pair("rsd_c", "traversal")                       passes
     check_pair("rsd_c", "traversal", replacement=True)     ValueError: … declares another law than its siblings were drawn from …
 
-A row is a way trees come about: a builder of `rootward.core.drafting`, a law of `requests.Law`, or something done to a tree.
+A row is a way trees come about: a builder of `rootward.core.drafting`, a law of `requests.DraftMode`, or something done to a tree.
 Every cell was decided by exact enumeration; tests/statistical repeats it.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootward.core.requests import Law, Rule
+from rootward.core.requests import DraftMode, Rule
 
 Column = tuple[str, bool]  # (algorithm, replacement)
 
@@ -61,7 +61,7 @@ TABLE: dict[str, Construction] = {
     "delayed": _WITHOUT,
     "fixed_shape": _WITHOUT,
     "best_first_drawn": _WITHOUT,
-    Law.SAMPLED.value: _WITHOUT,
+    DraftMode.SAMPLED.value: _WITHOUT,
     # drawn and chosen
     "greedy": Construction("one drawn child first, then chosen ones", WITHOUT),
     "chosen_last": Construction("chosen children after the drawn ones", WITHOUT),
@@ -78,7 +78,7 @@ TABLE: dict[str, Construction] = {
     "n_gram": _CHOSEN,
     # only the target's own tokens may decide
     "coupled_children": Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
-    Law.COUPLED.value: Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
+    DraftMode.COUPLED.value: Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
     "pruned": _LOOKED,
     "shuffled": _LOOKED,
     "chosen_called_drawn": Construction("chosen children tested by p/q", frozenset({MATCH}), DECLARED),
@@ -103,7 +103,7 @@ def lossless_columns(construction: str) -> frozenset[Column]:
 def check_pair(construction: str, algorithm: str, replacement: bool = False) -> None:
     """Pass, or a ValueError that says why this verifier would not leave the target's law unchanged.
 
-    construction  a key of `TABLE`: a builder's name, a `requests.Law`, or what was done to a tree
+    construction  a key of `TABLE`: a builder's name, a `requests.DraftMode`, or what was done to a tree
     algorithm     "match", or a name `verification.law` takes; match and block have no use for `replacement`
     """
     row, column = _row(construction), _column(algorithm, replacement)
@@ -114,7 +114,7 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
     raise ValueError(f"algorithm: {law} is not lossless for {construction} ({row.what}); it {reason}")
 
 
-def check_rule(law: Law, rule: Rule) -> None:
+def check_rule(law: DraftMode, rule: Rule) -> None:
     """`check_pair` for what a request names: how its drafter makes children, how its verifier decides."""
     check_pair(law.value, rule.value)
 

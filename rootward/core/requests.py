@@ -33,7 +33,7 @@ _SMALLEST = (
 _FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the output"}
 
 
-class Law(str, Enum):
+class DraftMode(str, Enum):
     """How a drafter makes children (algorithms.md, table 5)."""
 
     SAMPLED = "sampled"  # drawn without replacement from the declared row: ratio tests
@@ -44,7 +44,7 @@ class Law(str, Enum):
     @property
     def ratio(self) -> bool:
         """Its trees are verified by ratio tests."""
-        return self in (Law.SAMPLED, Law.GREEDY)
+        return self in (DraftMode.SAMPLED, DraftMode.GREEDY)
 
 
 class Rule(str, Enum):
@@ -184,7 +184,7 @@ class Speculation:
 
     mode: SpeculationMode = SpeculationMode.AUTO
     rule: Rule | None = None
-    law: Law | None = None
+    law: DraftMode | None = None
     num_draft_tokens: int | None = None
     max_depth: int | None = None
     topk: int | None = None
@@ -201,7 +201,7 @@ class Speculation:
         named = len(self.drafter) <= MAX_NAME and is_text(self.drafter)
         _require(named, "drafter", self.drafter[:32], f"is no text of at most {MAX_NAME} characters")
         ratio = self.rule in (Rule.TRAVERSAL, Rule.TOKEN)
-        chosen = self.law in (Law.TOP_K, Law.COUPLED)
+        chosen = self.law in (DraftMode.TOP_K, DraftMode.COUPLED)
         _require(
             not (ratio and chosen), "law", self.law, "needs rule 'match': the target's own tokens decide on such trees"
         )

@@ -1,7 +1,7 @@
 """The demo pair: a tiny trained target and draft that answer on a laptop without downloads.
 
 Both are Llama folders in Hugging Face format that share one tokenizer; they continue Python source. Importing this
-module is light (no torch): it only says where the files lie. How they were made: `python -m rootward.demo.train`.
+module is light (no torch): it only says where the files lie. How they were made: `python -m training.train`.
 """
 
 import json

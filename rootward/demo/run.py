@@ -26,7 +26,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rootward.cli_output import legend, print_delta, visible
+from rootward.cli.output import legend, print_delta, visible
 from rootward.client import Client, GenerationResult, SamplingParams
 from rootward.demo import prompts
 from rootward.errors import RootwardError

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.distribution import LARGEST
 from rootward.core.requests import Sampling
-from rootward.core.rows import LARGEST
 from rootward.ports import Reduction
 
 Ints = NDArray[np.int64]

@@ -25,13 +25,13 @@ import pytest
 from support.processes import Service, drafter, free_port, gateway, verifier
 from support.redis import running_redis
 
+from benchmarks.hpa import Autoscaler, Policy, Rules, Spec, Target
 from rootward import AsyncClient, SamplingParams, Speculation
-from rootward.bench.hpa import Autoscaler, Policy, Rules, Spec, Target
-from rootward.client_types import GenerationResult
+from rootward.client.types import GenerationResult
 from rootward.errors import BadRequestError
-from rootward.rpc.clients import RemoteDrafter
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1.external_scaler_pb2_grpc import ExternalScalerStub
+from rootward.wire.clients import RemoteDrafter
 
 pytestmark = pytest.mark.services
 

@@ -19,7 +19,7 @@ from support.services import collect, request, until
 
 from rootward.core.requests import SpeculationMode, SpeculationStats, VerifierRequest
 from rootward.errors import NoDrafter
-from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
+from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 
 TARGET = "tabular:vocab=8,seed=3,sharpness=2"
 DRAFT = "tabular:vocab=8,seed=3,sharpness=2,noise=0.4,noise_seed=1"

@@ -8,10 +8,10 @@ import typer.main
 import yaml
 from support.helm import CHART, ROOT
 
+from benchmarks import rounds, scaling_report, sizing
 from drafter_service.settings import DrafterSettings
 from gateway.settings import GatewaySettings
-from rootward.bench import rounds, scaling_report, sizing
-from rootward.cli import app
+from rootward.cli.main import app
 from verifier_service.settings import VerifierSettings
 
 PAGES = sorted((ROOT / "docs" / "operations").glob("*.md"))
@@ -62,7 +62,7 @@ def test_there_are_commands():
 @pytest.mark.parametrize(("command", "words"), commands(), ids=str)
 def test_a_command_is_ours(command, words):
     """It is there, with the flags that the page gives it."""
-    name = command.split()[-1].removeprefix("rootward.bench.")
+    name = command.split()[-1].removeprefix("benchmarks.")
     verb, *rest = words or [""]
     if name == "serve":
         SETTINGS[verb].load([*rest, *missing(SETTINGS[verb], rest)])

@@ -10,11 +10,11 @@ import pytest
 
 from rootward.core.requests import Committed, Finish, FinishReason, Stopping, TokenLogprob, VerifierRequest
 from rootward.errors import Unavailable
-from rootward.rpc.channel import open_channel
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.codec import from_pb, to_pb
-from rootward.rpc.server import RpcServer
 from rootward.v1 import verifier_pb2, verifier_pb2_grpc
+from rootward.wire.channel import open_channel
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.codec import from_pb, to_pb
+from rootward.wire.server import RpcServer
 from verifier_service.servicer import VerifierServicer
 
 pytestmark = pytest.mark.services
@@ -79,7 +79,7 @@ async def collected(verifier, request) -> list[int]:
 def counted(monkeypatch) -> list[int]:
     """Entries of every frame that any reader gets from here on."""
     sizes = []
-    from rootward.rpc import feed
+    from rootward.wire import feed
 
     decode = feed.FeedReader.read
 

@@ -9,7 +9,8 @@ import pytest
 import pytest_asyncio
 from support.processes import gateway, verifier
 
-from rootward import AsyncClient, SamplingParams, client_connection
+from rootward import AsyncClient, SamplingParams
+from rootward.client import connection
 from rootward.errors import APIConnectionError, StreamInterruptedError, UnavailableError
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
@@ -21,7 +22,7 @@ LONG = SamplingParams(max_tokens=2000, ignore_eos=True)
 @pytest.fixture(autouse=True)
 def few_attempts(monkeypatch):
     """Where nobody comes back, ten attempts take half a minute."""
-    monkeypatch.setattr(client_connection, "RESUME_ATTEMPTS", 3)
+    monkeypatch.setattr(connection, "RESUME_ATTEMPTS", 3)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -85,7 +86,7 @@ async def test_a_second_signal_stops_at_once(target):
 
 async def nothing_runs(target):
     """The verifier was told that nobody wants the rest."""
-    from rootward.rpc.clients import RemoteVerifier
+    from rootward.wire.clients import RemoteVerifier
 
     async with RemoteVerifier(target.address) as remote, asyncio.timeout(5):
         while (await remote.get_info()).num_running:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.services import DRAFTING, collect, drafter_of, request, tabular_pair, until, verifier_of
 
 from drafter_service.servicer import DrafterServicer
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.server import RpcServer
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.server import RpcServer
 from verifier_service.metrics import Metrics
 
 

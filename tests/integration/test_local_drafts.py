@@ -11,7 +11,7 @@ import pytest
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 
 from rootward.core.frames import FromDrafter, ToDrafter
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tabular import TabularModel
 from rootward.errors import NoDrafter, NotFound, Unavailable
 from verifier_service.service import VerifierService
@@ -74,7 +74,7 @@ async def test_text_under_a_seed_does_not_depend_on_what_is_looked_up() -> None:
     texts = []
     for kind in ("none", "ngram", "recycling"):
         async with verifier_of(target, {}, local_draft=kind) as verifier:
-            wanted = request(law=Law.COUPLED, seed=7, **AUTO)
+            wanted = request(law=DraftMode.COUPLED, seed=7, **AUTO)
             texts.append((await collect(verifier, wanted))[0])
     assert texts[0] == texts[1] == texts[2]
 

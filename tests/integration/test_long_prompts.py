@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from support.services import assert_at_rest, collect, over_grpc, request, until
 
-import rootward.rpc.outgoing
+import rootward.wire.outgoing
 from rootward.core.requests import SpeculationMode
 from rootward.engine.tabular import TabularModel
 from rootward.testing.slow_link import Conditions
@@ -44,5 +44,5 @@ async def test_a_long_prompt_holds_nobody_up() -> None:
 
 
 async def test_the_same_test_fails_when_everything_takes_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rootward.rpc.outgoing, "LONG_TOKENS", 1 << 30)
+    monkeypatch.setattr(rootward.wire.outgoing, "LONG_TOKENS", 1 << 30)
     assert await rounds_while_a_long_prompt_travels() < 10

@@ -26,17 +26,17 @@ from drafter_service.growing import MAX_NODES
 from drafter_service.service import DrafterService
 from drafter_service.servicer import DrafterServicer
 from drafter_service.streams import MOST_UNHEARD, MOST_UNSENT
-from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.tabular import TabularModel
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.server import RpcServer
 from verifier_service.link import Link
 from verifier_service.service import VerifierService
 
 WISHES = (
     {"temperature": 0.0},
-    {"rule": Rule.MATCH, "law": Law.COUPLED, "seed": 5},
+    {"rule": Rule.MATCH, "law": DraftMode.COUPLED, "seed": 5},
     {"temperature": 1.0},  # sampled: its text has no oracle here, its rows are the richest frames
 )
 GROWTH_BYTES = 3 << 20  # of a verifier's or drafter's memory while it is sent nonsense

@@ -13,6 +13,8 @@ from support.processes import drafter as drafter_process
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 from transformers import AutoTokenizer
 
+from benchmarks.lookup import replayed
+from benchmarks.noisy import NoisyModel
 from drafter_service.__main__ import build_lookup, recipe_of
 from drafter_service.lookup import Lookup
 from drafter_service.pairing import without_model
@@ -20,16 +22,14 @@ from drafter_service.service import DrafterService
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward import demo
-from rootward.bench.lookup import replayed
-from rootward.bench.noisy import NoisyModel
 from rootward.core.drafting.lookup import Prediction, Recycling, Shape, Successors
-from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Drafter, LanguageModel, ModelInfo
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.server import RpcServer
 from verifier_service.service import VerifierService
 
 SPECS = ["ngram:", "recycling:", "ngram+recycling:", "random:vocab=5,seed=1"]
@@ -91,8 +91,8 @@ async def test_greedy_text_is_the_target_s_own(spec: str, connect) -> None:
 
 
 @pytest.mark.parametrize("spec", ["ngram:", "recycling:", "ngram+recycling:"])
-@pytest.mark.parametrize("law", [Law.TOP_K, Law.COUPLED, None])
-async def test_text_that_repeats_comes_several_tokens_per_pass(spec: str, law: Law | None) -> None:
+@pytest.mark.parametrize("law", [DraftMode.TOP_K, DraftMode.COUPLED, None])
+async def test_text_that_repeats_comes_several_tokens_per_pass(spec: str, law: DraftMode | None) -> None:
     target, _ = tabular_pair(**PERIODIC)
     async with in_process(target, lookup_of(spec)) as verifier:
         wanted = request(temperature=0.0, max_tokens=120, law=law)
@@ -107,15 +107,15 @@ async def test_the_benchmark_counts_the_rounds_of_the_verifier(spec: str) -> Non
     recipe = recipe_of(spec)
     async with in_process(target, lookup_of(spec), num_draft_tokens=8, max_depth=8, topk=4) as verifier:
         tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=120))
-    counted = replayed(recipe.source(Law.TOP_K, recipe.memory()), PROMPT, tokens, Shape(8, 8, 4))
+    counted = replayed(recipe.source(DraftMode.TOP_K, recipe.memory()), PROMPT, tokens, Shape(8, 8, 4))
     stats = last.finish.stats
     assert counted.rounds == stats.num_spec_steps + stats.num_plain_steps
     assert counted.block_efficiency == pytest.approx(stats.block_efficiency, abs=0.02)  # the last bonus may be cut off
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY])
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY])
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN])
-async def test_chosen_nodes_are_accepted_by_ratio_tests(law: Law, rule: Rule) -> None:
+async def test_chosen_nodes_are_accepted_by_ratio_tests(law: DraftMode, rule: Rule) -> None:
     target, _ = tabular_pair(**PERIODIC)
     async with in_process(target, lookup_of("ngram:")) as verifier:
         _, last = await collect(verifier, request(max_tokens=200, law=law, rule=rule))
@@ -200,7 +200,7 @@ def p_value(target: TabularModel, texts: list[list[int]]) -> float:
 async def test_the_law_under_ratio_tests_is_the_target_s(rule: Rule) -> None:
     target, _ = tabular_pair(vocab=4, slots=16)
     async with in_process(target, lookup_of("ngram+recycling:")) as verifier:
-        wishes = [request(f"r{i}", max_tokens=400, seed=i, rule=rule, law=Law.SAMPLED) for i in range(32)]
+        wishes = [request(f"r{i}", max_tokens=400, seed=i, rule=rule, law=DraftMode.SAMPLED) for i in range(32)]
         results = await asyncio.gather(*(collect(verifier, wish) for wish in wishes))
     assert sum(last.finish.stats.num_spec_steps for _, last in results) > 32 * 100
     assert p_value(target, [[*PROMPT, *tokens] for tokens, _ in results]) > ALPHA / 2
@@ -213,7 +213,7 @@ async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: Tab
     async with in_process(target, drafter, topk=1) as verifier:
         for seed in range(300):
             for _ in range(2):
-                wish = request(f"{seed}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=Law.SAMPLED)
+                wish = request(f"{seed}", max_tokens=4, seed=seed, rule=Rule.TRAVERSAL, law=DraftMode.SAMPLED)
                 tokens, _ = await collect(verifier, wish)
                 verifier.admission._epochs.clear()
             counts[tokens[0]] += 1
@@ -263,7 +263,7 @@ async def one_text(target: LanguageModel, drafters: dict[str, DrafterService | N
             texts[name], _ = await text_under(target, None, prompt, length)
             continue
         async with drafter:
-            texts[name], stats = await text_under(target, drafter, prompt, length, law=Law.COUPLED)
+            texts[name], stats = await text_under(target, drafter, prompt, length, law=DraftMode.COUPLED)
         assert stats.num_spec_steps > 0, name
     assert all(len(text) == length for text in texts.values())
     assert len({tuple(text) for text in texts.values()}) == 1, texts

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rootward.rpc.channel import DRAFTING, MOST_PINGS, PUBLIC, Transport
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING, MOST_PINGS, PUBLIC, Transport
+from rootward.wire.server import RpcServer
 
 pytestmark = pytest.mark.services
 

@@ -14,9 +14,9 @@ from support.processed_law import PROCESSORS, STOP, processed_law
 from support.services import assert_at_rest, collect, in_process, over_grpc, request, tabular_pair, until
 
 from rootward.core.requests import (
+    DraftMode,
     FinishReason,
     Form,
-    Law,
     Rule,
     Sampling,
     SpeculationMode,
@@ -62,7 +62,7 @@ async def test_coupled_text_is_that_of_plain_decoding_with_every_processor() -> 
     target, draft = tabular_pair(vocab=6, noise=0.5, slots=32)
     async with over_grpc(target, draft) as system:
         for name, (s, least) in PROCESSORS.items():
-            how = {"rule": Rule.MATCH, "law": Law.COUPLED, "seed": 5}
+            how = {"rule": Rule.MATCH, "law": DraftMode.COUPLED, "seed": 5}
             with_trees = [wanted(f"{name}{i}", s, least, **how | {"seed": i}) for i in range(4)]
             plain = [
                 replace(r, request_id=f"p{r.request_id}", speculation=replace(r.speculation, mode=OFF))
@@ -89,7 +89,7 @@ async def test_a_stop_before_min_tokens_has_no_probability() -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{"rule": Rule.TRAVERSAL}, {"rule": Rule.MATCH, "law": Law.COUPLED}, {"temperature": 0.0}]
+    "how", [{"rule": Rule.TRAVERSAL}, {"rule": Rule.MATCH, "law": DraftMode.COUPLED}, {"temperature": 0.0}]
 )
 async def test_logprobs_are_the_target_s_own(how) -> None:
     target, draft = tabular_pair(vocab=6, noise=0.3)
@@ -136,7 +136,12 @@ def fits(value: object) -> bool:
 
 @pytest.mark.parametrize(
     "how",
-    [{"rule": Rule.TRAVERSAL}, {"rule": Rule.TOKEN}, {"rule": Rule.MATCH, "law": Law.COUPLED}, {"law": Law.TOP_K}],
+    [
+        {"rule": Rule.TRAVERSAL},
+        {"rule": Rule.TOKEN},
+        {"rule": Rule.MATCH, "law": DraftMode.COUPLED},
+        {"law": DraftMode.TOP_K},
+    ],
 )
 async def test_json_always_parses_with_speculation(how) -> None:
     """Many random models and seeds; only the tokens that the limit cuts off may be missing."""
@@ -168,7 +173,7 @@ async def test_a_form_is_the_same_with_and_without_speculation_and_across_a_chan
     async with over_grpc(target, draft) as system:
         system.service.grammars = structured.grammars()
         for i, how in enumerate(
-            [{"temperature": 0.0}, *({"rule": Rule.MATCH, "law": Law.COUPLED, "seed": s} for s in range(4))]
+            [{"temperature": 0.0}, *({"rule": Rule.MATCH, "law": DraftMode.COUPLED, "seed": s} for s in range(4))]
         ):
             job = replace(request(f"r{i}", PROMPT, max_tokens=120, **how), structure=form)
             tokens, _ = await collect(system.verifier, job)

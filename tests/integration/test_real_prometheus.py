@@ -17,8 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.helm import CHART
 from support.processes import drafter, free_port, gateway, verifier, wait_until
 
+from benchmarks.scaling import Plan, Pool, Seen, Work
 from rootward import AsyncClient, SamplingParams, Speculation
-from rootward.bench.scaling import Plan, Pool, Seen, Work
 from rootward.demand import Reading, signals
 
 pytestmark = [pytest.mark.services, pytest.mark.long, pytest.mark.timeout(300)]

@@ -16,8 +16,8 @@ from support.processes import Service, drafter, gateway, verifier, wait_until
 from rootward.client import Client
 from rootward.errors import APIConnectionError, AuthenticationError, PermissionDeniedError
 from rootward.keys import digest, new_key
-from rootward.rpc.tls import Certificates
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from rootward.wire.tls import Certificates
 
 pytestmark = pytest.mark.services
 

@@ -15,19 +15,19 @@ from drafter_service.servicer import NAME as DRAFTER
 from drafter_service.servicer import DrafterServicer
 from rootward import errors
 from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, ToDrafter
-from rootward.core.requests import Committed, Finish, FinishReason, Law, Sampling, Stopping, VerifierRequest
+from rootward.core.requests import Committed, DraftMode, Finish, FinishReason, Sampling, Stopping, VerifierRequest
 from rootward.ports import ModelInfo, VerifierInfo
-from rootward.rpc.channel import DRAFTING, open_channel
-from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
-from rootward.rpc.info import DrafterInfo
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING, open_channel
+from rootward.wire.clients import RemoteDrafter, RemoteVerifier
+from rootward.wire.info import DrafterInfo
+from rootward.wire.server import RpcServer
 from verifier_service.servicer import NAME as VERIFIER
 from verifier_service.servicer import VerifierServicer
 
 pytestmark = pytest.mark.services
 
 MODEL = ModelInfo("tiny", 100, 64, (2,))
-ACK = HelloAck("d0", 7, "", 100, 64, (Law.SAMPLED, Law.COUPLED), 8, 32)
+ACK = HelloAck("d0", 7, "", 100, 64, (DraftMode.SAMPLED, DraftMode.COUPLED), 8, 32)
 
 
 class EchoDrafter:
@@ -172,7 +172,7 @@ async def test_a_frame_that_is_no_protobuf_ends_its_own_stream_only():
 
 async def test_many_long_prompts_in_one_frame_pass_the_message_limit():
     prefix = tuple(range(200_000))
-    opens = tuple(Open(s, "s", 1, prefix, Sampling(), Law.SAMPLED, 0, 0, 8, 64, 8, 4) for s in range(8))
+    opens = tuple(Open(s, "s", 1, prefix, Sampling(), DraftMode.SAMPLED, 0, 0, 8, 64, 8, 4) for s in range(8))
     drafter = EchoDrafter()
 
     def got() -> list[Open]:  # beside the stream, in any order

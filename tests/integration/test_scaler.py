@@ -10,14 +10,14 @@ import grpc
 import pytest
 from support.redis import running_redis
 
+from benchmarks.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
 from gateway.scaler import HOLD_S, DemandWatch
 from gateway.scaler_servicer import ScalerServicer
-from rootward.bench.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
 from rootward.clock import FakeClock
 from rootward.discovery.registry import Worker, open_registry
-from rootward.rpc.server import RpcServer
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1.external_scaler_pb2_grpc import ExternalScalerStub
+from rootward.wire.server import RpcServer
 
 TARGET = "2.8"  # four rows at 0.7
 

@@ -19,7 +19,7 @@ from gateway.access import Access
 from gateway.http_api import build_app
 from gateway.keys import Keys
 from gateway.servicer import register
-from rootward import cli
+from rootward.cli import main as cli
 from rootward.client import AsyncClient
 from rootward.clock import FakeClock
 from rootward.errors import (
@@ -33,10 +33,10 @@ from rootward.errors import (
     Unavailable,
 )
 from rootward.keys import digest, new_key
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.http_server import HttpServer
-from rootward.rpc.server import RpcServer
-from rootward.rpc.tls import Certificates, ClientTls, ServerTls
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.http_server import HttpServer
+from rootward.wire.server import RpcServer
+from rootward.wire.tls import Certificates, ClientTls, ServerTls
 
 ROLES = ("gateway", "verifier", "drafter")
 

@@ -8,17 +8,17 @@ from contextlib import AsyncExitStack
 from support.services import collect, drafter_of, request, until, verifier_of
 
 from drafter_service.servicer import DrafterServicer
-from rootward.core.requests import Law, Rule
+from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.server import RpcServer
 
 SESSIONS = 16  # of each verifier
 WISHES = (
     {},
-    {"rule": Rule.TOKEN, "law": Law.GREEDY},
-    {"rule": Rule.MATCH, "law": Law.COUPLED},
+    {"rule": Rule.TOKEN, "law": DraftMode.GREEDY},
+    {"rule": Rule.MATCH, "law": DraftMode.COUPLED},
     {"temperature": 0.0},
 )
 

@@ -14,10 +14,10 @@ from gateway import servicer
 from rootward import AsyncClient, SamplingParams
 from rootward.core.requests import Committed, Finish, FinishReason
 from rootward.ports import VerifierInfo
-from rootward.rpc.clients import RemoteVerifier
-from rootward.rpc.columns import unpack_u32
-from rootward.rpc.server import RpcServer
 from rootward.v1 import generate_pb2, generate_pb2_grpc
+from rootward.wire.clients import RemoteVerifier
+from rootward.wire.columns import unpack_u32
+from rootward.wire.server import RpcServer
 from verifier_service.servicer import VerifierServicer
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]

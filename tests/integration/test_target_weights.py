@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support import services
 from unit.engine.networks import tiny
 
-from rootward.core.requests import Law, SpeculationMode
+from rootward.core.requests import DraftMode, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
@@ -89,10 +89,10 @@ def test_what_is_cached_under_one_adapter_is_not_found_under_another(
     assert again == first
 
 
-@pytest.mark.parametrize(("temperature", "law"), [(0.0, Law.SAMPLED), (1.0, Law.COUPLED)])
+@pytest.mark.parametrize(("temperature", "law"), [(0.0, DraftMode.SAMPLED), (1.0, DraftMode.COUPLED)])
 @pytest.mark.parametrize("kind", ["adapter", "quantised"])
 async def test_text_is_that_of_plain_decoding(
-    folder: Path, request: pytest.FixtureRequest, kind: str, temperature: float, law: Law
+    folder: Path, request: pytest.FixtureRequest, kind: str, temperature: float, law: DraftMode
 ) -> None:
     """The draft is the model without adapter and in full precision, so it is often wrong."""
     if kind == "adapter":

@@ -14,7 +14,7 @@ import torch
 from support import processes, services
 from unit.engine.networks import VOCAB, tiny
 
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.parallel import check_shape
@@ -101,9 +101,9 @@ def test_what_cannot_be_placed_disturbs_no_rank(pair: tuple[HuggingFaceModel, Hu
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("temperature", "law"), [(0.0, Law.SAMPLED), (1.0, Law.COUPLED)])
+@pytest.mark.parametrize(("temperature", "law"), [(0.0, DraftMode.SAMPLED), (1.0, DraftMode.COUPLED)])
 async def test_served_text_is_that_of_one_process(
-    pair: tuple[HuggingFaceModel, HuggingFaceModel], temperature: float, law: Law
+    pair: tuple[HuggingFaceModel, HuggingFaceModel], temperature: float, law: DraftMode
 ) -> None:
     """With trees from a drafter that is often wrong; every draw is made by rank 0 alone."""
     texts = []

@@ -22,7 +22,7 @@ from support.services import (
 )
 
 from rootward.core.frames import FromDrafter, Grow, HelloAck, ToDrafter
-from rootward.core.requests import FinishReason, Law, Rule, SpeculationMode, Stopping
+from rootward.core.requests import DraftMode, FinishReason, Rule, SpeculationMode, Stopping
 from rootward.engine.tabular import TabularModel
 from rootward.errors import (
     ContextLengthExceeded,
@@ -56,7 +56,7 @@ async def test_greedy_text_is_the_target_s_own_and_several_tokens_come_per_pass(
 
 async def test_local_and_remote_drafting_are_the_same_under_coupled_noise() -> None:
     """The text is a function of (target, seed): the same with any drafter, over any link, and without one."""
-    wanted = {"rule": Rule.MATCH, "law": Law.COUPLED, "seed": 11, "max_tokens": 50}
+    wanted = {"rule": Rule.MATCH, "law": DraftMode.COUPLED, "seed": 11, "max_tokens": 50}
     texts = []
     for connect, noise in ((in_process, 0.2), (over_grpc, 2.0)):
         target, draft = tabular_pair(noise=noise)
@@ -230,7 +230,7 @@ class Liar:
         self.kind = kind
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
-        yield FromDrafter(ack=HelloAck("liar", 1, "", 5, 4096, tuple(Law), 8, 64))
+        yield FromDrafter(ack=HelloAck("liar", 1, "", 5, 4096, tuple(DraftMode), 8, 64))
         async for frame in inbound:
             if self.kind == "dies":
                 return

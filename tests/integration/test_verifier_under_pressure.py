@@ -16,7 +16,7 @@ from support.services import System, assert_at_rest, collect, in_process, reques
 from transformers import AutoTokenizer
 
 from rootward import demo
-from rootward.core.requests import Law, Rule, SpeculationMode, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifierRequest
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
 from rootward.ports import LanguageModel
@@ -29,7 +29,7 @@ ROOM = {"max_positions": 96, "tree_room": 32, "block_size": 4, "max_slots": NUM}
 def mixed(seed: int) -> list[VerifierRequest]:
     """Short and long prompts and outputs; half of them greedy, half under shared noise: every text is a function of the request."""
     rng = random.Random(seed)
-    law = {"rule": Rule.MATCH, "law": Law.COUPLED, "temperature": 1.0}
+    law = {"rule": Rule.MATCH, "law": DraftMode.COUPLED, "temperature": 1.0}
     return [
         request(
             f"r{i}",

@@ -13,10 +13,10 @@ from support.shared_bonus import PROMPT, Session, error
 
 from rootward.core.ahead import Ahead, Bets
 from rootward.core.calibration import Calibration
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law
-from rootward.core.rows import Row
+from rootward.core.requests import DraftMode
 
 BETS = Bets(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
 SHAPE = {"node_cap": 2, "max_depth": 2, "topk": 3, "draws_per_level": 1, "family": (0.4, 0.3)}
@@ -25,7 +25,7 @@ SHAPE = {"node_cap": 2, "max_depth": 2, "topk": 3, "draws_per_level": 1, "family
 class Grown(Session):
     """levels: before the launch, while it is verified, after the commit, before the third round. caps: of the rounds."""
 
-    law = Law.SAMPLED
+    law = DraftMode.SAMPLED
     levels = (2, 2, 1, 0)
     caps = (2, 2, 0)
     calibrated = False
@@ -38,7 +38,7 @@ class Grown(Session):
         own = Growth(self.tree, Policy(self.law, **SHAPE), calibration=self.learned)
         self.ahead = Ahead(own, BETS, self.choose)
 
-    def choose(self, node: int, row: Row) -> np.ndarray:
+    def choose(self, node: int, row: DraftDistribution) -> np.ndarray:
         first = self.noise.token(self.tree.at(node).depth, row.dense(V))
         return np.array([first, *(x for x in row.ids if x != first)])
 
@@ -68,7 +68,7 @@ class Grown(Session):
 
 
 class Greedy(Grown):
-    law = Law.GREEDY
+    law = DraftMode.GREEDY
 
 
 class PlainFirst(Grown):
@@ -130,7 +130,7 @@ class Predicted(Grown):
 
 
 class PredictedGreedy(Predicted):
-    law = Law.GREEDY
+    law = DraftMode.GREEDY
 
 
 SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, Learning, InTurns, Predicted, PredictedGreedy]

@@ -13,7 +13,7 @@ import pytest
 from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_level, put, start, tail_law
 
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 
 Cap = Callable[[Model, LivingTree, int], int]
 
@@ -41,7 +41,12 @@ def plain_if_it_looks_bad(model: Model, tree: LivingTree, cap: int) -> int:
 
 
 def error(
-    model: Model, law: Law, levels: tuple[int, int, int], caps: tuple[int, int], monkeypatch, cap: Cap = honest_cap
+    model: Model,
+    law: DraftMode,
+    levels: tuple[int, int, int],
+    caps: tuple[int, int],
+    monkeypatch,
+    cap: Cap = honest_cap,
 ) -> float:
     """Largest error of the law of the first LENGTH committed tokens over two rounds.
 
@@ -89,14 +94,16 @@ def error(
 SCHEDULES = [((1, 1, 0), (1, 2)), ((2, 0, 1), (2, 2)), ((1, 1, 1), (0, 3))]
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda v: v.value)
 @pytest.mark.parametrize("seed", range(8))
-def test_two_rounds_of_the_production_path_are_exact(seed: int, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_rounds_of_the_production_path_are_exact(
+    seed: int, law: DraftMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     levels, caps = SCHEDULES[seed % len(SCHEDULES)]
     assert error(Model(seed), law, levels, caps, monkeypatch) < 1e-12
 
 
 @pytest.mark.parametrize("wrong", [cut_before_unlikely, plain_if_it_looks_bad], ids=lambda f: f.__name__)
 def test_the_harness_sees_a_cut_that_looks_at_values(wrong: Cap, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [error(Model(seed), Law.SAMPLED, (1, 1, 0), (1, 2), monkeypatch, wrong) for seed in range(3)]
+    errors = [error(Model(seed), DraftMode.SAMPLED, (1, 1, 0), (1, 2), monkeypatch, wrong) for seed in range(3)]
     assert max(errors) > 1e-3

@@ -16,7 +16,7 @@ from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_leve
 
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from verifier_service.scheduler import Limits, Plan, View, schedule
 
 CAP = 8
@@ -115,7 +115,7 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
 
 def error(
     seed: int,
-    law: Law,
+    law: DraftMode,
     event: str,
     levels: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -149,20 +149,22 @@ def error(
     return float(np.abs(out - tail_law(model, prompt, 0)).max())
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda v: v.value)
 @pytest.mark.parametrize("event", EVENTS)
-def test_whatever_happens_while_a_tree_waits_the_law_is_exact(event: str, law: Law, monkeypatch) -> None:
+def test_whatever_happens_while_a_tree_waits_the_law_is_exact(event: str, law: DraftMode, monkeypatch) -> None:
     assert max(error(seed, law, event, levels, monkeypatch) for seed in range(8) for levels in (1, 2)) < 1e-12
 
 
 @pytest.mark.parametrize("event", WRONG)
 def test_dropping_or_cutting_a_waiting_tree_is_seen(event: str, monkeypatch) -> None:
-    assert max(error(seed, Law.SAMPLED, event, 2, monkeypatch) for seed in range(8)) > 1e-3
+    assert max(error(seed, DraftMode.SAMPLED, event, 2, monkeypatch) for seed in range(8)) > 1e-3
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda v: v.value)
 @pytest.mark.parametrize("enough", [1, 2, 3])
-def test_a_round_that_waits_for_enough_nodes_verifies_all_that_have_come(enough: int, law: Law, monkeypatch) -> None:
+def test_a_round_that_waits_for_enough_nodes_verifies_all_that_have_come(
+    enough: int, law: DraftMode, monkeypatch
+) -> None:
     shape = {"draws": 2, "enough": enough}
     assert max(error(seed, law, "patience ends", 3, monkeypatch, **shape) for seed in range(6)) < 1e-12
 
@@ -173,4 +175,4 @@ def test_verifying_what_came_beyond_enough_by_what_it_is_is_seen(monkeypatch) ->
         return cap if last.token == 0 else len(tree) - 1
 
     shape = {"draws": 2, "enough": 3, "cap_of": few}
-    assert max(error(seed, Law.SAMPLED, "patience ends", 3, monkeypatch, **shape) for seed in range(6)) > 1e-3
+    assert max(error(seed, DraftMode.SAMPLED, "patience ends", 3, monkeypatch, **shape) for seed in range(6)) > 1e-3

@@ -15,17 +15,17 @@ import pytest
 from scipy.stats import chi2
 from support.services import collect, over_grpc, request, tabular_pair
 
-from rootward.core.requests import Law, Rule
+from rootward.core.requests import DraftMode, Rule
 from rootward.core.verification.batched import ForestLaw, forest_law
 from rootward.engine.tabular import TabularModel
 
 ALPHA = 1e-4
 VOCAB = 4
 RULES = {
-    "traversal-sampled": {"rule": Rule.TRAVERSAL, "law": Law.SAMPLED},
-    "traversal-greedy": {"rule": Rule.TRAVERSAL, "law": Law.GREEDY},
-    "token-sampled": {"rule": Rule.TOKEN, "law": Law.SAMPLED},
-    "match-coupled": {"rule": Rule.MATCH, "law": Law.COUPLED},
+    "traversal-sampled": {"rule": Rule.TRAVERSAL, "law": DraftMode.SAMPLED},
+    "traversal-greedy": {"rule": Rule.TRAVERSAL, "law": DraftMode.GREEDY},
+    "token-sampled": {"rule": Rule.TOKEN, "law": DraftMode.SAMPLED},
+    "match-coupled": {"rule": Rule.MATCH, "law": DraftMode.COUPLED},
 }
 
 

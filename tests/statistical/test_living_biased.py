@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from support.rounds import Chooser
 
+from rootward.core import distribution as rows_module
 from rootward.core import growth as growth_module
-from rootward.core import rows as rows_module
 from rootward.core.calibration import Calibration
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import Law
-from rootward.core.rows import Row
+from rootward.core.requests import DraftMode
 from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 
 V, LENGTH, PROMPT = 3, 3, [0, 1]
@@ -38,7 +38,7 @@ class Model:
         q = rng.integers(1, 9, (len(contexts), V)) * (rng.random((len(contexts), V)) >= 0.3 * (seed % 3 == 0))
         q[:, (seed + 1) % V] += 1
         self.p = {c: row / row.sum() for c, row in zip(contexts, p, strict=True)}
-        self.q = {c: Row(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
+        self.q = {c: DraftDistribution(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
 
     def rest(self, text: list[int], done: int) -> np.ndarray:
         """float64[V, …]: law of the tokens still missing to LENGTH under the target."""
@@ -111,7 +111,7 @@ class Session:
                 token = int(row.ids[self.chooser.choose(row.law)])
                 self.tree.draw(node, token, sampled=True)
 
-    def left(self, node: int) -> Row:
+    def left(self, node: int) -> DraftDistribution:
         record = self.tree.at(node)
         row = self.model.q[tuple((self.text + self.path(node))[-2:])]
         record.row = (row.ids, row.weight)
@@ -272,7 +272,7 @@ def test_honest_twin_is_exact(session):
 class Calibrated(Session):
     """Production growth whose acceptances learn from the budgets of the verdict, in between."""
 
-    made = Law.SAMPLED
+    made = DraftMode.SAMPLED
     draws = (3, 2)  # levels of one node
     first_cap = 2
 
@@ -296,7 +296,7 @@ class Calibrated(Session):
 
 
 class CalibratedGreedy(Calibrated):
-    made = Law.GREEDY
+    made = DraftMode.GREEDY
 
 
 @pytest.mark.parametrize("session", [Calibrated, CalibratedGreedy], ids=lambda s: s.__name__)
@@ -304,7 +304,7 @@ def test_growth_that_learns_from_the_verdict_is_exact(session, monkeypatch):
     for seed in range(8):
         model, chooser, out = Model(seed), Chooser(), np.zeros((V,) * LENGTH)
 
-        def draw_one(row: Row, num_children: int, words, bits: int = 64, chooser=chooser) -> np.ndarray:
+        def draw_one(row: DraftDistribution, num_children: int, words, bits: int = 64, chooser=chooser) -> np.ndarray:
             return np.array([row.ids[chooser.choose(row.law)]] if len(row) else [], dtype=np.int64)
 
         monkeypatch.setattr(growth_module, "draw_children", draw_one)

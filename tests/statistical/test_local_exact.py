@@ -12,7 +12,7 @@ from support.rounds import Chooser, Model, V, decide, draw_by, grow_level, put, 
 
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from verifier_service.cost import StepCost
 from verifier_service.local_draft import LocalDrafts
 from verifier_service.policy import Policy as Steps
@@ -34,7 +34,7 @@ Look = Callable[["Walk", Snapshot], bool]  # a wrong twin: whether the local tre
 class Walk:
     """One session, round after round. The drafter's tree is one object: while nothing is heard its nodes have not arrived."""
 
-    def __init__(self, seed: int, law: Law, chooser: Chooser, *, instead: Look | None = None):
+    def __init__(self, seed: int, law: DraftMode, chooser: Chooser, *, instead: Look | None = None):
         self.model, self.law, self.chooser, self.instead = Model(seed), law, chooser, instead
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(LENGTH + CAP + 2))
         self.session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
@@ -97,7 +97,7 @@ class Walk:
         return None if self.instead(self, arrived) else arrived
 
 
-def error(seed: int, law: Law, script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **twin) -> float:
+def error(seed: int, law: DraftMode, script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **twin) -> float:
     chooser, out = Chooser(), np.zeros((V,) * LENGTH)
     draw_by(chooser, monkeypatch)
     chooser.runs(lambda: Walk(seed, law, chooser, **twin).run(script, out))
@@ -112,13 +112,15 @@ def likely(walk: Walk, arrived: Snapshot) -> float:
     return 1.0 if row is None else float(row[1][row[0] == arrived.tree.token[first]].sum() / row[1].sum())
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda v: v.value)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_changing_between_a_drafter_s_tree_and_a_local_one_keeps_the_law(script: str, law: Law, monkeypatch) -> None:
+def test_changing_between_a_drafter_s_tree_and_a_local_one_keeps_the_law(
+    script: str, law: DraftMode, monkeypatch
+) -> None:
     assert max(error(seed, law, SCRIPTS[script], monkeypatch) for seed in range(8)) < EXACT
 
 
 def test_replacing_an_unlikely_tree_is_seen(monkeypatch) -> None:
     twin = {"instead": lambda walk, arrived: likely(walk, arrived) < 0.4}
     scripts = (("heard",), ("unheard", "heard"))
-    assert max(error(s, Law.SAMPLED, script, monkeypatch, **twin) for s in range(8) for script in scripts) > SEEN
+    assert max(error(s, DraftMode.SAMPLED, script, monkeypatch, **twin) for s in range(8) for script in scripts) > SEEN

@@ -12,7 +12,7 @@ from support import wrong_rules as wrong
 from support.models import Model, deep_models, test_models
 
 from rootward.core import TokenTree
-from rootward.core.rows import Row, quantise
+from rootward.core.distribution import DraftDistribution, quantise
 from rootward.core.verification import gather, gather_ids, sparse_law
 
 MODELS = test_models()
@@ -106,14 +106,16 @@ def test_lossless_at_depth_three(construction, verifier):
         assert enum.error(model, trees(construction, index, True), rule) < EXACT, model.name
 
 
-def bounded(model: Model, num_atoms: int) -> tuple[Model, dict[tuple[int, ...], Row]]:
+def bounded(model: Model, num_atoms: int) -> tuple[Model, dict[tuple[int, ...], DraftDistribution]]:
     """The model whose drafter declares, and draws from, K atoms with integer weights."""
     rows = {path: quantise(row, num_atoms) for path, row in model.q.items()}
     dense = {path: row.dense(model.vocab) for path, row in rows.items()}
     return Model(model.name, model.vocab, model.depth, model.p, dense), rows
 
 
-def sparse(rows: dict[tuple[int, ...], Row], algorithm: str, num_atoms: int, chosen: int = 0) -> enum.Verifier:
+def sparse(
+    rows: dict[tuple[int, ...], DraftDistribution], algorithm: str, num_atoms: int, chosen: int = 0
+) -> enum.Verifier:
     """The sparse verifier, fed what a drafter sends: atoms and weights of every expanded node."""
 
     def verifier(tree: TokenTree, target: np.ndarray, draft: np.ndarray):

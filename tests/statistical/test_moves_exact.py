@@ -16,7 +16,7 @@ from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_leve
 from rootward.core.frames import Hello, HelloAck
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from verifier_service.drafters import DrafterPool
 from verifier_service.link import Link, Shape
 from verifier_service.sessions import Draft, Session
@@ -26,9 +26,9 @@ HELLO = Hello("v", 1, "", V, 64)
 Choose = Callable[[DrafterPool, Session, list[int]], None]
 
 
-def planted(pool: DrafterPool, session: Session, name: str, law: Law) -> tuple[Draft, Growth]:
+def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> tuple[Draft, Growth]:
     link = Link(name, None, lambda: HELLO, lambda: None)  # type: ignore[arg-type]  # never dialled
-    link.ack = HelloAck(name, 2, "", V, 64, tuple(Law), 4, V)
+    link.ack = HelloAck(name, 2, "", V, 64, tuple(DraftMode), 4, V)
     pool.links.append(link)
     draft = link.open(session, Shape(atoms=V, node_cap=5, max_depth=3, topk=3))
     policy = Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=1, family=(0.4, 0.3))
@@ -53,7 +53,13 @@ def keep_if_likely(pool: DrafterPool, session: Session, run: list[int]) -> None:
 
 
 def error(
-    model: Model, law: Law, levels: tuple[int, int, int], monkeypatch, choose: Choose = commit, *, heard: bool = True
+    model: Model,
+    law: DraftMode,
+    levels: tuple[int, int, int],
+    monkeypatch,
+    choose: Choose = commit,
+    *,
+    heard: bool = True,
 ) -> float:
     """Largest error of the law of the first LENGTH committed tokens.
 
@@ -103,11 +109,13 @@ def error(
     return float(np.abs(out - tail_law(model, list(PROMPT), 0)).max())
 
 
-@pytest.mark.parametrize("law", [Law.SAMPLED, Law.GREEDY], ids=lambda v: v.value)
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda v: v.value)
 @pytest.mark.parametrize(("levels", "heard"), [((1, 0, 2), True), ((1, 1, 2), False), ((0, 1, 2), True)])
-def test_a_session_that_moves_keeps_its_law(levels, heard: bool, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_that_moves_keeps_its_law(
+    levels, heard: bool, law: DraftMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert max(error(Model(seed), law, levels, monkeypatch, heard=heard) for seed in range(3)) < 1e-12
 
 
 def test_choosing_the_better_tree_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert error(Model(0), Law.SAMPLED, (1, 2, 1), monkeypatch, keep_if_likely) > 1e-3
+    assert error(Model(0), DraftMode.SAMPLED, (1, 2, 1), monkeypatch, keep_if_likely) > 1e-3

@@ -15,7 +15,7 @@ from support.processed_law import PROCESSORS, STOP, processed_law, text_law
 
 import verifier_service.runner as runner_module
 from rootward.core.living_tree import Snapshot
-from rootward.core.requests import Law, Rule, Sampling, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Sampling, Stopping, VerifierRequest
 from rootward.core.rng import Key
 from rootward.core.tree import TokenTree
 from rootward.core.verification.batched import forest_law
@@ -95,7 +95,7 @@ def error(sampling: Sampling, min_tokens: int, rule: Rule, seed: int, monkeypatc
     model = TabularModel(V, seed=seed, sharpness=1.5, max_positions=64, tree_room=32)
     stopping = Stopping(30, (STOP,), min_tokens=min_tokens)
     wanted = VerifierRequest("r", PROMPT, sampling, stopping, committed=OUTPUT)
-    session = Session(1, wanted, rule, Law.SAMPLED, frozenset())
+    session = Session(1, wanted, rule, DraftMode.SAMPLED, frozenset())
 
     def plain(run: tuple[int, ...]) -> np.ndarray:
         text = [*OUTPUT, *run]

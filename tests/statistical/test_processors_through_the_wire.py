@@ -16,7 +16,7 @@ from scipy.stats import chi2
 from support.processed_law import STOP, processed_law
 from support.services import collect, over_grpc, request, tabular_pair
 
-from rootward.core.requests import Law, Rule, Sampling, Stopping
+from rootward.core.requests import DraftMode, Rule, Sampling, Stopping
 from rootward.core.tree import TokenTree
 from rootward.engine.processors import History
 from rootward.engine.tabular import TabularModel
@@ -25,9 +25,9 @@ ALPHA = 1e-6
 VOCAB, LENGTH, MIN_TOKENS = 8, 24, 12
 PROMPT = (1, 2, 3)
 RULES = {
-    "traversal": {"rule": Rule.TRAVERSAL, "law": Law.SAMPLED},
-    "match-chosen": {"rule": Rule.MATCH, "law": Law.TOP_K},
-    "match-coupled": {"rule": Rule.MATCH, "law": Law.COUPLED},
+    "traversal": {"rule": Rule.TRAVERSAL, "law": DraftMode.SAMPLED},
+    "match-chosen": {"rule": Rule.MATCH, "law": DraftMode.TOP_K},
+    "match-coupled": {"rule": Rule.MATCH, "law": DraftMode.COUPLED},
 }
 SAMPLING = Sampling(
     0.9,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.random_trees import Round, declared
 
 from rootward.core import TokenTree, verification
-from rootward.core.rows import Row
+from rootward.core.distribution import DraftDistribution
 from rootward.core.verification import gather, gather_ids, sparse_law, stop_node
 
 WEIGHTS = st.sampled_from([0, 0, 1, 1, 2, 3, 7, 1000, 65535])
@@ -17,10 +17,10 @@ NUDGES = st.sampled_from([0.0, 0.0, 1e-16, 2.3e-16, 1e-12, 1e-3, 1e3])
 
 
 @st.composite
-def laws(draw, vocab: int) -> tuple[Row, np.ndarray]:
+def laws(draw, vocab: int) -> tuple[DraftDistribution, np.ndarray]:
     """(draft row, target row): small integers with zeros; the target sometimes equals the draft up to roundings."""
     weight = draw(st.lists(WEIGHTS, min_size=vocab, max_size=vocab).filter(any))
-    row = Row(np.flatnonzero(weight), np.array(weight)[np.flatnonzero(weight)])
+    row = DraftDistribution(np.flatnonzero(weight), np.array(weight)[np.flatnonzero(weight)])
     if draw(st.booleans()):
         other = np.array(draw(st.lists(WEIGHTS, min_size=vocab, max_size=vocab).filter(any)), dtype=float)
     else:

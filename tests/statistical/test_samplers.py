@@ -12,8 +12,8 @@ from support import enumeration as enum
 from support.models import random_model
 
 from rootward.core import drafting
+from rootward.core.distribution import DraftDistribution, draw_children, greedy_family
 from rootward.core.rng import Key, draw_words
-from rootward.core.rows import Row, draw_children, greedy_family
 
 SAMPLES = 12_000
 PLAIN, SPARSE_Q, DEEP = random_model(50), random_model(14, zeros_q=0.7), random_model(51, depth=3)
@@ -86,7 +86,7 @@ def test_top_k_is_the_enumerated_tree():
         np.testing.assert_array_equal(draft, rows)
 
 
-def ordered(row: Row, m: int) -> dict[tuple[int, ...], float]:
+def ordered(row: DraftDistribution, m: int) -> dict[tuple[int, ...], float]:
     """Law of m tokens drawn without replacement."""
     weight, out = dict(zip(row.ids.tolist(), row.weight.tolist(), strict=True)), {}
     for tokens in itertools.permutations(weight, m):
@@ -98,14 +98,14 @@ def ordered(row: Row, m: int) -> dict[tuple[int, ...], float]:
 
 
 def test_keyed_drawing_without_replacement():
-    row, counts = Row([5, 7, 9, 11], [40000, 900, 65535, 17]), Counter()
+    row, counts = DraftDistribution([5, 7, 9, 11], [40000, 900, 65535, 17]), Counter()
     for number in range(SAMPLES):
         counts[tuple(draw_children(row, 2, draw_words(Key(3), 77, number, 4)).tolist())] += 1
     assert chi_square(counts, ordered(row, 2), SAMPLES) > 1e-3
 
 
 def test_keyed_greedy_families():
-    row, counts = Row([5, 7, 9, 11], [40000, 900, 65535, 170]), Counter()
+    row, counts = DraftDistribution([5, 7, 9, 11], [40000, 900, 65535, 170]), Counter()
     for number in range(SAMPLES):
         family = greedy_family(row, 3, draw_words(Key(4), 77, number, 4))
         assert family.token[1:].tolist() == [9, 5]

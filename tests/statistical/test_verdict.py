@@ -11,8 +11,8 @@ from support.models import Model, random_model
 from support.random_trees import random_round
 
 from rootward.core import TokenTree, verification
+from rootward.core.distribution import draw_children, greedy_family, quantise
 from rootward.core.rng import Key, bonus_gumbel, coins, draw_words, target_gumbel
-from rootward.core.rows import draw_children, greedy_family, quantise
 from rootward.core.verification import bonus_token, gather, gather_ids, sparse_law, stop_node
 
 LARGEST_COIN = np.nextafter(1.0, 0.0)

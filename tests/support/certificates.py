@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rootward.rpc.tls import Certificates
+from rootward.wire.tls import Certificates
 
 DAY = datetime.timedelta(days=1)
 

@@ -11,17 +11,17 @@ from support.services import WAIT_S, drafter_of, request, tabular_pair, until
 
 from drafter_service.service import DrafterService
 from drafter_service.servicer import DrafterServicer
-from rootward.core.requests import Committed, Law, Rule, SpeculationMode
+from rootward.core.requests import Committed, DraftMode, Rule, SpeculationMode
 from rootward.demand import Reading
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Discovery, Peer
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.clients import RemoteDrafter
-from rootward.rpc.server import RpcServer
+from rootward.wire.channel import DRAFTING
+from rootward.wire.clients import RemoteDrafter
+from rootward.wire.server import RpcServer
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 
-COUPLED = {"rule": Rule.MATCH, "law": Law.COUPLED}  # the text is a function of target and seed
+COUPLED = {"rule": Rule.MATCH, "law": DraftMode.COUPLED}  # the text is a function of target and seed
 LONG = 4000  # tokens: more than a test waits for
 STREAMS = 8  # of each verifier
 CAPACITY = 16  # of each drafter

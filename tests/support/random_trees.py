@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rootward.core import TokenTree
-from rootward.core.rows import Row, quantise
+from rootward.core.distribution import DraftDistribution, quantise
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def random_round(
     return Round(tree, target, *declared(tree, rows, vocab, num_atoms))
 
 
-def declared(tree: TokenTree, rows: list[Row], vocab: int, num_atoms: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def declared(
+    tree: TokenTree, rows: list[DraftDistribution], vocab: int, num_atoms: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(dense draft, atoms, weight); zero rows where nothing was drawn."""
     draft = np.zeros((len(tree), vocab))
     atoms = np.full((len(tree), num_atoms), -1)

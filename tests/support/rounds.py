@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rootward.core import distribution as rows_module
 from rootward.core import growth as growth_module
-from rootward.core import rows as rows_module
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import Law
-from rootward.core.rows import Row
+from rootward.core.requests import DraftMode
 from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 
 V, LENGTH = 3, 3  # tokens of committed text that are compared
@@ -59,10 +59,10 @@ class Model:
         q = rng.integers(1, 9, (len(contexts), V)) * (rng.random((len(contexts), V)) > (0.3 if seed % 3 == 0 else 0.0))
         q[:, (seed + 1) % V] += 1
         self.p = {c: row / row.sum() for c, row in zip(contexts, p, strict=True)}
-        self.q = {c: Row(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
+        self.q = {c: DraftDistribution(np.flatnonzero(row), row[row > 0]) for c, row in zip(contexts, q, strict=True)}
 
 
-def start(text: list[int], law: Law) -> tuple[LivingTree, Growth]:
+def start(text: list[int], law: DraftMode) -> tuple[LivingTree, Growth]:
     tree = LivingTree(len(text), 0, vocab_size=V)
     return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=(0.4, 0.3)))
 
@@ -110,7 +110,7 @@ def put(out: np.ndarray, model: Model, text: list[int], base: int, mass: float) 
 def draw_by(chooser: Chooser, monkeypatch) -> None:
     """Every draw of the production code becomes a branch point."""
 
-    def oracle_draw(row: Row, num_children: int, words, bits: int = 64) -> np.ndarray:
+    def oracle_draw(row: DraftDistribution, num_children: int, words, bits: int = 64) -> np.ndarray:
         if not len(row):
             return np.zeros(0, dtype=np.int64)
         return np.array([row.ids[chooser.choose(row.law)]])

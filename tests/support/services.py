@@ -13,7 +13,7 @@ from drafter_service.servicer import DrafterServicer
 from rootward.core.growth import Policy as GrowthPolicy
 from rootward.core.requests import (
     Committed,
-    Law,
+    DraftMode,
     Rule,
     Sampling,
     Speculation,
@@ -23,10 +23,10 @@ from rootward.core.requests import (
 )
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Drafter, LanguageModel, Verifier
-from rootward.rpc.channel import DRAFTING
-from rootward.rpc.clients import RemoteDrafter, RemoteVerifier
-from rootward.rpc.server import RpcServer
 from rootward.testing.slow_link import Conditions, SlowLink
+from rootward.wire.channel import DRAFTING
+from rootward.wire.clients import RemoteDrafter, RemoteVerifier
+from rootward.wire.server import RpcServer
 from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
 from verifier_service.runner import Decide, Runner
@@ -42,7 +42,7 @@ def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -
 
 
 def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, **policy) -> DrafterService:
-    grower = Grower(model, incarnation=incarnation, policy=GrowthPolicy(Law.SAMPLED, **policy))
+    grower = Grower(model, incarnation=incarnation, policy=GrowthPolicy(DraftMode.SAMPLED, **policy))
     return DrafterService(model, grower, worker=f"drafter-{incarnation}", capacity=capacity)
 
 
@@ -115,7 +115,7 @@ def request(
     seed: int = 0,
     mode: SpeculationMode = SpeculationMode.REQUIRED,
     rule: Rule | None = None,
-    law: Law | None = None,
+    law: DraftMode | None = None,
     **more,
 ) -> VerifierRequest:
     return VerifierRequest(

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from support.rounds import LENGTH, Chooser, Model, V, decide, put, tail_law
 
+from rootward.core.distribution import DraftDistribution
 from rootward.core.living_tree import LivingTree
-from rootward.core.rows import Row
 
 PROMPT = [0, 1]
 SLIVER = 1e-14  # what rounding leaves of an empty interval
@@ -58,7 +58,7 @@ class Session:
 
     # -- the drafter
 
-    def row(self, node: int) -> Row:
+    def row(self, node: int) -> DraftDistribution:
         return self.model.q[tuple((self.text + self.path(node))[-2:])]
 
     def draw(self, node: int | None) -> int | None:

@@ -22,10 +22,10 @@ from rootward.core.frames import (
 )
 from rootward.core.requests import (
     Committed,
+    DraftMode,
     Finish,
     FinishReason,
     Form,
-    Law,
     Rule,
     Sampling,
     Speculation,
@@ -37,7 +37,7 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.ports import ModelInfo, VerifierInfo
-from rootward.rpc.info import DrafterInfo
+from rootward.wire.info import DrafterInfo
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)
@@ -67,7 +67,7 @@ sampling = st.builds(
 structures = st.none() | st.builds(
     lambda form, text: Structure(form, "" if form is Form.JSON_OBJECT else f"{text}x"), st.sampled_from(Form), text
 )
-laws = st.sampled_from(Law)
+laws = st.sampled_from(DraftMode)
 hello = st.builds(Hello, text, u64, text, u32, u32, u32)
 ack = st.builds(HelloAck, text, u64, text, u32, u32, few(laws), u32, u32, text, u32)
 load = st.builds(Load, u32, u32, u64, u64, st.booleans())
@@ -151,7 +151,7 @@ from_drafter = st.builds(
 )
 
 ratio_or_match = st.sampled_from(
-    [(None, None), (Rule.TRAVERSAL, Law.SAMPLED), (Rule.MATCH, Law.COUPLED), (None, Law.TOP_K)]
+    [(None, None), (Rule.TRAVERSAL, DraftMode.SAMPLED), (Rule.MATCH, DraftMode.COUPLED), (None, DraftMode.TOP_K)]
 )
 speculation = st.builds(
     lambda mode, pair, nodes, depth, topk: Speculation(mode, *pair, nodes, depth and min(depth, nodes or depth), topk),

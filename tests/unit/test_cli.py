@@ -14,11 +14,11 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 import rootward
 from rootward import errors
-from rootward.cli import exit_code, main
-from rootward.cli_check_pair import Side, compare
-from rootward.cli_output import print_delta, visible
-from rootward.cli_serve import command_of
-from rootward.client_types import TokenDelta
+from rootward.cli.check_pair import Side, compare
+from rootward.cli.main import exit_code, main
+from rootward.cli.output import print_delta, visible
+from rootward.cli.serve import command_of
+from rootward.client.types import TokenDelta
 from rootward.core.requests import Form, SpeculationMode, Structure
 from rootward.demo import paths
 
@@ -171,7 +171,7 @@ def test_exit_codes():
 
 def test_services_are_started_by_module_name(monkeypatch):
     assert command_of("verifier", ["--model", "x"])[1:] == ["-m", "verifier_service", "--model", "x"]
-    monkeypatch.setattr("rootward.cli_serve.find_spec", lambda name: None)
+    monkeypatch.setattr("rootward.cli.serve.find_spec", lambda name: None)
     with pytest.raises(errors.ConfigurationError, match=r"pip install 'rootward\[gateway,worker\]'"):
         command_of("all", [])
 

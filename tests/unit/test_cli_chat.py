@@ -7,7 +7,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from rootward.cli import main
+from rootward.cli.main import main
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rootward.client_types import GenerationResult, SpeculationStats, Usage
+from rootward.client.types import GenerationResult, SpeculationStats, Usage
 from rootward.demo.run import Tally, shortfalls, spread, table
 
 

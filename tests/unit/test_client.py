@@ -14,8 +14,8 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from rootward import errors
 from rootward.client import AsyncClient, Client, SamplingParams, Speculation
-from rootward.client_connection import parse_target
-from rootward.core.requests import Law, Rule, SpeculationMode
+from rootward.client.connection import parse_target
+from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.v1 import generate_pb2, generate_pb2_grpc
 
 
@@ -111,7 +111,7 @@ async def test_the_request_says_what_was_asked():
         await client.generate("a", speculation=False)
         assert verifier.requests[-1].speculation.mode is SpeculationMode.DISABLED
         await client.generate("a", speculation=Speculation(verification="coupled"))
-        assert verifier.requests[-1].speculation.law is Law.COUPLED
+        assert verifier.requests[-1].speculation.law is DraftMode.COUPLED
 
 
 async def test_small_calls():

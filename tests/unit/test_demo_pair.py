@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rootward.demo import batches, corpus, measure, models
+from training import batches, corpus, measure, models
 
 FOLDER = Path(demo.__file__).parent
 MIB = 1024 * 1024

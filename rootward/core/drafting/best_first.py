@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats, Ints
+from rootward.core.distribution import top
 from rootward.core.drafting.families import without_replacement
 from rootward.core.drafting.levels import RowOf, Sprout, checked_row, positive
-from rootward.core.rows import top
 from rootward.core.tree import TokenTree
 
 Acceptance = Callable[[int, int], float]  # (rank, depth of the child) -> acceptance once its earlier siblings failed

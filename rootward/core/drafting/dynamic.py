@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rootward.core.arrays import Floats
+from rootward.core.distribution import top
 from rootward.core.drafting.levels import RowOf, Sprout, checked_row, positive
-from rootward.core.rows import top
 from rootward.core.tree import TokenTree
 
 

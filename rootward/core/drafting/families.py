@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from rootward.core.arrays import Floats
+from rootward.core.distribution import top
 from rootward.core.law import inverse
-from rootward.core.rows import top
 
 
 class Family(NamedTuple):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law, Verdict
+from rootward.core.law import Verdict, VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.block import block
 from rootward.core.verification.child_laws import checked
@@ -23,7 +23,7 @@ from rootward.core.verification.verdict import bonus_token, stop_node
 
 __all__ = ["SparseLaw", "Verdict", "bonus_token", "gather", "gather_ids", "law", "match", "sparse_law", "stop_node"]
 
-ALGORITHMS: dict[str, Callable[[TokenTree, Floats, Floats, bool], Law]] = {
+ALGORITHMS: dict[str, Callable[[TokenTree, Floats, Floats, bool], VerificationLaw]] = {
     "token": token,
     "multi_step": multi_step,
     "block": block,
@@ -31,7 +31,9 @@ ALGORITHMS: dict[str, Callable[[TokenTree, Floats, Floats, bool], Law]] = {
 }
 
 
-def law(algorithm: str, tree: TokenTree, target: ArrayLike, draft: ArrayLike, *, replacement: bool = False) -> Law:
+def law(
+    algorithm: str, tree: TokenTree, target: ArrayLike, draft: ArrayLike, *, replacement: bool = False
+) -> VerificationLaw:
     """The law of one round.
 
     algorithm   "token" | "multi_step" | "block" | "traversal"

@@ -11,13 +11,13 @@ from __future__ import annotations
 import numpy as np
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import child_laws
 from rootward.core.verification.step import step
 
 
-def block(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> Law:
+def block(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> VerificationLaw:
     """Block verification of a chain. Arguments are checked by the caller."""
     if any(len(family) > 1 for family in tree.children):
         raise ValueError("tree: a node has several children; block needs a chain, use traversal")
@@ -28,7 +28,7 @@ def block(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> 
         child, token, q = next(child_laws(tree, draft, node, replacement))
         entry[child], budget[node], residual[node] = step(float(entry[node]), target[node], q, token)
     budget[-1] = entry[-1]  # below the last token nothing was tried
-    return Law("block", tree, last_success(budget), residual, entry, budget)
+    return VerificationLaw("block", tree, last_success(budget), residual, entry, budget)
 
 
 def last_success(budget: Floats) -> Floats:

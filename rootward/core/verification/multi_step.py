@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import child_laws
 from rootward.core.verification.step import step
@@ -23,7 +23,7 @@ from rootward.core.verification.step import step
 MOST_CHILDREN = 14  # the average runs over all subsets of a family
 
 
-def multi_step(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> Law:
+def multi_step(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> VerificationLaw:
     """Multi-step verification. Arguments are checked by the caller. `entry` is here the probability that a node is
     the accepted one among its siblings, given that their parent is reached."""
     _check_families(tree, replacement)
@@ -36,7 +36,7 @@ def multi_step(tree: TokenTree, target: Floats, draft: Floats, replacement: bool
         entry[list(family)] = taken
         stop[list(family)] = stop[node] * taken
         stop[node] *= none
-    return Law("multi_step", tree, stop, residual, entry, np.ones(len(tree)))
+    return VerificationLaw("multi_step", tree, stop, residual, entry, np.ones(len(tree)))
 
 
 def after_failures(tree: TokenTree, p: Floats, draft: Floats, node: int, replacement: bool) -> tuple[Floats, Floats]:

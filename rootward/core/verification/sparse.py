@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats, Ints, read_only
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import TOLERANCE, check_siblings
 from rootward.core.verification.step import left, nothing_left
@@ -32,9 +32,9 @@ ALGORITHMS = ("token", "traversal")
 
 @dataclass(frozen=True, eq=False)
 class SparseLaw:
-    """`Law` without a vocabulary: the residual distribution is `residual` on `ids` and tail_scale · p elsewhere.
+    """`VerificationLaw` without a vocabulary: the residual distribution is `residual` on `ids` and tail_scale · p elsewhere.
 
-    stop, entry, budget  float64[N]     as in `Law`
+    stop, entry, budget  float64[N]     as in `VerificationLaw`
     ids                  int64[N, G]    gathered tokens, -1 where there is none
     residual             float64[N, G]  mass of the residual distribution at ids
     tail_scale           float64[N]     multiplier of the target's mass outside ids
@@ -65,11 +65,11 @@ class SparseLaw:
         row[self.ids[node, gathered]] = self.residual[node, gathered]
         return row
 
-    def dense(self, target: ArrayLike) -> Law:
+    def dense(self, target: ArrayLike) -> VerificationLaw:
         """The same law over the vocabulary. target float64[N, V]."""
         rows = np.asarray(target, dtype=np.float64)
         residual = np.stack([self.bonus_row(node, rows[node]) for node in range(len(self.tree))])
-        return Law(self.algorithm, self.tree, self.stop, residual, self.entry, self.budget)
+        return VerificationLaw(self.algorithm, self.tree, self.stop, residual, self.entry, self.budget)
 
 
 def gather_ids(tree: TokenTree, atoms: ArrayLike) -> Ints:

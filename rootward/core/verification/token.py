@@ -12,13 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import child_laws
 from rootward.core.verification.step import step
 
 
-def token(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> Law:
+def token(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> VerificationLaw:
     """Token-level verification. Arguments are checked by the caller."""
     residual = target.copy()
     entry = np.ones(len(tree))
@@ -27,7 +27,7 @@ def token(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> 
         for child, x, q in child_laws(tree, draft, node, replacement):
             entry[child], _, p = step(1.0, p, q, x)
         residual[node] = p
-    return Law("token", tree, stop_from_the_top(tree, entry), residual, entry, np.ones(len(tree)))
+    return VerificationLaw("token", tree, stop_from_the_top(tree, entry), residual, entry, np.ones(len(tree)))
 
 
 def stop_from_the_top(tree: TokenTree, entry: Floats) -> Floats:

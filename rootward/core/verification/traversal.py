@@ -17,13 +17,13 @@ from __future__ import annotations
 import numpy as np
 
 from rootward.core.arrays import Floats
-from rootward.core.law import Law
+from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
 from rootward.core.verification.child_laws import child_laws
 from rootward.core.verification.step import step
 
 
-def traversal(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> Law:
+def traversal(tree: TokenTree, target: Floats, draft: Floats, replacement: bool) -> VerificationLaw:
     """Traversal verification. Arguments are checked by the caller."""
     residual = target.copy()
     entry = np.ones(len(tree))
@@ -33,7 +33,7 @@ def traversal(tree: TokenTree, target: Floats, draft: Floats, replacement: bool)
         for child, token, q in child_laws(tree, draft, node, replacement):
             entry[child], w, p = step(w, p, q, token)
         budget[node], residual[node] = w, p
-    return Law("traversal", tree, stop_in_post_order(tree, budget), residual, entry, budget)
+    return VerificationLaw("traversal", tree, stop_in_post_order(tree, budget), residual, entry, budget)
 
 
 def stop_in_post_order(tree: TokenTree, budget: Floats) -> Floats:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rootward.bench import acceptance, options, plots
-from rootward.bench.golden_share import golden_share
-from rootward.bench.winners import comparisons, disagreeing, traversal_below_token
+from benchmarks import acceptance, options, plots
+from benchmarks.golden_share import golden_share
+from benchmarks.winners import comparisons, disagreeing, traversal_below_token
 
 PAIR = ["--target", "tabular:vocab=12,seed=1,sharpness=2", "--draft", "tabular:vocab=12,seed=1,sharpness=2,noise=1"]
 KINDS = (
@@ -101,10 +101,10 @@ def test_groups_of_contexts_do_not_depend_on_the_processes(tmp_path):
 
 
 def test_growth_by_levels(tmp_path, monkeypatch):
-    from rootward.bench import levels
-    from rootward.core.requests import Law
+    from benchmarks import levels
+    from rootward.core.requests import DraftMode
 
-    laws = [*Law, *levels.SHAPES]
+    laws = [*DraftMode, *levels.SHAPES]
     settings = [levels.Setting(law, 0.7, 2, 3) for law in laws]
     monkeypatch.setattr(levels, "settings", lambda temperature: settings if temperature else [])
     argv = [*PAIR, "--num-contexts", "4", "--budgets", "4", "--temperatures", "1", "--processes", "1"]
@@ -155,7 +155,7 @@ def test_models_of_different_vocabularies_are_refused(tmp_path, capsys):
 
 
 def test_prompts_are_read_as_json_lines_or_plain_lines(tmp_path):
-    from rootward.bench.contexts import read_prompts
+    from benchmarks.contexts import read_prompts
     from rootward.errors import ConfigurationError
 
     lines = tmp_path / "p.jsonl"

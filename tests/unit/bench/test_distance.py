@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rootward.bench.distance import LAWS, Point, claims, fit_of, main
-from rootward.bench.distance_model import Fit, fitted
-from rootward.bench.drafters import point_of
-from rootward.bench.generations import Outcome
+from benchmarks.distance import LAWS, Point, claims, fit_of, main
+from benchmarks.distance_model import Fit, fitted
+from benchmarks.drafters import point_of
+from benchmarks.generations import Outcome
 
 FAR_S = (0.0, 0.01, 0.02, 0.04, 0.08)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rootward.bench.hpa import DEFAULT_DOWN, DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
+from benchmarks.hpa import DEFAULT_DOWN, DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
 
 DEMAND, BUSY, STALL = Target("AverageValue", 2.8), Target("Value", 0.85), Target("Value", 0.10)
 OPEN = Rules(0, (Policy("Pods", 1000, 15),))  # no window, no limit

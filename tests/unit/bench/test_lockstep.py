@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rootward.bench import shapes
-from rootward.bench.constructions import binary, constructions, narrow, square
-from rootward.bench.lockstep import generator, grow
-from rootward.bench.noisy import NoisyModel
-from rootward.bench.ranked import RankedRows
+from benchmarks import shapes
+from benchmarks.constructions import binary, constructions, narrow, square
+from benchmarks.lockstep import generator, grow
+from benchmarks.noisy import NoisyModel
+from benchmarks.ranked import RankedRows
 from rootward.core import drafting
 from rootward.core.growth import Policy
 from rootward.core.pairing import check_pair
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Rows
 
@@ -48,7 +48,7 @@ def test_no_tree_exceeds_its_budget(rows, name, budget):
             assert len(tree) == budget + 1
 
 
-@pytest.mark.parametrize(("family", "law"), [(0, Law.SAMPLED), (2, Law.GREEDY)])
+@pytest.mark.parametrize(("family", "law"), [(0, DraftMode.SAMPLED), (2, DraftMode.GREEDY)])
 def test_a_shape_is_what_growth_grows(rows, family, law):
     policy = shapes.policy_of(law, 10, 0.6, family)
     for one in grow(rows, policy, 10):
@@ -56,7 +56,7 @@ def test_a_shape_is_what_growth_grows(rows, family, law):
 
 
 def test_growth_declares_the_row_of_every_family(rows):
-    for law in (Law.SAMPLED, Law.GREEDY):
+    for law in (DraftMode.SAMPLED, DraftMode.GREEDY):
         for one in grow(rows, Policy(law, 8, 4, 4, 3, 0.7, family=(0.4, 0.3)), 3):
             tree, draft = one.drafted
             inner = np.unique(tree.parent[1:])

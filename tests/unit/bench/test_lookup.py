@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from rootward.bench.lookup import main, measure, replayed
+from benchmarks.lookup import main, measure, replayed
 from rootward.core.drafting.lookup import Ngram, Prediction, RandomTokens, Shape, parse_recipe
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 
 SHAPE = Shape(8, 8, 4)
 
@@ -29,8 +29,8 @@ def test_new_text_comes_token_by_token() -> None:
 def test_a_recipe_shares_its_memory_over_the_texts() -> None:
     texts = [([1], [2, 3, 4, 5]), ([1], [2, 3, 4, 5])]
     recipe = parse_recipe("recycling:acceptance=0.9")
-    [matched] = measure([recipe], texts, [8], Law.COUPLED)
-    [ratio] = measure([recipe], texts, [8], Law.SAMPLED)
+    [matched] = measure([recipe], texts, [8], DraftMode.COUPLED)
+    [ratio] = measure([recipe], texts, [8], DraftMode.SAMPLED)
     assert (matched["rounds"], ratio["rounds"]) == (5, 8)
 
 

@@ -7,14 +7,14 @@ import pytest
 from support import enumeration as enum
 from support.models import test_models as tiny_models
 
-from rootward.bench.constructions import constructions
-from rootward.bench.lockstep import Drafted
-from rootward.bench.outcomes import Coins, coupling, matching, outcome, rounds, subtree
-from rootward.bench.ranked import Expansion, RankedRows
+from benchmarks.constructions import constructions
+from benchmarks.lockstep import Drafted
+from benchmarks.outcomes import Coins, coupling, matching, outcome, rounds, subtree
+from benchmarks.ranked import Expansion, RankedRows
 from rootward.core import TokenTree, verification
 from rootward.core.calibration import entry_masses
+from rootward.core.distribution import quantise
 from rootward.core.requests import Sampling
-from rootward.core.rows import quantise
 from rootward.engine.sampling import processed
 from rootward.engine.tabular import TabularModel
 

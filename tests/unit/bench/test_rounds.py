@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from rootward.bench import sizing
-from rootward.bench.generations import Outcome
-from rootward.bench.rounds import point_of, table
-from rootward.bench.rounds_fit import Fit, Point, fitted, predicted
+from benchmarks import sizing
+from benchmarks.generations import Outcome
+from benchmarks.rounds import point_of, table
+from benchmarks.rounds_fit import Fit, Point, fitted, predicted
 
 TRUE = Fit(
     draft_s=0.02,

@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import pytest
 
-from rootward.bench import scaling_report as report
-from rootward.bench.scaling import Plan, Pool, Work
+from benchmarks import scaling_report as report
+from benchmarks.scaling import Plan, Pool, Work
 
 WORK = Work()
 

@@ -201,7 +201,7 @@ def test_the_width_gives_the_parameters_asked_for(num_layers, wanted, tied):
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 15])
 def test_the_interval_covers_the_median_as_often_as_it_says(n):
-    from rootward.bench.intervals import interval
+    from benchmarks.intervals import interval
 
     rng, hits, trials = random.Random(n), 0, 4000
     for _ in range(trials):

@@ -9,14 +9,14 @@ from support.models import test_models
 
 from rootward.core import TokenTree, verification
 from rootward.core.calibration import Calibration, MatchScale, entry_masses, match_probabilities, places
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law
-from rootward.core.rows import Row
+from rootward.core.requests import DraftMode
 
 MODELS = test_models()
 FULL = [model for model in MODELS if all((row > 0).all() for row in model.q.values())]
-EVEN = Row([0, 1, 2, 3], [1, 1, 1, 1])
+EVEN = DraftDistribution([0, 1, 2, 3], [1, 1, 1, 1])
 
 
 def stopped_below(law) -> np.ndarray:
@@ -116,7 +116,9 @@ def test_random_order_has_no_entry_budgets():
 # ---- growth
 
 
-def grown(calibration: Calibration | None, num_nodes: int = 6, law: Law = Law.SAMPLED, **policy) -> LivingTree:
+def grown(
+    calibration: Calibration | None, num_nodes: int = 6, law: DraftMode = DraftMode.SAMPLED, **policy
+) -> LivingTree:
     tree = LivingTree(3, 0, vocab_size=4)
     shape = Policy(law, node_cap=num_nodes, max_depth=6, topk=4, draws_per_level=1, **policy)
     growth = Growth(tree, shape, calibration=calibration)
@@ -169,18 +171,18 @@ def test_what_is_kept_is_scored_by_its_new_depth_and_by_what_was_learned():
 
 
 def test_greedy_families_are_scored_by_order_of_trial():
-    tree = grown(Calibration([[0.9, 0.5], [0.5, 0.5]]), 5, law=Law.GREEDY, family=(0.3, 0.3))
+    tree = grown(Calibration([[0.9, 0.5], [0.5, 0.5]]), 5, law=DraftMode.GREEDY, family=(0.3, 0.3))
     assert len(tree) == 5
     assert tree.growth._score[1] > tree.growth._score[2]
 
 
 def test_coupled_growth_scores_by_match_probability():
-    near = grown(None, 5, law=Law.COUPLED, match_scale=0.3).snapshot(9).tree
+    near = grown(None, 5, law=DraftMode.COUPLED, match_scale=0.3).snapshot(9).tree
     assert near.depth.tolist() == [0, 1, 2, 3, 4, 5], "the largest value is nearly always the target's"
-    far = grown(None, 5, law=Law.COUPLED, match_scale=50.0).snapshot(9).tree
+    far = grown(None, 5, law=DraftMode.COUPLED, match_scale=50.0).snapshot(9).tree
     assert far.depth.tolist() == [0, 1, 1, 1, 1, 2], "all children are about as likely"
     with pytest.raises(ValueError, match="match_scale"):
-        Policy(Law.COUPLED, match_scale=-1.0)
+        Policy(DraftMode.COUPLED, match_scale=-1.0)
 
 
 def test_match_probabilities():

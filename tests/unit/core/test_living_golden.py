@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rootward.core import verification
+from rootward.core import Law, verification
 from rootward.core.living_tree import ROOT, LivingTree
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "living.json").read_text())["living"]
@@ -54,7 +54,7 @@ def test_two_rounds_are_worth_what_the_golden_vectors_say(case: dict) -> None:
     p, q = (np.array(case[k]) / sum(case[k]) for k in ("p_weights", "q_weights"))
 
     @cache
-    def law(tree) -> verification.Law:
+    def law(tree) -> Law:
         rows = np.tile(p, (len(tree), 1)), np.tile(q, (len(tree), 1))
         return verification.law("traversal", tree, *rows)
 

@@ -6,7 +6,7 @@ import pytest
 
 from rootward.core import drafting, verification
 from rootward.core.pairing import COLUMNS, TABLE, check_pair, check_rule, lossless_columns
-from rootward.core.requests import Law, Rule
+from rootward.core.requests import DraftMode, Rule
 
 NOT_BUILDERS = {"sequoia_shape"}  # makes a shape, not a tree
 RATIO = [column for column in COLUMNS if column[0] != "match"]
@@ -18,7 +18,7 @@ def test_every_builder_declares_its_verifiers():
 
 
 def test_every_law_of_a_request_does():
-    assert {law.value for law in Law} <= set(TABLE)
+    assert {law.value for law in DraftMode} <= set(TABLE)
 
 
 def test_every_algorithm_of_the_library_is_a_column():
@@ -95,12 +95,12 @@ def test_reasons(pair, reason):
 
 def test_rules_of_requests():
     for rule in Rule:
-        check_rule(Law.SAMPLED, rule)
-        check_rule(Law.GREEDY, rule)
-        check_rule(Law.TOP_K, rule)
-    check_rule(Law.COUPLED, Rule.MATCH)
+        check_rule(DraftMode.SAMPLED, rule)
+        check_rule(DraftMode.GREEDY, rule)
+        check_rule(DraftMode.TOP_K, rule)
+    check_rule(DraftMode.COUPLED, Rule.MATCH)
     with pytest.raises(ValueError, match="noise shared"):
-        check_rule(Law.COUPLED, Rule.TRAVERSAL)
+        check_rule(DraftMode.COUPLED, Rule.TRAVERSAL)
 
 
 def test_unknown_names():

@@ -9,25 +9,35 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from rootward.core.rows import LARGEST, Row, below, draw, draw_children, greedy_family, quantise, quantise_top, top
+from rootward.core.distribution import (
+    LARGEST,
+    DraftDistribution,
+    below,
+    draw,
+    draw_children,
+    greedy_family,
+    quantise,
+    quantise_top,
+    top,
+)
 
-ROW = Row([5, 7, 9], [2, 4, 1])
+ROW = DraftDistribution([5, 7, 9], [2, 4, 1])
 
 
 def test_a_row_is_in_order():
-    row = Row([3, 1, 2], [5, 9, 9])
+    row = DraftDistribution([3, 1, 2], [5, 9, 9])
     assert (row.ids.tolist(), row.weight.tolist(), row.total, len(row)) == ([1, 2, 3], [9, 9, 5], 23, 3)
-    assert row == Row([1, 3, 2], [9, 5, 9])
-    assert hash(row) == hash(Row([1, 3, 2], [9, 5, 9]))
+    assert row == DraftDistribution([1, 3, 2], [9, 5, 9])
+    assert hash(row) == hash(DraftDistribution([1, 3, 2], [9, 5, 9]))
     assert row != ROW
     np.testing.assert_array_equal(row.law, np.array([9, 9, 5]) / 23)
     np.testing.assert_array_equal(row.dense(5), np.array([0, 9, 9, 5, 0]) / 23)
 
 
 def test_without_removes_weight():
-    assert ROW.without([7, 100]) == Row([5, 9], [2, 1])
+    assert ROW.without([7, 100]) == DraftDistribution([5, 9], [2, 1])
     assert len(ROW.without([5, 7, 9])) == 0
-    assert Row([], []).total == 0
+    assert DraftDistribution([], []).total == 0
     assert ROW.without([5, 7, 9]).law.shape == (0,)
 
 
@@ -43,7 +53,7 @@ def test_without_removes_weight():
 )
 def test_refuses(ids, weight, field):
     with pytest.raises(ValueError, match=field):
-        Row(ids, weight)
+        DraftDistribution(ids, weight)
 
 
 def test_quantise_keeps_the_largest_in_proportion():
@@ -103,7 +113,7 @@ def test_below_takes_the_next_word_after_a_rejection():
         below(3, iter([0]), bits=8)
 
 
-def exact(row: Row, m: int) -> dict[tuple[int, ...], Fraction]:
+def exact(row: DraftDistribution, m: int) -> dict[tuple[int, ...], Fraction]:
     """Rational law of m children drawn in turn from what is left."""
     weight, out = dict(zip(row.ids.tolist(), row.weight.tolist(), strict=True)), {}
     for tokens in itertools.permutations(weight, m):
@@ -114,7 +124,7 @@ def exact(row: Row, m: int) -> dict[tuple[int, ...], Fraction]:
     return out
 
 
-@pytest.mark.parametrize("row", [ROW, Row([0, 1, 2, 3], [1, 1, 3, 2]), Row([4, 2], [3, 5])])
+@pytest.mark.parametrize("row", [ROW, DraftDistribution([0, 1, 2, 3], [1, 1, 3, 2]), DraftDistribution([4, 2], [3, 5])])
 def test_drawing_is_the_rational_law(row):
     """All pairs of 8-bit words. Rejection makes the accepted words of a draw uniform, so counting them gives
     rationals."""
@@ -136,10 +146,10 @@ def test_drawing_is_the_rational_law(row):
 def test_drawing_stops_with_the_support():
     tokens = draw_children(ROW, 10, range(1 << 60, 1 << 62, 1 << 58))
     assert sorted(tokens.tolist()) == [5, 7, 9]
-    assert draw_children(Row([], []), 3, []).shape == (0,)
+    assert draw_children(DraftDistribution([], []), 3, []).shape == (0,)
     assert draw_children(ROW, 0, []).shape == (0,)
     with pytest.raises(ValueError, match="row: empty"):
-        draw(Row([], []), iter([1]))
+        draw(DraftDistribution([], []), iter([1]))
 
 
 def test_one_draw_is_the_first_of_a_family():
@@ -149,11 +159,11 @@ def test_one_draw_is_the_first_of_a_family():
 
 
 def test_greedy_family_has_the_sampled_child_first():
-    row = Row([10, 20, 30, 40], [100, 50, 50, 1])
+    row = DraftDistribution([10, 20, 30, 40], [100, 50, 50, 1])
     token, sampled, rest = greedy_family(row, 3, [2**63])
     assert token[1:].tolist() == [10, 20]  # the most likely, ties by id
     assert sampled.tolist() == [True, False, False]
-    assert rest == Row([30, 40], [50, 1])
+    assert rest == DraftDistribution([30, 40], [50, 1])
     assert int(token[0]) in (30, 40)
     alone = greedy_family(row, 1, [2**63])
     assert alone.row == row
@@ -161,7 +171,7 @@ def test_greedy_family_has_the_sampled_child_first():
 
 
 def test_greedy_family_of_an_exhausted_support_is_all_chosen():
-    token, sampled, rest = greedy_family(Row([1, 2], [3, 4]), 4, [])
+    token, sampled, rest = greedy_family(DraftDistribution([1, 2], [3, 4]), 4, [])
     assert token.tolist() == [2, 1]
     assert not sampled.any()
     assert len(rest) == 0

@@ -12,7 +12,7 @@ import drafter_service.expansion as module
 from drafter_service.expansion import matched_rows
 from drafter_service.growing import Grower
 from rootward.core.growth import Policy
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, target_gumbel
 from rootward.engine.atoms import Atoms, atoms_of
 from rootward.engine.tabular import TabularModel
@@ -43,12 +43,12 @@ def test_a_matched_row_holds_what_the_noise_favours_among_all_atoms(num_atoms: i
 
 def rows_of_ratio_trees(*, beside: bool) -> list[object]:
     grower: Grower[int] = Grower(
-        TabularModel(V, seed=3, max_slots=4), incarnation=1, policy=Policy(Law.SAMPLED, draws_per_level=2)
+        TabularModel(V, seed=3, max_slots=4), incarnation=1, policy=Policy(DraftMode.SAMPLED, draws_per_level=2)
     )
     grower.open(1, opening(1, num_atoms=8, node_cap=6))
-    grower.open(2, opening(2, num_atoms=5, node_cap=6, law=Law.TOP_K))
+    grower.open(2, opening(2, num_atoms=5, node_cap=6, law=DraftMode.TOP_K))
     if beside:
-        grower.open(3, opening(3, num_atoms=64, node_cap=6, law=Law.COUPLED))
+        grower.open(3, opening(3, num_atoms=64, node_cap=6, law=DraftMode.COUPLED))
     while not grower.idle:
         grower.level()
     rows = [grower.trees[key].growth.own.rows for key in (1, 2)]

@@ -9,7 +9,7 @@ from drafter_service.growing import Grower
 from rootward.core.frames import Commit, Grow, NeedSync, Open, extend_hash
 from rootward.core.growth import Policy
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
 
 
@@ -38,7 +38,7 @@ def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
         "epoch": 1,
         "prefix": tuple(prefix),
         "sampling": Sampling(),
-        "law": Law.SAMPLED,
+        "law": DraftMode.SAMPLED,
         "seed": 5,
         "choice": 0,
         "num_atoms": 4,
@@ -51,7 +51,7 @@ def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
 
 def grower(**model) -> Grower[int]:
     network = Counting(5, seed=3, **({"max_slots": 4} | model))
-    return Grower(network, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2))
+    return Grower(network, incarnation=9, policy=Policy(DraftMode.SAMPLED, draws_per_level=2))
 
 
 def grown(garden: Grower[int]) -> list[tuple[int, Grow]]:
@@ -67,8 +67,8 @@ def replica(prefix=(1, 2, 3)) -> LivingTree:
     return LivingTree(len(prefix), hash_of(prefix), vocab_size=5, node_cap=8)
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_a_verifier_can_replay_what_is_streamed(law: Law) -> None:
+@pytest.mark.parametrize("law", list(DraftMode))
+def test_a_verifier_can_replay_what_is_streamed(law: DraftMode) -> None:
     garden = grower()
     assert garden.open(1, opening(1, law=law)) is None
     verifier = replica()
@@ -78,7 +78,7 @@ def test_a_verifier_can_replay_what_is_streamed(law: Law) -> None:
     assert mine.tree == theirs.tree
     assert len(verifier) == 8
     for a, b in zip(mine.rows, theirs.rows, strict=True):
-        declared = law in (Law.SAMPLED, Law.GREEDY)
+        declared = law in (DraftMode.SAMPLED, DraftMode.GREEDY)
         assert b is None or declared
         if b is not None:
             np.testing.assert_array_equal(a[1], b[1])

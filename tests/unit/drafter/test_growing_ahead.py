@@ -11,7 +11,7 @@ from rootward.core.ahead import Bets
 from rootward.core.frames import Commit
 from rootward.core.growth import Policy
 from rootward.core.living_tree import ROOT, LivingTree
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, bonus_gumbel, target_gumbel
 
 PREFIX = (1, 2, 3)
@@ -21,7 +21,7 @@ BETS = Bets(share=4, draws_per_level=2)
 
 def grower(vocab: int = 5) -> Grower[int]:
     network = Counting(vocab, seed=3, max_slots=4)
-    return Grower(network, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2), bets=BETS)
+    return Grower(network, incarnation=9, policy=Policy(DraftMode.SAMPLED, draws_per_level=2), bets=BETS)
 
 
 def ahead(**changes):
@@ -187,8 +187,8 @@ def test_the_first_tree_is_no_larger_than_its_verifier_said() -> None:
     assert len(garden.trees[1].tree) == 4
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_the_path_a_client_expects_is_in_the_tree(law: Law) -> None:
+@pytest.mark.parametrize("law", list(DraftMode))
+def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
     garden, verifier = grower(), replica(node_cap=8)
     wish = {"prediction": (4, 4, 0, 4, 4, 1), "num_prompt": 3, "law": law, "ahead_cap": 0, "node_cap": 8}
     garden.open(1, ahead(**wish))
@@ -210,7 +210,7 @@ def test_the_path_a_client_expects_is_in_the_tree(law: Law) -> None:
 
 def test_under_matching_growing_ahead_is_growing_on() -> None:
     garden = grower()
-    garden.open(1, ahead(law=Law.COUPLED))
+    garden.open(1, ahead(law=DraftMode.COUPLED))
     grown(garden)
     assert len(garden.trees[1].tree) == 28
     assert garden.trees[1].tree.num_ahead == 0
@@ -240,9 +240,9 @@ def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_th
 
 
 def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels() -> None:
-    policy = Policy(Law.SAMPLED, draws_per_level=2, draws_beyond=6)
+    policy = Policy(DraftMode.SAMPLED, draws_per_level=2, draws_beyond=6)
     garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, policy=policy)
-    garden.open(1, ahead(law=Law.COUPLED, topk=5, max_depth=9))
+    garden.open(1, ahead(law=DraftMode.COUPLED, topk=5, max_depth=9))
     sizes = [len(frame.token) for _, frame in grown(garden)]
     assert sizes[:2] == [2, 2]
     assert max(sizes[2:]) == 6
@@ -252,7 +252,7 @@ def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels() -> N
 def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_hold() -> None:
     """The row does not travel, so the noise speaks before it is cut."""
     garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
-    garden.open(1, ahead(law=Law.COUPLED, num_atoms=1, node_cap=1, ahead_cap=0))
+    garden.open(1, ahead(law=DraftMode.COUPLED, num_atoms=1, node_cap=1, ahead_cap=0))
     grown(garden)
     growing = garden.trees[1]
     law = garden.model.law(PREFIX)
@@ -263,7 +263,7 @@ def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_h
 def test_the_drafter_learns_from_commits_how_far_the_models_are_apart() -> None:
     """The target of a coupled session takes what the draft takes: the pair could not be closer."""
     garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
-    garden.open(1, ahead(law=Law.COUPLED))
+    garden.open(1, ahead(law=DraftMode.COUPLED))
     growing, text = garden.trees[1], list(PREFIX)
     before = growing.growth.own.policy.match_scale
     for _ in range(30):

@@ -19,7 +19,7 @@ from drafter_service.settings import DrafterSettings
 from rootward.core.ahead import Bets
 from rootward.core.frames import Commit, Grow, Open, extend_hash
 from rootward.core.growth import Policy
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
 from rootward.engine import atoms, batch
 from rootward.engine.atoms import Atoms
@@ -28,9 +28,9 @@ from rootward.errors import ConfigurationError
 
 MIXED = (
     {},
-    {"law": Law.COUPLED, "num_atoms": 3},
-    {"sampling": Sampling(0.0), "law": Law.TOP_K},
-    {"sampling": Sampling(0.8, top_k=9, top_p=0.9), "law": Law.GREEDY, "node_cap": 6},
+    {"law": DraftMode.COUPLED, "num_atoms": 3},
+    {"sampling": Sampling(0.0), "law": DraftMode.TOP_K},
+    {"sampling": Sampling(0.8, top_k=9, top_p=0.9), "law": DraftMode.GREEDY, "node_cap": 6},
     {"bonus_key": Key(77).bonus().value, "ahead_cap": 12, "node_cap": 4},
 )
 OF_A_KIND = {
@@ -48,7 +48,7 @@ def openings(kinds: tuple[dict[str, Any], ...]) -> list[Open]:
 def growth(model: HuggingFaceModel, opens: list[Open], rounds: int = 5) -> tuple[list[tuple[int, Grow]], int]:
     """The frames of these sessions through some rounds that commit two or three tokens; and how many levels there were."""
     garden: Grower[int] = Grower(
-        model, incarnation=9, policy=Policy(Law.SAMPLED, draws_per_level=2), bets=Bets(share=4)
+        model, incarnation=9, policy=Policy(DraftMode.SAMPLED, draws_per_level=2), bets=Bets(share=4)
     )
     frames, levels = [], 0
     for one in opens:

@@ -17,7 +17,7 @@ import drafter_service.turns as turns
 from drafter_service.service import DrafterService, Key
 from drafter_service.turns import LevelCost
 from rootward.core.frames import Close, Commit, Grow, Hello, NeedSync, Open, Reject, ToDrafter
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
 
@@ -85,7 +85,7 @@ class Verifier:
 
     def grow(self, slot: int, levels: int, unread: int = 1) -> None:
         prefix = (1,) * unread
-        self.say(ToDrafter(opens=(Open(slot, "r", 1, prefix, Sampling(), Law.SAMPLED, 1, 0, 4, levels, 4, 2),)))
+        self.say(ToDrafter(opens=(Open(slot, "r", 1, prefix, Sampling(), DraftMode.SAMPLED, 1, 0, 4, levels, 4, 2),)))
 
     async def hear(self, levels: int) -> None:
         """Until so many levels were heard of, in all."""

@@ -15,7 +15,7 @@ from drafter_service.pairing import with_model, without_model
 from rootward.core.drafting.lookup import Prediction, Successors, parse_recipe
 from rootward.core.frames import PROTOCOL, Commit, Grow, Hello, NeedSync, Open, extend_hash
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.ports import ModelInfo
 
 PERIOD = (1, 2, 3, 4, 1, 2, 3, 4, 1, 2)
@@ -34,7 +34,7 @@ def opening(slot: int, prefix=PERIOD, **changes) -> Open:
         "epoch": 1,
         "prefix": tuple(prefix),
         "sampling": Sampling(),
-        "law": Law.TOP_K,
+        "law": DraftMode.TOP_K,
         "seed": 5,
         "choice": 0,
         "num_atoms": 4,
@@ -74,8 +74,8 @@ def tokens(tree: LivingTree) -> list[int]:
     return tree.snapshot(8).tree.token[1:].tolist()
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_a_verifier_can_replay_what_is_streamed_and_every_node_is_chosen(law: Law) -> None:
+@pytest.mark.parametrize("law", list(DraftMode))
+def test_a_verifier_can_replay_what_is_streamed_and_every_node_is_chosen(law: DraftMode) -> None:
     garden = lookup()
     assert garden.open((0, 1), opening(1, law=law)) is None
     [(key, frame)] = grown(garden)

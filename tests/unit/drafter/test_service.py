@@ -15,7 +15,7 @@ from unit.drafter.test_growing import Counting, hash_of, opening
 import drafter_service.service as module
 from drafter_service.service import DrafterService
 from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
-from rootward.rpc.codec import from_pb, to_pb
+from rootward.wire.codec import from_pb, to_pb
 
 HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))
 

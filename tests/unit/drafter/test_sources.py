@@ -16,7 +16,7 @@ from rootward.core.drafting.lookup import (
     Successors,
     parse_recipe,
 )
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 
 TEXTS = st.lists(st.integers(0, 4), max_size=60)
 
@@ -241,7 +241,7 @@ def test_recipes_by_name() -> None:
     for spec, kind in kinds.items():
         recipe = parse_recipe(spec)
         assert recipe is not None
-        assert type(recipe.source(Law.TOP_K, recipe.memory())) is kind
+        assert type(recipe.source(DraftMode.TOP_K, recipe.memory())) is kind
     assert parse_recipe("random:vocab=40").vocab_size == 40
     assert parse_recipe("ngram:").vocab_size == 0
     assert parse_recipe("recycling:width=3").memory().width == 3
@@ -270,10 +270,10 @@ def test_a_recipe_with_a_mistake_says_what_to_write(spec: str, word: str) -> Non
         parse_recipe(spec)
 
 
-@pytest.mark.parametrize("law", list(Law))
-def test_only_matched_texts_read_what_other_texts_wrote(law: Law) -> None:
+@pytest.mark.parametrize("law", list(DraftMode))
+def test_only_matched_texts_read_what_other_texts_wrote(law: DraftMode) -> None:
     """Under ratio tests another text of the same seed tells of coins that are still to be used; all texts write."""
     recipe = parse_recipe("recycling:")
     shared = recipe.memory()
-    fed(recipe.source(Law.SAMPLED, shared), [1, 2, 3])
-    assert named(fed(recipe.source(law, shared), [1])) == ([2] if law in (Law.TOP_K, Law.COUPLED) else [])
+    fed(recipe.source(DraftMode.SAMPLED, shared), [1, 2, 3])
+    assert named(fed(recipe.source(law, shared), [1])) == ([2] if law in (DraftMode.TOP_K, DraftMode.COUPLED) else [])

@@ -8,14 +8,14 @@ from drafter_service.growing import Grower
 from drafter_service.streams import Stream
 from rootward.core.frames import Commit, FromDrafter, Open, extend_hash
 from rootward.core.growth import Policy
-from rootward.core.requests import Law, Sampling
+from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
-from rootward.rpc.codec import to_pb
+from rootward.wire.codec import to_pb
 
 NODES, ATOMS = 64, 32
 
 
-def rounds(law: Law, num_rounds: int) -> tuple[list[int], list[int]]:
+def rounds(law: DraftMode, num_rounds: int) -> tuple[list[int], list[int]]:
     """Bytes of each round as one frame, and as one frame per level."""
     grower: Grower[int] = Grower(
         TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7, policy=Policy(law)
@@ -45,9 +45,9 @@ def rounds(law: Law, num_rounds: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("law", "most", "most_by_level"), [(Law.COUPLED, 300, 1200), (Law.SAMPLED, 16 << 10, 16 << 10)]
+    ("law", "most", "most_by_level"), [(DraftMode.COUPLED, 300, 1200), (DraftMode.SAMPLED, 16 << 10, 16 << 10)]
 )
-def test_a_round_of_64_nodes_is_small(law: Law, most: int, most_by_level: int) -> None:
+def test_a_round_of_64_nodes_is_small(law: DraftMode, most: int, most_by_level: int) -> None:
     joined, apart = rounds(law, 3)
     assert max(joined) <= most
     assert max(apart) <= most_by_level

@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.waits import Waits
 
+from rootward.core.distribution import quantise_top
 from rootward.core.requests import Sampling
-from rootward.core.rows import quantise_top
 from rootward.engine import atoms
 from rootward.engine.atoms import Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.sampling import processed, top_atoms

@@ -10,7 +10,7 @@ from gateway.service import GatewayService, Limits
 from gateway.servicer import register
 from gateway.sessions import MemoryStore
 from gateway.upstreams import Upstreams
-from rootward.rpc.server import RpcServer
+from rootward.wire.server import RpcServer
 
 TEXT = SpellingVerifier().text
 IDS = (*byte_level().encode(TEXT), END_ID)  # what every generation must give

@@ -11,8 +11,8 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.http_api import build_app
-from rootward.core.requests import Law, Rule, SpeculationMode
-from rootward.rpc.http_server import HttpServer
+from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.wire.http_server import HttpServer
 
 
 @asynccontextmanager
@@ -95,7 +95,7 @@ async def test_defaults_and_spellings():
         assert (got.stopping.max_tokens, got.sampling.temperature, got.sampling.top_k) == (16, 1.0, 0)
         await client.post("/v1/completions", json={"prompt": [[5]], "seed": -1, "temperature": 0, "user": "me"})
         got = verifier.requests[-1]
-        assert (got.prompt, got.seed, got.speculation.law) == ((5,), 2**64 - 1, Law.COUPLED)
+        assert (got.prompt, got.seed, got.speculation.law) == ((5,), 2**64 - 1, DraftMode.COUPLED)
         headers = {"x-request-id": "mine", "x-request-timeout-ms": "5000", "x-session-id": "talk"}
         response = await client.post(
             "/v1/completions", json={"prompt": "a", "max_completion_tokens": 3.0}, headers=headers

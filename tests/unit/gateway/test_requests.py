@@ -8,7 +8,7 @@ from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
 from gateway.planning import make_plan, within
 from gateway.requests import Chat, GenerateRequest
-from rootward.core.requests import Law, Rule, Sampling, Speculation
+from rootward.core.requests import DraftMode, Rule, Sampling, Speculation
 from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
 
 
@@ -62,7 +62,7 @@ async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
         await service.collect(GenerateRequest("a"))
         await service.collect(GenerateRequest("a"))
         coupled, traversal, free, other = verifier.requests
-        assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, Law.COUPLED)
+        assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, DraftMode.COUPLED)
         assert (traversal.seed, traversal.speculation.rule) == (7, Rule.TRAVERSAL)
         assert named.ending.warnings == ("seed_not_reproducible",)
         assert free.speculation.rule is None

@@ -9,7 +9,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.requests import GenerateRequest, Resume
 from gateway.sessions import MemoryStore
-from rootward.core.requests import FinishReason, Law, Rule, Speculation
+from rootward.core.requests import DraftMode, FinishReason, Rule, Speculation
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 
 
@@ -259,7 +259,7 @@ async def test_two_that_come_back_at_once_follow_one_another():
 
 
 async def test_shared_noise_of_a_lost_seed_is_not_repeated():
-    coupled = Speculation(rule=Rule.MATCH, law=Law.COUPLED)
+    coupled = Speculation(rule=Rule.MATCH, law=DraftMode.COUPLED)
     async with serving() as service:
         with pytest.raises(Unavailable, match="3 tokens were received and 0 are known"):
             await service.collect(ask(3, speculation=coupled))

@@ -16,8 +16,8 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.servicer_codec import request_from_pb
 from rootward.errors import InvalidRequest
-from rootward.rpc.columns import unpack_u32
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
+from rootward.wire.columns import unpack_u32
 
 Request = generate_pb2.GenerateRequest
 

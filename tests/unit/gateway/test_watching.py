@@ -12,10 +12,10 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 from gateway import watching
 from gateway.requests import GenerateRequest
 from gateway.watching import Begun, Ended, Round, Told, Watching
-from rootward import cli
-from rootward.cli_top import _view, rates
+from rootward.cli import main as cli
+from rootward.cli.top import _view, rates
 from rootward.client import AsyncClient, Client, SamplingParams
-from rootward.client_types import Load, VerifierLoad
+from rootward.client.types import Load, VerifierLoad
 from rootward.errors import BadRequestError
 
 WHOLE = SamplingParams(max_tokens=50)

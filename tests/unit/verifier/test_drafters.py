@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
-from rootward.core.requests import Law, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from verifier_service.breaker import MAX_MISSES
 from verifier_service.drafters import DrafterPool
@@ -22,7 +22,7 @@ from verifier_service.sessions import Draft, Session
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
 
 
-def session(number: int = 1, law: Law = Law.SAMPLED, **wish) -> Session:
+def session(number: int = 1, law: DraftMode = DraftMode.SAMPLED, **wish) -> Session:
     wanted = VerifierRequest(f"r{number}", (1, 2), stopping=Stopping(50), speculation=Speculation(**wish), seed=77)
     return Session(number, wanted, Rule.TRAVERSAL, law, frozenset())
 
@@ -32,7 +32,7 @@ def hello() -> Hello:
 
 
 def up(link: Link, capacity: int = 4) -> Link:
-    link.ack = HelloAck("d", 2, "", 5, 64, tuple(Law), capacity, 16)
+    link.ack = HelloAck("d", 2, "", 5, 64, tuple(DraftMode), capacity, 16)
     return link
 
 
@@ -111,10 +111,12 @@ def test_slots_are_never_reused() -> None:
 
 def test_only_coupled_drafting_learns_the_seed() -> None:
     """Under ratio tests a drafter that could compute the coins could bias the text."""
-    for law in (Law.COUPLED, Law.SAMPLED, Law.GREEDY):
+    for law in (DraftMode.COUPLED, DraftMode.SAMPLED, DraftMode.GREEDY):
         busy, one = up(link()), session(law=law)
         opened(busy, one)
-        assert next(iter(busy.outbox._opens.values())).seed == (77 if law is Law.COUPLED else one.key.derive(Role.DRAW))
+        assert next(iter(busy.outbox._opens.values())).seed == (
+            77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW)
+        )
 
 
 def test_ratio_tests_of_two_requests_never_share_coins() -> None:
@@ -154,12 +156,12 @@ def long_ago(asked_s: float) -> float:
 
 def test_nobody_is_placed_where_its_trees_are_not_made() -> None:
     chosen = up(link("chosen"))
-    chosen.ack = replace(chosen.ack, laws=(Law.TOP_K, Law.GREEDY))
-    pool, sampled, greedy = pool_of(chosen), session(1, Law.SAMPLED), session(2, Law.GREEDY)
+    chosen.ack = replace(chosen.ack, laws=(DraftMode.TOP_K, DraftMode.GREEDY))
+    pool, sampled, greedy = pool_of(chosen), session(1, DraftMode.SAMPLED), session(2, DraftMode.GREEDY)
     pool.place([sampled, greedy])
     assert (sampled.draft, sampled.drafter_name) == (None, "")
     assert greedy.drafter_name == "chosen"
-    assert (pool.has("", Law.SAMPLED), pool.has("", Law.GREEDY)) == (False, True)
+    assert (pool.has("", DraftMode.SAMPLED), pool.has("", DraftMode.GREEDY)) == (False, True)
     old = up(link("old"))
     pool.links.append(old)
     pool.place([sampled])
@@ -212,7 +214,7 @@ def grown(link: Link, draft: Draft, token: int = 1) -> None:
 
 def moving() -> tuple[DrafterPool, Link, Link, Session]:
     """A session that moves off a drafter that drains."""
-    old, new, one = up(link("old")), up(link("new")), session(law=Law.TOP_K)
+    old, new, one = up(link("old")), up(link("new")), session(law=DraftMode.TOP_K)
     pool = pool_of(old)
     pool.place([one])
     pool.links.append(new)
@@ -279,7 +281,7 @@ def due(pool: DrafterPool, one: Session) -> None:
 
 def test_one_request_after_another_is_one_session_for_whoever_counts() -> None:
     """Nobody runs for an instant between them; the count must not be that of the instant until the next look."""
-    pool, one = pool_of(up(link("a"))), session(1, law=Law.TOP_K)
+    pool, one = pool_of(up(link("a"))), session(1, law=DraftMode.TOP_K)
     (demand,) = pool.demand.values()
     for _ in range(3):
         pool.balance([one])
@@ -309,7 +311,7 @@ def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, old, new = Virtual(monkeypatch), up(link("old"), 16), up(link("new"), 16)
-    pool, running = pool_of(old), [session(number, law=Law.TOP_K) for number in range(12)]
+    pool, running = pool_of(old), [session(number, law=DraftMode.TOP_K) for number in range(12)]
     pool.place(running)
     clock.now_s += 10
 

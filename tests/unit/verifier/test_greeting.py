@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from rootward.core.frames import FromDrafter, Hello, HelloAck, ToDrafter
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from verifier_service.link import Link
 
 
@@ -16,7 +16,7 @@ def test_a_second_greeting_ends_the_stream_and_changes_nothing() -> None:
 
         async def session(self, _inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
             self.num_streams += 1
-            yield FromDrafter(ack=HelloAck("d", 2, "", 5, 64, (Law.SAMPLED,), 4, 16))
+            yield FromDrafter(ack=HelloAck("d", 2, "", 5, 64, (DraftMode.SAMPLED,), 4, 16))
             seen.append(liar.ack)
             yield FromDrafter(ack=HelloAck("d", 2, "", 5, 64, (), 4, 16))
             seen.append(liar.ack)
@@ -31,4 +31,4 @@ def test_a_second_greeting_ends_the_stream_and_changes_nothing() -> None:
     drafter = Twice()
     liar = Link("d", drafter, lambda: Hello("v", 1, "", 5, 64), lambda: None)
     asyncio.run(run())
-    assert {ack.laws for ack in seen if ack is not None} == {(Law.SAMPLED,)}
+    assert {ack.laws for ack in seen if ack is not None} == {(DraftMode.SAMPLED,)}

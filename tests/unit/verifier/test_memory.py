@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.services import request
 
-from rootward.core.requests import Law, Rule
+from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Rows
 from verifier_service.memory import Memory
@@ -16,7 +16,9 @@ def model(tokens: int = 64) -> TabularModel:
     return TabularModel(5, seed=1, max_positions=24, tree_room=8, block_size=4, max_slots=4, kv_cache_tokens=tokens)
 
 
-def session(target: TabularModel, number: int, prompt: int, *, fed: int | None = None, law: Law | None = Law.SAMPLED):
+def session(
+    target: TabularModel, number: int, prompt: int, *, fed: int | None = None, law: DraftMode | None = DraftMode.SAMPLED
+):
     one = Session(number, request(f"r{number}", (1,) * prompt), Rule.TRAVERSAL, law, frozenset())
     if fed is not None:
         one.kv_slot = target.open()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rootward.core.drafting.lookup import Successors, parse_recipe
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import Law, Rule, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from verifier_service.local_draft import LocalDraft
 from verifier_service.places import Places
 from verifier_service.sessions import Draft, Session
@@ -36,7 +36,7 @@ class Slots:
 
 def session(number: int, prompt: int = 3) -> Session:
     wanted = VerifierRequest(f"r{number}", (1,) * prompt, stopping=Stopping(9))
-    return Session(number, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    return Session(number, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
 
 
 def lost(one: Session, error: Exception) -> None:
@@ -89,7 +89,7 @@ def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
     one = session(1)
     one.local = LocalDraft(
         "ngram",
-        parse_recipe("ngram:").source(Law.SAMPLED, Successors()),
+        parse_recipe("ngram:").source(DraftMode.SAMPLED, Successors()),
         one.gain,
         cap=4,
         tree=Snapshot.__new__(Snapshot),

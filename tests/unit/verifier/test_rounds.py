@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import Law, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
 from verifier_service.cost import WARM, StepCost
 from verifier_service.launching import Pace
 from verifier_service.policy import Policy
@@ -42,7 +42,7 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     """Growth of that time may be kept for the next round. Whether it came to rest depends on its values, and what is learned decides
     that round's cap (algorithms.md 6.1, L2)."""
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(9))
-    session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     pool = Pool()
     rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
     session.gain, session.cap, session.enough = rounds.gain(session), 4, 4
@@ -62,7 +62,7 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
         cost.add(rows, 1.0)
     cost.num_live = WARM
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
-    session = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
     rounds.count(64)
     session.gain = rounds.gain(session)
@@ -77,7 +77,7 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
 @pytest.mark.parametrize("heard", [False, True])
 def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard: bool) -> None:
     wish = Speculation(SpeculationMode.REQUIRED)
-    session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, Law.SAMPLED, frozenset())
+    session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
     session.cap, session.enough, session.draft = 4, 4, Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
     before = session.gain.worth.tokens(4)
@@ -92,7 +92,7 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     cost = StepCost()
     for rows in (1, 64):
         cost.add(rows, 0.06)
-    session = Session(1, VerifierRequest("r", (1, 2), stopping=Stopping(99)), rule, Law.COUPLED, frozenset())
+    session = Session(1, VerifierRequest("r", (1, 2), stopping=Stopping(99)), rule, DraftMode.COUPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
     tree = LivingTree(2, 0, vocab_size=5)
     parent = 0

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from rootward.core.frames import extend_hash
 from rootward.core.requests import (
+    DraftMode,
     FinishReason,
-    Law,
     Rule,
     Sampling,
     Speculation,
@@ -26,7 +26,7 @@ EOS = 9
 
 def session(*, committed: tuple[int, ...] = (), **stopping) -> Session:
     wanted = VerifierRequest("r", (1, 2), committed=committed, stopping=Stopping(**stopping))
-    return Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+    return Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset({EOS}))
 
 
 def reference(text: list[int], max_tokens: int, stops: tuple[int, ...], ignore_eos: bool) -> tuple[list[int], str]:
@@ -90,12 +90,12 @@ def test_processors_see_the_text_so_far() -> None:
     one.advance((3, 3), 1, missed=False)
     assert one.prefix.num_before_stop == 0
     wanted = VerifierRequest("r", (1, 2), Sampling(presence_penalty=1.0), Stopping(9), committed=(5, 6))
-    two = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+    two = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset({EOS}))
     two.advance((3, 3), 1, missed=False)
     ids, counts, _ = two.prefix.history.below(root_only())
     assert dict(zip(ids.tolist(), counts[0].tolist(), strict=True)) == {1: 0, 2: 0, 5: 1, 6: 1, 3: 2}
     wanted = VerifierRequest("r", (1, 2), Sampling(bad_sequences=((4,), (3, 3, 3, 3))), Stopping(9), committed=(6,))
-    three = Session(1, wanted, Rule.TRAVERSAL, Law.SAMPLED, frozenset({EOS}))
+    three = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset({EOS}))
     assert list(three.prefix.output) == [6]  # the prompt is no output
     three.advance((3, 3, 3), 1, missed=False)
     assert list(three.prefix.output) == [3, 3, 3]
@@ -143,7 +143,7 @@ def test_tokens_must_exist_and_one_must_be_left(sampling: Sampling, stopping: St
     check_tokens(VerifierRequest("r", (1, 2), Sampling(allowed_token_ids=(EOS,)), Stopping(9, (), True, 1)), 10, (EOS,))
 
 
-def rule_of(temperature: float = 1.0, default: Law = Law.SAMPLED, **wish) -> tuple[Rule, Law]:
+def rule_of(temperature: float = 1.0, default: DraftMode = DraftMode.SAMPLED, **wish) -> tuple[Rule, DraftMode]:
     wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=Speculation(**wish))
     return choose_rule(wanted, default)
 
@@ -151,15 +151,15 @@ def rule_of(temperature: float = 1.0, default: Law = Law.SAMPLED, **wish) -> tup
 @pytest.mark.parametrize(
     ("got", "wanted"),
     [
-        (rule_of(), (Rule.TRAVERSAL, Law.SAMPLED)),
-        (rule_of(default=Law.GREEDY), (Rule.TRAVERSAL, Law.GREEDY)),
-        (rule_of(0.0), (Rule.MATCH, Law.TOP_K)),
-        (rule_of(0.0, law=Law.SAMPLED), (Rule.MATCH, Law.TOP_K)),
-        (rule_of(rule=Rule.TOKEN), (Rule.TOKEN, Law.SAMPLED)),
-        (rule_of(rule=Rule.MATCH), (Rule.MATCH, Law.COUPLED)),
-        (rule_of(law=Law.TOP_K), (Rule.MATCH, Law.TOP_K)),
-        (rule_of(default=Law.COUPLED), (Rule.MATCH, Law.COUPLED)),
-        (rule_of(default=Law.COUPLED, rule=Rule.TRAVERSAL), (Rule.TRAVERSAL, Law.SAMPLED)),
+        (rule_of(), (Rule.TRAVERSAL, DraftMode.SAMPLED)),
+        (rule_of(default=DraftMode.GREEDY), (Rule.TRAVERSAL, DraftMode.GREEDY)),
+        (rule_of(0.0), (Rule.MATCH, DraftMode.TOP_K)),
+        (rule_of(0.0, law=DraftMode.SAMPLED), (Rule.MATCH, DraftMode.TOP_K)),
+        (rule_of(rule=Rule.TOKEN), (Rule.TOKEN, DraftMode.SAMPLED)),
+        (rule_of(rule=Rule.MATCH), (Rule.MATCH, DraftMode.COUPLED)),
+        (rule_of(law=DraftMode.TOP_K), (Rule.MATCH, DraftMode.TOP_K)),
+        (rule_of(default=DraftMode.COUPLED), (Rule.MATCH, DraftMode.COUPLED)),
+        (rule_of(default=DraftMode.COUPLED, rule=Rule.TRAVERSAL), (Rule.TRAVERSAL, DraftMode.SAMPLED)),
     ],
 )
 def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
@@ -168,14 +168,14 @@ def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
 
 def test_ratio_tests_on_chosen_trees_cannot_even_be_asked_for() -> None:
     with pytest.raises(ValueError, match="match"):
-        Speculation(rule=Rule.TRAVERSAL, law=Law.TOP_K)
+        Speculation(rule=Rule.TRAVERSAL, law=DraftMode.TOP_K)
 
 
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN], ids=lambda v: v.value)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_rule_that_would_not_be_lossless_is_refused_and_never_replaced(rule: Rule, temperature: float) -> None:
-    wish = Speculation(law=Law.COUPLED)
+    wish = Speculation(law=DraftMode.COUPLED)
     object.__setattr__(wish, "rule", rule)  # however it got past its own check
     wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=wish)
     with pytest.raises(InvalidRequest, match=f"speculation.rule: '{rule.value}' .* is not lossless for coupled"):
-        choose_rule(wanted, Law.SAMPLED)
+        choose_rule(wanted, DraftMode.SAMPLED)

@@ -8,7 +8,7 @@ import pytest
 from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, session, up
 
 from rootward.clock import FakeClock
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 from verifier_service.awake import Awake
 from verifier_service.breaker import MAX_MISSES, State
 from verifier_service.link import SILENT_S, Link
@@ -35,7 +35,7 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
 
 
 def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get() -> None:
-    busy, one, other = up(link()), session(1, law=Law.TOP_K), session(2, law=Law.TOP_K)
+    busy, one, other = up(link()), session(1, law=DraftMode.TOP_K), session(2, law=DraftMode.TOP_K)
     opened(busy, one)
     opened(busy, other)
     grown(busy, one.draft)

@@ -10,7 +10,7 @@ from rootward.core.drafting.lookup.ngram import Ngram
 from rootward.core.drafting.lookup.random_tokens import RandomTokens
 from rootward.core.drafting.lookup.recycling import WIDTH, Recycling, Successors
 from rootward.core.drafting.lookup.source import Merged, Source
-from rootward.core.requests import Law
+from rootward.core.requests import DraftMode
 
 Settings = dict[str, Any]
 
@@ -38,7 +38,7 @@ class Recipe:
         """What texts may share."""
         return Successors(dict(self.parts).get("recycling", {}).get("width", WIDTH))
 
-    def source(self, law: Law, shared: Successors) -> Source:
+    def source(self, law: DraftMode, shared: Successors) -> Source:
         """Sources for a new text.
 
         Under ratio tests (SAMPLED, GREEDY) a text must not read what other texts wrote: requests with one seed and id share their coins, so
@@ -47,13 +47,13 @@ class Recipe:
         built = [self._part(name, settings, law, shared) for name, settings in self.parts]
         return built[0] if len(built) == 1 else Merged(built)
 
-    def _part(self, name: str, settings: Settings, law: Law, shared: Successors) -> Source:
+    def _part(self, name: str, settings: Settings, law: DraftMode, shared: Successors) -> Source:
         if name == "ngram":
             return Ngram(**settings)
         if name == "random":
             return RandomTokens(**settings)
         acceptance = {key: value for key, value in settings.items() if key == "acceptance"}
-        if law in (Law.TOP_K, Law.COUPLED):
+        if law in (DraftMode.TOP_K, DraftMode.COUPLED):
             return Recycling(shared, **acceptance)
         return Recycling(self.memory(), **acceptance, also=[shared])
 
@@ -71,7 +71,7 @@ def parse_recipe(spec: str) -> Recipe | None:
         raise ValueError(f"model: {spec!r} names a source twice; name each once")
     recipe = Recipe(spec, tuple((name, _settings(spec, name, text)) for name, _, text in parts))
     try:
-        recipe.source(Law.TOP_K, recipe.memory())
+        recipe.source(DraftMode.TOP_K, recipe.memory())
     except ValueError as wrong:
         raise ValueError(f"model: {spec!r}: {wrong}") from wrong
     return recipe

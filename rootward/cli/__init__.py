@@ -1,0 +1,1 @@
+"""The `rootward` command, one module a subcommand."""

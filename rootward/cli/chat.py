@@ -1,0 +1,143 @@
+"""`rootward chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rootward.cli.generate import DEFAULT_URL, ApiKey, Url
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rootward.client import Client
+    from rootward.client.types import GenerationResult, SamplingParams, Speculation
+
+COMMANDS = {
+    "/stats": "counts and times of the last answer",
+    "/reset": "begin anew",
+    "/undo": "take the last question and its answer back",
+    "/help": "these lines",
+    "/quit": "leave; so does Ctrl-D",
+}
+
+
+class Conversation:
+    """What was said, and the answer to what is said next. One session, so its turns go where their KV lies."""
+
+    def __init__(self, client: Client, sampling: SamplingParams, speculation: Speculation, system: str, model: str):
+        self._client, self._sampling, self._speculation, self._model = client, sampling, speculation, model
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self._session = uuid.uuid4().hex
+        self.last: GenerationResult | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def undo(self) -> None:
+        """Without the last turn."""
+        said = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        del self.messages[said[-1] if said else len(self.messages) :]
+
+    def answer(self, text: str, console: Console) -> None:
+        """Stream the answer. Ctrl-C ends it; what came so far was said."""
+        from rootward.cli.output import print_delta
+
+        self.messages.append({"role": "user", "content": text})
+        options: dict[str, Any] = {"sampling": self._sampling, "speculation": self._speculation, "model": self._model}
+        stream = self._client.stream(messages=self.messages, session_id=self._session, **options)
+        try:
+            with stream:
+                for delta in stream:
+                    print_delta(console, delta)
+        except KeyboardInterrupt:
+            pass
+        except BaseException:
+            self.messages.pop()
+            raise
+        finally:
+            console.file.write("\n")
+        self.last = stream.get_final_result()
+        self.messages.append({"role": "assistant", "content": self.last.text})
+
+
+def chat(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of an answer. (default: what is left of the context)")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")] = False,
+    model: Annotated[str, typer.Option(help="Served name. (default: the only one)")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds until giving up on an answer.")] = 600.0,
+) -> None:
+    """Talk to the model: accepted draft tokens in green, bonus tokens in yellow. /help lists the commands.
+
+    Ctrl-C ends an answer, Ctrl-D the conversation. Lines may also come from a pipe.
+    """
+    from rich.console import Console
+
+    from rootward.cli.output import legend
+    from rootward.client import Client, SamplingParams, Speculation
+    from rootward.errors import APIStatusError
+
+    sampling = SamplingParams(temperature, top_p, 0, max_tokens, seed, tuple(stop or ()))
+    console, notes = Console(), Console(stderr=True)
+    if console.is_terminal:
+        notes.print(legend(), " · /help")
+    with Client(url, api_key=api_key or None, timeout=timeout) as client:
+        talk = Conversation(
+            client, sampling, Speculation("disabled" if no_speculation else "auto"), system=system, model=model
+        )
+        for line in _lines(console):
+            if line.startswith("/"):
+                if not _command(line, talk, notes):
+                    return
+                continue
+            try:
+                talk.answer(line, console)
+            except APIStatusError as error:  # a refusal does not end the conversation
+                notes.print(f"[red]{error}[/red]")
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What the user says, until the end of input."""
+    prompt = "› " if console.is_terminal else ""
+    while True:
+        try:
+            line = input(prompt).strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            console.file.write("\n")
+            continue
+        if line:
+            yield line
+
+
+def _command(line: str, talk: Conversation, notes: Console) -> bool:
+    """Do it; False to leave."""
+    from rootward.cli.output import key_values, stats_table
+
+    def stats() -> None:
+        notes.print(stats_table(talk.last) if talk.last is not None else "nothing was answered yet")
+
+    does: dict[str, Callable[[], object]] = {
+        "/stats": stats,
+        "/reset": talk.reset,
+        "/undo": talk.undo,
+        "/help": lambda: notes.print(key_values(COMMANDS)),
+    }
+    if line == "/quit":
+        return False
+    does.get(line, lambda: notes.print(f"{line}: unknown; /help lists the commands"))()
+    return True

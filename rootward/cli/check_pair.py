@@ -1,0 +1,159 @@
+"""`rootward check-pair TARGET DRAFT`: can this draft model draft for this target model?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rootward.cli.generate import Output, OutputFormat
+from rootward.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model, as far as pairing is concerned."""
+
+    tokenizer: str  # content hash, "" without one
+    vocab_size: int
+    num_padding: int  # ids of the model that the tokenizer does not know
+    context: int
+    eos_ids: tuple[int, ...]
+    trees: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A property of both, and what a difference means: "ok", "note" or "error"."""
+
+    name: str
+    target: str
+    draft: str
+    verdict: str
+    remark: str = ""
+
+
+def check_pair(
+    target: Annotated[str, typer.Argument(help="Target model: folder or hub name.")],
+    draft: Annotated[str, typer.Argument(help="Draft model: folder or hub name.")],
+    output: Output = OutputFormat.text,
+) -> None:
+    """Check that a draft model fits a target model: tokenizer, vocabulary, context, end tokens, tree support.
+
+    Loads both models on the CPU. Exit code 0 when they fit, 3 when they do not; the first differing token is shown.
+    """
+    from rich.console import Console
+
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise ConfigurationError("check-pair: needs torch and transformers; run pip install 'rootward[worker]'")
+    _without_progress_bars()
+    findings = compare(_look(target), _look(draft), _first_difference(target, draft))
+    if output is OutputFormat.json:
+        print(_as_json(findings))
+    else:
+        Console().print(_table(findings))
+    wrong = [f for f in findings if f.verdict == "error"]
+    if wrong:
+        raise ConfigurationError(f"{wrong[0].name}: {wrong[0].remark}", exit_code=3)
+
+
+def compare(target: Side, draft: Side, difference: str) -> list[Finding]:
+    """Plain comparison. `difference` describes the first token the tokenizers read differently; "" = none."""
+    same_tokens = target.tokenizer == draft.tokenizer and not difference
+    tokenizer = "" if same_tokens else difference or "the tokenizers split text differently; use the target's for both"
+    small = draft.vocab_size < target.vocab_size - target.num_padding
+    fitting = target.tokenizer != "" or target.vocab_size == draft.vocab_size
+    padding_only = fitting and not small
+    shorter = draft.context < target.context
+    return [
+        _finding("tokenizer", target.tokenizer[:12] or "-", draft.tokenizer[:12] or "-", tokenizer),
+        _finding(
+            "vocabulary",
+            f"{target.vocab_size} ({target.num_padding} padding)",
+            f"{draft.vocab_size} ({draft.num_padding} padding)",
+            "" if padding_only else "the draft model lacks tokens of the target; use models of one vocabulary",
+        ),
+        _finding(
+            "context",
+            str(target.context),
+            str(draft.context),
+            note="drafting ends where the draft's context does" if shorter else "",
+        ),
+        _finding(
+            "end tokens",
+            _ids(target.eos_ids),
+            _ids(draft.eos_ids),
+            note="" if target.eos_ids == draft.eos_ids else "those of the target count",
+        ),
+        _finding(
+            "token trees",
+            _yes(target.trees),
+            _yes(draft.trees),
+            "" if target.trees and draft.trees else "this architecture cannot hold a token tree; it decodes plainly",
+        ),
+    ]
+
+
+def _finding(name: str, target: str, draft: str, error: str = "", note: str = "") -> Finding:
+    return Finding(name, target, draft, "error" if error else "note" if note else "ok", error or note)
+
+
+def _look(spec: str) -> Side:
+    """Load a model and describe it. ConfigurationError when there is none."""
+    from rootward.engine.loading import load_model
+    from rootward.engine.tokenizers import num_ids
+
+    model: Any = load_model(spec, dtype="auto", max_slots=1)
+    info, tokenizer = model.info, getattr(model, "tokenizer", None)
+    padding = max(0, info.vocab_size - num_ids(tokenizer)) if tokenizer is not None else 0
+    return Side(info.tokenizer_hash, info.vocab_size, padding, info.max_positions, info.eos_ids, info.supports_trees)
+
+
+def _without_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _first_difference(target: str, draft: str) -> str:
+    from rootward.engine.loading import TABULAR, describe_tokenizers
+
+    if target.startswith(TABULAR) or draft.startswith(TABULAR):
+        return ""
+    found = describe_tokenizers(target, draft)
+    return (
+        ""
+        if found is None
+        else f"first differing token: {found.id} is {found.a!r} in the target, {found.b!r} in the draft"
+    )
+
+
+def _table(findings: list[Finding]) -> Table:
+    from rich.table import Table
+
+    colours = {"ok": "green", "note": "yellow", "error": "red"}
+    table = Table("", "target", "draft", "", "remark")
+    for f in findings:
+        table.add_row(f.name, f.target, f.draft, f"[{colours[f.verdict]}]{f.verdict}[/]", f.remark)
+    return table
+
+
+def _as_json(findings: list[Finding]) -> str:
+    import dataclasses
+    import json
+
+    fits = all(f.verdict != "error" for f in findings)
+    return json.dumps({"fits": fits, "findings": [dataclasses.asdict(f) for f in findings]})
+
+
+def _ids(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids)) or "-"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,105 @@
+"""`rootward generate PROMPT`."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+DEFAULT_URL = "127.0.0.1:50051"
+
+
+class OutputFormat(str, Enum):
+    text = "text"
+    json = "json"
+
+
+Url = Annotated[str, typer.Option("--url", help="The gateway: host:port, grpc://host:port or grpcs://host:port.")]
+ApiKey = Annotated[
+    str,
+    typer.Option("--api-key", envvar="ROOTWARD_API_KEY", help="Of a gateway that asks for one.", show_default=False),
+]
+Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one object at the end.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
+    top_k: Annotated[int, typer.Option(help="Keep that many most likely tokens; 0 keeps all.")] = 0,
+    min_p: Annotated[float, typer.Option(help="Least probability relative to the most likely token.")] = 0.0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="For tokens of prompt and text; 1 is off. (default: 1)")
+    ] = None,
+    presence_penalty: Annotated[float, typer.Option(help="For tokens that the text has, from -2 to 2.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Once for each time the text has them.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
+    json_schema: Annotated[
+        typer.FileText | None, typer.Option(help="File with a JSON schema that the text must follow; - reads it.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression that the whole text must match.")] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Tell log-probabilities of so many likely tokens; shown with --output json.")
+    ] = None,
+    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")] = False,
+    verification: Annotated[
+        str | None, typer.Option(help="traversal, coupled or token. (default: the server's)")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Served name. (default: the only one)")] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds until giving up.")] = 600.0,
+    stats: Annotated[bool, typer.Option("--stats", help="Show counts and times at the end.")] = False,
+    output: Output = OutputFormat.text,
+) -> None:
+    """Stream a continuation to the terminal: accepted draft tokens in green, bonus tokens in yellow.
+
+    Every pass of the target model adds exactly one bonus token; all other tokens of the pass come for free.
+    """
+    from rich.console import Console
+
+    from rootward.cli.output import as_json, legend, print_delta, stats_table
+    from rootward.client import Client, SamplingParams, Speculation
+
+    if logprobs is not None and output is OutputFormat.text:
+        raise typer.BadParameter("needs --output json", param_hint="--logprobs")
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = SamplingParams(
+        temperature,
+        top_p,
+        top_k,
+        max_tokens,
+        seed,
+        tuple(stop or ()),
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        min_tokens=min_tokens,
+        json_schema=json_schema.read() if json_schema else None,
+        regex=regex,
+        logprobs=logprobs,
+    )
+    speculation = Speculation("disabled" if no_speculation else "auto", verification)
+    console, notes = Console(), Console(stderr=True)
+    with Client(url, api_key=api_key or None, timeout=timeout) as client:
+        stream = client.stream(text, sampling=sampling, speculation=speculation, model=model)
+        with stream:
+            if output is OutputFormat.text:
+                try:
+                    for delta in stream:
+                        print_delta(console, delta)
+                finally:
+                    console.file.write("\n")
+            result = stream.get_final_result()
+    if output is OutputFormat.json:
+        print(as_json(result))
+    if stats:
+        if console.is_terminal:
+            notes.print(legend())
+        notes.print(stats_table(result))

@@ -1,0 +1,132 @@
+"""The `rootward` command. Services are started by module name, never imported, so the base install needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from rootward.cli.bench import bench
+from rootward.cli.chat import chat
+from rootward.cli.check_pair import check_pair
+from rootward.cli.generate import generate
+from rootward.cli.keys import keys
+from rootward.cli.serve import serve
+from rootward.cli.status import status
+from rootward.cli.top import top
+from rootward.errors import (
+    APIConnectionError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    ConfigurationError,
+    ConflictError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RootwardError,
+    StreamInterruptedError,
+    UnavailableError,
+)
+
+OK, INTERNAL, USAGE, INCOMPATIBLE, UNAVAILABLE = range(5)
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="rootward",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 internal error, 2 usage or configuration, 3 incompatible models, 4 unavailable.",
+)
+
+
+@app.callback()
+def _root(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+) -> None:
+    """Lossless tree-speculative serving of large language models.
+
+    A small draft model grows token trees; the target model checks a whole tree per pass.
+    Several tokens per pass, distributed exactly as the target alone would write them.
+
+    [bold]Try it[/bold] (no GPU, no downloads):
+
+      rootward serve all
+      rootward generate "def fib(n):" --stats
+      rootward chat
+
+    [bold]With your models[/bold], each in a terminal or on a machine of its own:
+
+      rootward check-pair TARGET DRAFT
+      rootward serve drafter --model DRAFT
+      rootward serve verifier --model TARGET --drafters 127.0.0.1:50061
+      rootward serve gateway --model TARGET --verifiers 127.0.0.1:50052
+    """
+    ctx.obj = debug
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    import rootward
+
+    typer.echo(rootward.__version__)
+
+
+app.add_typer(serve)
+app.add_typer(bench)
+app.add_typer(keys)
+app.command()(generate)
+app.command()(chat)
+app.command("check-pair")(check_pair)
+app.command()(status)
+app.command()(top)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line; the exit code. Mistakes of the user are one line on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return int(app(arguments, standalone_mode=False) or OK)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has gone, as in `rootward generate … | head`
+        sys.stderr.close()
+        return OK
+    except Exception as error:
+        if "--debug" in arguments:
+            raise
+        print(f"rootward: {_one_line(error)}", file=sys.stderr)
+        return exit_code(error)
+
+
+def exit_code(error: Exception) -> int:
+    """What a failed command ends with."""
+    if isinstance(error, ConfigurationError):
+        return error.exit_code
+    if isinstance(error, APIConnectionError | UnavailableError | RateLimitError | StreamInterruptedError):
+        return UNAVAILABLE
+    mistakes = (
+        BadRequestError,
+        AuthenticationError,
+        PermissionDeniedError,
+        NotFoundError,
+        ConflictError,
+        ValueError,
+    )
+    return USAGE if isinstance(error, mistakes) or hasattr(error, "format_message") else INTERNAL
+
+
+def _one_line(error: Exception) -> str:
+    if hasattr(error, "format_message"):  # a wrong command line
+        return " ".join(str(error.format_message()).split()).rstrip(".") + "; see rootward --help"
+    if isinstance(error, APIConnectionError) and not isinstance(error, APITimeoutError):
+        return f"url: {error}; start a server with 'rootward serve all', or name a running one with --url"
+    known = isinstance(error, RootwardError | ValueError)
+    text = " ".join(str(error).split())
+    return text if known else f"internal error ({type(error).__name__}: {text}); --debug shows where"

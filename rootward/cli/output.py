@@ -1,0 +1,77 @@
+"""What commands print: tokens in colour, tables, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rootward.client.types import GenerationResult, TokenDelta
+
+ACCEPTED, BONUS = "green", "yellow"  # an accepted draft token, a bonus token
+
+_CONTROL = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), 127, *range(128, 160)) if chr(c) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    """Text of a model must not steer the terminal: control characters are replaced."""
+    return text.translate(_CONTROL)
+
+
+def print_delta(console: Console, delta: TokenDelta) -> None:
+    """Tokens as they arrive, coloured where colours are shown; elsewhere the text as it is."""
+    if not console.is_terminal:
+        console.file.write(delta.text)
+        console.file.flush()
+        return
+    line = Text()
+    for text, accepted in delta.spans:
+        line.append(visible(text), ACCEPTED if accepted else BONUS)
+    console.print(line, end="", soft_wrap=True, highlight=False)
+
+
+def legend() -> Text:
+    return Text.assemble(("accepted draft token", ACCEPTED), "  ", ("bonus token", BONUS))
+
+
+def stats_table(result: GenerationResult) -> Table:
+    """What one generation took."""
+    stats, timing, tokens = result.speculation, result.timing, result.usage.completion_tokens
+    seconds = timing.total_ms / 1000
+    rows = {
+        "tokens": f"{tokens} after a prompt of {result.usage.prompt_tokens}",
+        "finish": result.finish_reason if result.stop is None else f"{result.finish_reason} ({result.stop!r})",
+        "target passes": f"{stats.num_target_passes} ({stats.num_spec_steps} with a tree)",
+        "block efficiency": f"{stats.block_efficiency:.2f} tokens per pass",
+        "draft tokens": f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} accepted",
+        "first token": f"{timing.ttft_ms:.0f} ms",
+        "speed": f"{tokens / seconds:.1f} tokens/s" if seconds else "-",
+        "verification": stats.verification or "-",
+        "seed": str(stats.seed),
+    }
+    return key_values(rows)
+
+
+def key_values(rows: dict[str, str]) -> Table:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for key, value in rows.items():
+        table.add_row(key, value)
+    return table
+
+
+def as_json(value: Any) -> str:
+    """A result as one JSON object."""
+    content = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("raw", "choices")}
+    return json.dumps(content, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)

@@ -1,0 +1,52 @@
+"""`rootward status`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rootward.cli.generate import DEFAULT_URL, ApiKey, Output, OutputFormat, Url
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rootward.client.types import Load, ServerInfo
+
+TIMEOUT_S = 5.0
+
+
+def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
+    """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
+    from rich.console import Console
+
+    from rootward.client import Client
+    from rootward.errors import UnavailableError
+
+    with Client(url, api_key=api_key or None, timeout=TIMEOUT_S, max_retries=0) as client:
+        info, load = client.server_info(), client.load()
+    if output is OutputFormat.json:
+        print(_as_json(info, load))
+    else:
+        Console().print(_table(url, info, load))
+    if not any(worker.ready for worker in info.verifiers):
+        raise UnavailableError("no verifier is ready", code="UNAVAILABLE")
+
+
+def _table(url: str, info: ServerInfo, load: Load) -> Table:
+    from rich.table import Table
+
+    model = ", ".join(f"{m.name} (context {m.max_positions})" for m in info.models) or "-"
+    table = Table("role", "name", "address", "state", title=f"{url}: {model}", title_justify="left")
+    state = "draining" if load.draining else f"{load.num_running} running, {load.num_waiting} waiting"
+    table.add_row("gateway", info.worker, url, state)
+    for role, workers in (("verifier", info.verifiers), ("drafter", info.drafters)):
+        for worker in workers:
+            state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
+            table.add_row(role, worker.name or "-", worker.address, state)
+    return table
+
+
+def _as_json(info: ServerInfo, load: Load) -> str:
+    import dataclasses
+    import json
+
+    return json.dumps({"server": dataclasses.asdict(info), "load": dataclasses.asdict(load)})

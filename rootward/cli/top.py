@@ -1,0 +1,122 @@
+"""`rootward top`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rootward.cli.generate import DEFAULT_URL, ApiKey, Output, OutputFormat, Url
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rootward.client.types import Load, VerifierLoad
+
+TIMEOUT_S = 5.0
+SPEEDUP = "spec_decode_speedup_estimate"
+
+
+def top(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Two readings, one table, and out: for scripts.")] = False,
+    output: Output = OutputFormat.text,
+) -> None:
+    """Watch a gateway work: requests, tokens per second, how much speculation gives, and each verifier. Ctrl-C ends it.
+
+    [bold]requests/s[/bold] and [bold]tokens/s[/bold] are what clients got in the last interval. [bold]tokens/round[/bold] is the block
+    efficiency, 1 + accepted draft tokens per round: 1.00 is plain decoding. [bold]speedup[/bold] is what a verifier measures its trees
+    against its own plain rounds: below 1 it decodes plainly.
+
+    [bold]Examples[/bold]
+
+      rootward top
+      rootward top --url grpcs://llm.example:443 --interval 10
+      rootward top --once --output json
+
+    Exit code 4 when the gateway is not there.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from rootward.client import Client
+
+    with Client(url, api_key=api_key or None, timeout=TIMEOUT_S, max_retries=0) as client:
+        before = client.load()
+        if once or output is OutputFormat.json:
+            time.sleep(interval)
+            now = client.load()
+            if output is OutputFormat.json:
+                print(_as_json(before, now))
+            else:
+                Console().print(_view(url, before, now))
+            return
+        with Live(_view(url, before, before), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval)
+                now = client.load()
+                live.update(_view(url, before, now), refresh=True)
+                before = now
+
+
+def rates(before: Load, now: Load) -> dict[str, float | None]:
+    """Of the time between two readings; of a gateway that has started anew since, of its whole life. None: nothing was measured."""
+    restarted = now.uptime_s < before.uptime_s
+    seconds = now.uptime_s - (0.0 if restarted else before.uptime_s)
+    requests, tokens, rounds = (
+        getattr(now, name) - (0 if restarted else getattr(before, name))
+        for name in ("num_requests", "num_tokens", "num_rounds")
+    )
+    return {
+        "requests_per_s": requests / seconds if seconds > 0 else None,
+        "tokens_per_s": tokens / seconds if seconds > 0 else None,
+        "tokens_per_round": tokens / rounds if rounds else None,
+    }
+
+
+def _view(url: str, before: Load, now: Load) -> RenderableType:
+    from rich.console import Group
+    from rich.table import Table
+
+    from rootward.cli.output import key_values
+
+    known = rates(before, now)
+    state = "draining" if now.draining else f"up {_ago(now.uptime_s)}"
+    gateway = key_values(
+        {
+            "gateway": f"{url}, {state}",
+            "requests": f"{now.num_running} of {now.max_sessions} running, {now.num_waiting} waiting",
+            "requests/s": _number(known["requests_per_s"]),
+            "tokens/s": _number(known["tokens_per_s"]),
+            "tokens/round": _number(known["tokens_per_round"], 2),
+        }
+    )
+    table = Table("verifier", "state", "running", "waiting", "slots", "speedup")
+    for verifier in now.verifiers:
+        table.add_row(*_row(verifier))
+    return Group(gateway, table)
+
+
+def _row(verifier: VerifierLoad) -> tuple[str, ...]:
+    counts = (verifier.num_running, verifier.num_waiting, verifier.max_sessions)
+    state = "ready" if verifier.ready else "not ready"
+    return verifier.name, state, *map(str, counts), _number(verifier.stats.get(SPEEDUP) or None, 2)
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _ago(seconds: float) -> str:
+    minutes, hours = int(seconds // 60) % 60, int(seconds // 3600)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
+
+def _as_json(before: Load, now: Load) -> str:
+    import dataclasses
+    import json
+
+    return json.dumps({**dataclasses.asdict(now), **rates(before, now)})

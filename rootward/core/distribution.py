@@ -1,0 +1,196 @@
+"""Draft rows of bounded support: what is declared is exactly what is sampled (algorithms.md, section 7).
+
+    logits → processors → K largest atoms → integer weights n_x in 1…65535 → law n_x / Σ n → children drawn from
+    exactly that law
+
+Both sides hold the same integers, so nothing is rounded after a draw. Drawing without replacement = an unbiased
+integer below the remaining sum, inverse of the cumulative sum, remove the weight, repeat.
+
+Legend: B rows, K atoms, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rootward.core.arrays import Bools, Floats, Ints, integers, read_only
+
+LARGEST = 65535  # weights travel as u16
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class DraftDistribution:
+    """A draft law of k atoms: weight / total on ids, by decreasing weight and then increasing id.
+
+    ids int64[k], weight int64[k] in 1…65535.
+
+    A row may be empty (k = 0): nothing can be drawn from it.
+    """
+
+    ids: Ints
+    weight: Ints
+
+    def __init__(self, ids: ArrayLike, weight: ArrayLike) -> None:
+        atoms, weights = integers("ids", ids), integers("weight", weight)
+        if len(atoms) != len(weights):
+            raise ValueError(f"weight: {len(weights)} for {len(atoms)} ids; give one per id")
+        if len(atoms) and (weights.min() < 1 or weights.max() > LARGEST):
+            raise ValueError(f"weight: from {weights.min()} to {weights.max()}; use integers in 1..{LARGEST}")
+        if len(atoms) and (atoms.min() < 0 or len(np.unique(atoms)) < len(atoms)):
+            raise ValueError("ids: negative or repeated; name each token once")
+        order = np.lexsort((atoms, -weights))
+        self._set(atoms[order], weights[order])
+
+    def _set(self, ids: Ints, weight: Ints) -> None:
+        for name, array in (("ids", ids), ("weight", weight)):
+            read_only(array)
+            object.__setattr__(self, name, array)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DraftDistribution):
+            return NotImplemented
+        return np.array_equal(self.ids, other.ids) and np.array_equal(self.weight, other.weight)
+
+    def __hash__(self) -> int:
+        return hash((self.ids.tobytes(), self.weight.tobytes()))
+
+    @property
+    def total(self) -> int:
+        return int(self.weight.sum())
+
+    @property
+    def law(self) -> Floats:
+        """float64[k]: probabilities of ids."""
+        return self.weight / max(self.total, 1)
+
+    def dense(self, vocabulary: int) -> Floats:
+        """float64[V]: the law over the vocabulary."""
+        row = np.zeros(vocabulary)
+        row[self.ids] = self.law
+        return row
+
+    def without(self, tokens: Iterable[int]) -> DraftDistribution:
+        """The row with some tokens removed: the law of the next child after these siblings."""
+        keep = np.ones(len(self.ids), dtype=np.bool_)
+        for token in tokens:
+            keep &= self.ids != token
+        return _ordered(self.ids[keep], self.weight[keep])
+
+
+def _ordered(ids: Ints, weight: Ints) -> DraftDistribution:
+    """A row from arrays that are known to be valid and in order."""
+    row = object.__new__(DraftDistribution)
+    row._set(ids, weight)
+    return row
+
+
+class GreedyFamily(NamedTuple):
+    """One event: the sampled child first, then the chosen ones in decreasing q; `row` is q′, what it was drawn from."""
+
+    token: Ints
+    sampled: Bools
+    row: DraftDistribution
+
+
+def quantise(probs: ArrayLike, num_atoms: int) -> DraftDistribution:
+    """The K largest atoms of a law float[V] (ties: smaller id), as integer weights in proportion to the largest."""
+    law = np.asarray(probs, dtype=np.float64)
+    if law.ndim != 1 or not np.isfinite(law).all() or (law < 0.0).any():
+        raise ValueError(f"probs: shape {law.shape}, negative or not finite; give one law over the vocabulary")
+    ids = top(law, num_atoms)
+    weight = integer_weights(law[None, ids])[0]
+    return DraftDistribution(ids[weight > 0], weight[weight > 0])
+
+
+def quantise_top(ids: ArrayLike, probs: ArrayLike) -> tuple[Ints, Ints]:
+    """`quantise` for many rows of selected atoms: (ids int64[B, K], weight int64[B, K]) in the order of `DraftDistribution`.
+
+    ids int[B, K], probs float[B, K] in any order. Atoms without mass become id -1, weight 0, at the end of the row.
+    """
+    atoms, weight = np.array(ids, dtype=np.int64), integer_weights(np.asarray(probs, dtype=np.float64))
+    if atoms.ndim != 2 or atoms.shape != weight.shape:
+        raise ValueError(f"ids, probs: shapes {atoms.shape}, {weight.shape}; give both as [B, K]")
+    order = np.lexsort((atoms, -weight), axis=1)
+    atoms, weight = np.take_along_axis(atoms, order, axis=1), np.take_along_axis(weight, order, axis=1)
+    atoms[weight == 0] = -1
+    return atoms, weight
+
+
+def rows_of(ids_BK: Ints, weight_BK: Ints, most: Iterable[int]) -> list[DraftDistribution]:
+    """What `quantise_top` gives as rows, each of at most so many atoms."""
+    support = np.minimum((weight_BK > 0).sum(axis=1), np.fromiter(most, dtype=np.int64)).tolist()
+    return [_ordered(ids_BK[i, :k], weight_BK[i, :k]) for i, k in enumerate(support)]
+
+
+def top(law: Floats, k: int) -> Ints:
+    """The k ids of largest mass in decreasing order, ties to the smaller id; ids without mass are left out."""
+    if k < 1:
+        raise ValueError(f"k: {k}; keep at least one atom")
+    if k < len(law):  # everything not below the k-th largest, so that ties are settled by id
+        candidates = np.flatnonzero(law >= np.partition(law, len(law) - k)[len(law) - k])
+    else:
+        candidates = np.arange(len(law))
+    order = candidates[np.argsort(-law[candidates], kind="stable")][:k]
+    return order[law[order] > 0.0].astype(np.int64)
+
+
+def integer_weights(probs: NDArray[np.floating]) -> Ints:
+    """int64[B, K]: mass in units of 1/65535 of the row's largest, at least 1 where there is any."""
+    largest = probs.max(axis=1, keepdims=True, initial=0.0)
+    share = probs / np.where(largest > 0.0, largest, 1.0)
+    return np.where(probs > 0.0, np.clip(np.rint(share * LARGEST), 1, LARGEST), 0).astype(np.int64)
+
+
+def below(bound: int, words: Iterator[int], bits: int = 64) -> int:
+    """An unbiased integer in [0, bound) from uniform words of so many bits: multiply, take the high part, and reject
+    the 2^bits mod bound products that would make some values likelier."""
+    rejected = (1 << bits) % bound
+    for word in words:
+        product = word * bound
+        if product & ((1 << bits) - 1) >= rejected:
+            return product >> bits
+    raise ValueError("words: used up by rejections; give a few more than there are draws")
+
+
+def draw(row: DraftDistribution, words: Iterator[int], bits: int = 64) -> int:
+    """One token from exactly weight / total."""
+    if len(row) == 0:
+        raise ValueError("row: empty; nothing is left to draw")
+    return int(row.ids[np.searchsorted(np.cumsum(row.weight), below(row.total, words, bits), side="right")])
+
+
+def draw_children(row: DraftDistribution, num_children: int, words: Iterable[int], bits: int = 64) -> Ints:
+    """int64[m]: tokens drawn without replacement, in draw order; fewer if the support is smaller.
+
+    words: uniform integers, e.g. `rng.draw_words(...)`; one per child and a spare or two (a word is rejected with
+    probability < 2⁻³⁶ at 64 bits and K ≤ 4096).
+    """
+    source = iter(words.tolist() if isinstance(words, np.ndarray) else words)
+    weight, tokens = row.weight.copy(), []
+    for _ in range(min(num_children, len(row))):
+        cumulative = np.cumsum(weight)
+        place = int(np.searchsorted(cumulative, below(int(cumulative[-1]), source, bits), side="right"))
+        tokens.append(int(row.ids[place]))
+        weight[place] = 0
+    return np.array(tokens, dtype=np.int64)
+
+
+def greedy_family(row: DraftDistribution, num_children: int, words: Iterable[int], bits: int = 64) -> GreedyFamily:
+    """k children: one drawn from q′ = q without its k−1 most likely tokens D, then D ("Towards Optimal Multi-draft
+    Speculative Decoding", 2502.18779). Support not larger than k−1: all of it is chosen and nothing drawn (q′ is
+    empty)."""
+    if num_children < 1:
+        raise ValueError(f"num_children: {num_children}; a family has at least one child")
+    chosen = row.ids[: num_children - 1]
+    rest = _ordered(row.ids[num_children - 1 :].copy(), row.weight[num_children - 1 :].copy())
+    drawn = draw_children(rest, 1, words, bits)
+    sampled = np.arange(len(drawn) + len(chosen)) < len(drawn)
+    return GreedyFamily(np.concatenate([drawn, chosen]), sampled, rest)

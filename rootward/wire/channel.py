@@ -1,0 +1,78 @@
+"""Options of every gRPC connection, in one place for both ends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import grpc
+
+from rootward.wire.tls import ClientTls, client_credentials
+
+Options = list[tuple[str, str | int]]
+
+MIB = 1 << 20
+MOST_PINGS = 100  # too early ones in a row; more are a flood
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Limits of one kind of hop. `max_connection_age_s` makes clients reconnect, so that new servers get a share."""
+
+    max_message_bytes: int
+    max_connection_age_s: float | None = None
+    keepalive_time_s: float = 30
+    keepalive_timeout_s: float = 10
+
+
+PUBLIC = Transport(64 * MIB, max_connection_age_s=30 * 60)  # clients and the gateway → verifier hop
+DRAFTING = Transport(4 * MIB)  # verifier ↔ drafter: long-lived, small frames; the limit is a guard
+
+
+def client_options(transport: Transport = PUBLIC, *, round_robin: bool = False) -> Options:
+    """Dead peers are noticed within keepalive_time + keepalive_timeout, restarted ones found again within seconds."""
+    options: Options = [
+        *_common(transport),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", 200),
+        ("grpc.max_reconnect_backoff_ms", 5000),  # the default of two minutes outlives every restart
+        ("grpc.min_reconnect_backoff_ms", 5000),  # despite its name also how long one attempt to connect may take
+        ("grpc.use_local_subchannel_pool", 1),  # one connection per channel: a single one saturates
+    ]
+    if round_robin:
+        options.append(("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})))
+    return options
+
+
+def server_options(transport: Transport = PUBLIC) -> Options:
+    """Pings are allowed every 10 s and without calls: the default of 300 s ends connections during long prefills. And some may come sooner:
+    gRPC's own ones that measure the bandwidth follow data, but are counted as if they asked whether anybody is there. By default the third
+    in a row ends the connection; every frame with data begins a new row."""
+    options: Options = [
+        *_common(transport),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", MOST_PINGS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.so_reuseport", 0),  # two servers on one port would share its connections silently
+    ]
+    if transport.max_connection_age_s is not None:
+        options.append(("grpc.max_connection_age_ms", int(transport.max_connection_age_s * 1000)))
+    return options
+
+
+def open_channel(address: str, transport: Transport = PUBLIC, tls: ClientTls | None = None) -> grpc.aio.Channel:
+    """A channel to "host:port" or "dns:///name:port" (then balanced over all addresses). Needs a running event loop."""
+    options = client_options(transport, round_robin=address.startswith("dns:"))
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, client_credentials(tls.certificates), options=[*options, *tls.options])
+
+
+def _common(transport: Transport) -> Options:
+    return [
+        ("grpc.max_receive_message_length", transport.max_message_bytes),
+        ("grpc.max_send_message_length", transport.max_message_bytes),
+        ("grpc.keepalive_time_ms", int(transport.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", int(transport.keepalive_timeout_s * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

@@ -1,0 +1,222 @@
+"""The remote implementations of the ports: a drafter and a verifier behind an address.
+
+Nothing above a port can tell them from the objects they stand for: values in, values out, `ServiceError` when something
+is wrong. Both are context managers; the channel is opened on first use, inside the event loop that uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.requests import Committed, VerifierRequest
+from rootward.errors import IncompatiblePair, ServiceError, Unavailable
+from rootward.ports import VerifierInfo
+from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from rootward.wire.channel import DRAFTING, PUBLIC, Transport, open_channel
+from rootward.wire.codec import from_pb, to_pb
+from rootward.wire.feed import Arrived, FeedReader
+from rootward.wire.info import DrafterInfo
+from rootward.wire.outgoing import Outgoing
+from rootward.wire.status import from_rpc_error
+from rootward.wire.tls import ClientTls
+
+T = TypeVar("T")
+
+DEADLINE_SLACK_S = 1.0  # a deadline passes at the service first, whose error says more than gRPC's own
+LONGEST_OPEN_S = 60.0  # for a long prompt to reach a drafter
+LONGEST_GENERATION_S = 3600.0  # bound of a generation without a deadline
+
+
+class _Remote:
+    """An address and the channel to it."""
+
+    def __init__(
+        self, address: str, transport: Transport, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0
+    ) -> None:
+        self.address = address
+        self._transport, self._tls, self._rpc_timeout_s = transport, tls, rpc_timeout_s
+        self._files = tls.certificates.watch() if tls else None
+        self._channels: list[grpc.aio.Channel] = []  # new calls take the last one
+
+    def _channel(self) -> grpc.aio.Channel:
+        """The channel for a new call: another one once the certificates have been renewed; calls under way keep theirs."""
+        if not self._channels or (self._files is not None and self._files.changed()):
+            self._channels.append(open_channel(self.address, self._transport, self._tls))
+        return self._channels[-1]
+
+    async def close(self) -> None:
+        """Close the channel; RPCs under way end with Unavailable."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            await channel.close(None)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class RemoteDrafter(_Remote):
+    """`ports.Drafter` over one bidirectional stream per session. on_frame: told "sent" or "received", and the bytes, of every message."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: ClientTls | None = None,
+        rpc_timeout_s: float = 5.0,
+        on_frame: Callable[[str, int], None] = lambda direction, num_bytes: None,
+    ) -> None:
+        super().__init__(address, DRAFTING, tls, rpc_timeout_s)
+        self._bulk = _Remote(address, DRAFTING, tls)  # long prompts must not hold up the frames of other sessions
+        self._on_frame = on_frame
+
+    async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
+        """Frames of the drafter until it ends the stream or `inbound` ends. No deadline; keepalive notices a dead peer.
+
+        Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
+        """
+        call = drafter_pb2_grpc.DrafterStub(self._channel()).Session()  # type: ignore[call-arg]  # written to by hand
+        writer = asyncio.create_task(Outgoing(call, self._open_long, self._on_frame).run(inbound))
+        try:
+            while (message := await _next(call)) is not None:
+                self._on_frame("received", message.ByteSize())
+                yield _decode(self.address, message)
+        except Unavailable:
+            if (failure := _failure_of(writer)) is not None:
+                raise failure from None
+            raise
+        finally:
+            call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self._bulk.close()
+        await super().close()
+
+    async def _open_long(self, request: drafter_pb2.OpenLongRequest) -> None:
+        stub = drafter_pb2_grpc.DrafterStub(self._bulk._channel())
+        await _answer(stub.OpenLong(request, timeout=LONGEST_OPEN_S))
+
+    async def get_info(self) -> DrafterInfo:
+        stub = drafter_pb2_grpc.DrafterStub(self._channel())
+        return from_pb(await _answer(stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)))
+
+
+class RemoteVerifier(_Remote):
+    """`ports.Verifier` over one call per generation, and one feed for what all of them commit."""
+
+    def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
+        super().__init__(address, PUBLIC, tls, rpc_timeout_s)
+        self._feed: FeedReader | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
+        """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""
+        deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
+        feed = await self._opened_feed()
+        with feed.subscribed(joining=not request.trees) as (number, arrived):
+            message = to_pb(request)
+            message.feed, message.number = feed.name, number
+            stub = verifier_pb2_grpc.VerifierStub(self._channel())
+            call = stub.Generate(message, timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
+            failure = asyncio.create_task(_failure(call, arrived))
+            try:
+                while True:
+                    run = await arrived.take()
+                    yield run
+                    if run.finish is not None:
+                        return
+            finally:
+                call.cancel()
+                failure.cancel()
+                await asyncio.gather(failure, return_exceptions=True)
+
+    async def _opened_feed(self) -> FeedReader:
+        """The one that is open, or another. Unavailable if the verifier does not answer in time."""
+        feed = self._feed
+        if feed is None or feed.over is not None:
+            feed = self._feed = FeedReader(self.address)
+            stub = verifier_pb2_grpc.VerifierStub(self._channel())
+            call = stub.Feed(verifier_pb2.FeedRequest(feed=feed.name))
+            self._reading = asyncio.create_task(feed.read(_messages(call)))
+        await feed.opened(self._rpc_timeout_s)
+        return feed
+
+    async def close(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        await super().close()
+
+    async def get_info(self) -> VerifierInfo:
+        stub = verifier_pb2_grpc.VerifierStub(self._channel())
+        return from_pb(await _answer(stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)))
+
+    async def drain(self, timeout_s: float = 0.0) -> int:
+        """Ask the verifier to take no new work and end the rest within timeout_s (0 = its own limit).
+
+        Returns how many requests were running; does not wait for them.
+        """
+        stub = verifier_pb2_grpc.VerifierStub(self._channel())
+        call = stub.Drain(control_pb2.DrainRequest(timeout_s=timeout_s), timeout=self._rpc_timeout_s)
+        return (await _answer(call)).num_running
+
+
+async def _next(call: Any) -> Any:
+    """The next message of a stream, None at its end; ServiceError for a failed status."""
+    message = await _answer(call.read())
+    return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
+
+
+async def _messages(call: Any) -> AsyncGenerator[Any, None]:
+    """All messages of a stream; leaving it cancels the call."""
+    try:
+        while (message := await _next(call)) is not None:
+            yield message
+    finally:
+        call.cancel()
+
+
+async def _failure(call: Any, arrived: Arrived) -> None:
+    """Tell a generation whose runs come by a feed how its call has failed, if it does."""
+    try:
+        await _next(call)
+    except ServiceError as error:
+        arrived.put(error)
+
+
+async def _answer(pending: Awaitable[T]) -> T:
+    """Await a call; ServiceError for a failed status. A cancelled call is Unavailable, a cancelled task is not."""
+    try:
+        return await pending
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except (asyncio.InvalidStateError, grpc.aio.UsageError) as error:
+        raise Unavailable(f"the channel is closed: {error}") from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise Unavailable("the call was cancelled") from None
+
+
+def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+def _decode(address: str, message: Any) -> Any:
+    try:
+        return from_pb(message)
+    except ValueError as error:
+        raise IncompatiblePair(f"{address} sent a message that cannot be read: {error}") from error

@@ -1,0 +1,80 @@
+"""Processors, the form of the output and log-probabilities ↔ protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
+from rootward.v1 import generate_pb2
+from rootward.wire.columns import pack_f32, pack_u32, unpack_f32, unpack_u32
+
+
+def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
+    return generate_pb2.Sampling(temperature=value.temperature, top_k=value.top_k, top_p=value.top_p, min_p=value.min_p)
+
+
+def decoding_to_pb(value: Sampling, structure: Structure | None = None) -> generate_pb2.Decoding:
+    """What `sampling_to_pb` leaves out; with the form of the output, if it has one."""
+    pb = generate_pb2.Decoding(
+        presence_penalty=value.presence_penalty,
+        frequency_penalty=value.frequency_penalty,
+        repetition_penalty=value.repetition_penalty,
+        logit_bias=dict(value.logit_bias),
+        allowed_token_ids=value.allowed_token_ids,
+        bad_sequences=[generate_pb2.TokenIds(ids=run) for run in value.bad_sequences],
+    )
+    if structure is not None:
+        setattr(pb, structure.form.value, structure.text if structure.form is not Form.JSON_OBJECT else True)
+    return pb
+
+
+def sampling_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Decoding) -> Sampling:
+    """Inside the service: seed and n have places of their own there, and words are tokens."""
+    if sampling.HasField("seed") or sampling.HasField("n") or decoding.bad_words:
+        raise ValueError("sampling: seed, n and bad_words are not carried here; leave them unset")
+    return processors_from_pb(sampling, decoding)
+
+
+def processors_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Decoding) -> Sampling:
+    return Sampling(
+        temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        min_p=sampling.min_p,
+        repetition_penalty=decoding.repetition_penalty if decoding.HasField("repetition_penalty") else 1.0,
+        presence_penalty=decoding.presence_penalty,
+        frequency_penalty=decoding.frequency_penalty,
+        logit_bias=tuple(decoding.logit_bias.items()),
+        allowed_token_ids=tuple(decoding.allowed_token_ids),
+        bad_sequences=tuple(tuple(run.ids) for run in decoding.bad_sequences),
+    )
+
+
+def structure_from_pb(decoding: generate_pb2.Decoding) -> Structure | None:
+    kind = decoding.WhichOneof("structured_output")
+    if kind is None or (kind == "json_object" and not decoding.json_object):
+        return None
+    return Structure(Form(kind), "" if kind == "json_object" else getattr(decoding, kind))
+
+
+def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
+    """One entry per token, all with the same number of top tokens."""
+    if len({len(value.top) for value in values}) > 1:
+        raise ValueError("logprobs: top: lengths differ between tokens; give the same number for each")
+    return generate_pb2.Logprobs(
+        emitted=pack_f32([value.logprob for value in values]),
+        top_token_ids=pack_u32([token for value in values for token, _ in value.top], "logprobs.top_token_ids"),
+        top_logprobs=pack_f32([logprob for value in values for _, logprob in value.top]),
+    )
+
+
+def logprobs_from_pb(pb: generate_pb2.Logprobs, num_tokens: int) -> tuple[TokenLogprob, ...]:
+    emitted = unpack_f32(pb.emitted, "logprobs.emitted")
+    ids = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids")
+    top = unpack_f32(pb.top_logprobs, "logprobs.top_logprobs")
+    k, rest = divmod(len(ids), num_tokens) if num_tokens else (0, len(ids))
+    if len(emitted) != num_tokens or len(top) != len(ids) or rest:
+        counts = f"{len(emitted)}, {len(ids)} and {len(top)} entries for {num_tokens} tokens"
+        raise ValueError(f"logprobs: {counts}; send one per token, and of the top tokens k per token")
+    pairs = list(zip(ids, top, strict=True))
+    return tuple(TokenLogprob(value, tuple(pairs[i * k : (i + 1) * k])) for i, value in enumerate(emitted))

@@ -1,0 +1,196 @@
+"""Both ends of a feed: what many generations of one caller commit, in one message per engine step.
+
+Messages per step must not grow with the batch: reading or writing one costs a Python event loop more than all that is done with its
+content. A generation is still a call of its own, which carries its request, its errors, its deadline and its cancellation; only its runs
+take the feed. Nothing waits in either end but what requests may still generate, so both are bounded by their `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain, count
+
+from rootward.core.requests import Committed
+from rootward.errors import IncompatiblePair, ServiceError, Unavailable
+from rootward.v1 import verifier_pb2
+from rootward.wire.codec import from_pb, to_pb
+from rootward.wire.status import invalid_request
+from rootward.wire.streams import parts
+
+Frame = verifier_pb2.FeedFrame
+
+JOINED_TOKENS = 256  # about; one stream must not keep the loop from the others
+
+
+class Feeds:
+    """The verifier's end: the feeds that are open."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, Feed] = {}
+
+    def get(self, name: int) -> Feed:
+        """Unavailable if there is none (any more): whoever asks may open one and come again."""
+        if (feed := self._open.get(name)) is None:
+            raise Unavailable(f"feed {name:x} is not open here")
+        return feed
+
+    async def frames(self, name: int) -> AsyncGenerator[Frame, None]:
+        """All messages of a new feed, until `end` or the caller leaves."""
+        if not name or name in self._open:
+            raise invalid_request(f"feed: {name} is zero or open already; choose a random number")
+        feed = self._open[name] = Feed()
+        try:
+            yield Frame()
+            async for frame in feed.frames():
+                yield frame
+        finally:
+            feed.end()
+            del self._open[name]
+
+    def end(self) -> None:
+        """Let all of them end once what waits is out."""
+        for feed in self._open.values():
+            feed.end()
+
+
+class Feed:
+    """What was committed since the last message."""
+
+    def __init__(self) -> None:
+        self._due = Frame()
+        self._changed = asyncio.Event()
+        self._ended = False
+
+    def put(self, number: int, run: Committed) -> None:
+        """Unavailable once nobody reads it."""
+        if self._ended:
+            raise Unavailable("the feed has ended")
+        self._due.entries.add(number=number, run=to_pb(run))
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def frames(self) -> AsyncIterator[Frame]:
+        """All generations that wake up for one step put before this does: it is woken by the first of them."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            due, self._due = self._due, Frame()
+            if due.entries:
+                for part in parts(due):
+                    yield part
+            if self._ended:
+                return
+
+
+class Arrived:
+    """Runs of one generation that nobody has taken yet, and what it failed with."""
+
+    def __init__(self, *, joining: bool) -> None:
+        """`joining`: nobody asks what each round committed."""
+        self._joining = joining
+        self._items: deque[Committed | ServiceError] = deque()
+        self._some = asyncio.Event()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(item.tokens) for item in self._items if isinstance(item, Committed))
+
+    def put(self, item: Committed | ServiceError) -> None:
+        self._items.append(item)
+        self._some.set()
+
+    async def take(self) -> Committed:
+        """The next run, joined with those after it: whoever is late has less to do. Raises what the generation failed with."""
+        while not self._items:
+            self._some.clear()
+            await self._some.wait()
+        first = self._items.popleft()
+        if isinstance(first, ServiceError):
+            raise first
+        runs, num_tokens = [first], len(first.tokens)
+        while self._joining and num_tokens < JOINED_TOKENS and self._items and _joins(runs[-1], self._items[0]):
+            runs.append(self._items.popleft())  # type: ignore[arg-type]  # errors join nothing
+            num_tokens += len(runs[-1].tokens)
+        return first if len(runs) == 1 else _joined(runs)
+
+
+def _joins(run: Committed, after: Committed | ServiceError) -> bool:
+    if isinstance(after, ServiceError) or run.finish is not None or after.prefilled is not None:
+        return False
+    return (after.epoch, after.offset) == (run.epoch, run.offset + len(run.tokens))
+
+
+def _joined(runs: Sequence[Committed]) -> Committed:
+    tokens, accepted, logprobs = (
+        tuple(chain.from_iterable(getattr(run, name) for run in runs)) for name in ("tokens", "accepted", "logprobs")
+    )
+    return replace(runs[0], tokens=tokens, accepted=accepted, logprobs=logprobs, finish=runs[-1].finish)
+
+
+class FeedReader:
+    """The caller's end: hands the runs of a feed to the generations they belong to."""
+
+    def __init__(self, address: str) -> None:
+        self.name = 1 + secrets.randbelow(2**64 - 1)
+        self.over: ServiceError | None = None  # why nothing comes any more
+        self._address, self._numbers = address, count(1)
+        self._waiting: dict[int, Arrived] = {}
+        self._settled = asyncio.Event()  # open, or over
+
+    async def read(self, frames: AsyncIterator[Frame]) -> None:
+        """Until they end; every generation that still waits then fails with Unavailable."""
+        try:
+            async for frame in frames:
+                self._settled.set()
+                for entry in frame.entries:
+                    if (arrived := self._waiting.get(entry.number)) is not None:
+                        arrived.put(self._decoded(entry.run))
+            self.over = Unavailable("the verifier ended its feed")
+        except ServiceError as error:
+            self.over = error
+        finally:
+            self.over = self.over or Unavailable("the feed was closed")
+            self._settled.set()
+            for arrived in self._waiting.values():
+                arrived.put(self.over)
+
+    async def opened(self, timeout_s: float) -> None:
+        """Unavailable, or what the verifier says, if it does not open in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._settled.wait()
+        except TimeoutError:
+            raise Unavailable(f"{self._address} did not open a feed within {timeout_s} s") from None
+        if self.over is not None:
+            raise self.over
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Committed ones that generations have not taken."""
+        return sum(arrived.num_tokens for arrived in self._waiting.values())
+
+    @contextmanager
+    def subscribed(self, *, joining: bool = True) -> Iterator[tuple[int, Arrived]]:
+        """A number for one generation, and where its runs arrive."""
+        number, arrived = next(self._numbers), Arrived(joining=joining)
+        self._waiting[number] = arrived
+        if self.over is not None:
+            arrived.put(self.over)
+        try:
+            yield number, arrived
+        finally:
+            del self._waiting[number]
+
+    def _decoded(self, run: verifier_pb2.Committed) -> Committed | ServiceError:
+        try:
+            return from_pb(run)
+        except ValueError as error:
+            return IncompatiblePair(f"{self._address} sent a message that cannot be read: {error}")

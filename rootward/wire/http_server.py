@@ -1,0 +1,125 @@
+"""uvicorn inside our own loop: it neither owns the signals nor the port nor the certificate."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from rootward.errors import ConfigurationError
+from rootward.wire.tls import ServerTls
+
+GRACE_S = 2  # for idle connections at the end; requests have been drained before
+RENEW_S = 1.0  # between two looks at the certificate
+
+
+class HttpServer:
+    """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
+
+    def __init__(self, address: str, *, setting: str = "http_listen", tls: ServerTls | None = None):
+        self._tls = tls
+        self._socket = bind(address, setting)
+        host, port = self._socket.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._server: uvicorn.Server | None = None
+
+    async def run_until_stopped(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            http=_admitting(self._tls.peers) if self._tls and self._tls.peers else "auto",
+        )
+        self._server = _Server(config)
+        if self._tls is None:
+            await self._server.serve(sockets=[self._socket])
+            return
+        config.load()
+        config.ssl = context = _tls_context(self._tls)
+        renewing = asyncio.create_task(_keep_renewed(context, self._tls))
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self._tls else "http"
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not followed
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process, which drains before it stops this server."""
+        yield
+
+
+def _admitting(peers: tuple[str, ...]) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which hangs up on certificates without one of these names: the rule of `peers_only`, for the other face."""
+
+    class Admitting(AutoHTTPProtocol):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            certificate = transport.get_extra_info("peercert") or {}
+            if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
+                transport.abort()
+
+    return Admitting
+
+
+def _tls_context(tls: ServerTls) -> ssl.SSLContext:
+    context, files = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), tls.certificates
+    try:
+        context.load_cert_chain(files.certificate, files.key)
+        if tls.mutual:
+            context.load_verify_locations(files.authority)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ssl.SSLError) as error:
+        message = f"tls_certificate: {str(files.certificate)!r} and tls_key do not load ({error}); check that they belong together"
+        raise ConfigurationError(message) from None
+    return context
+
+
+async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
+    """New connections get the certificate that lies there now; half of a new pair waits for the other half."""
+    files = tls.certificates
+    watched, pending = files.watch(), False
+    while True:
+        await asyncio.sleep(RENEW_S)
+        if pending := watched.changed() or pending:
+            with contextlib.suppress(OSError, ssl.SSLError):
+                context.load_cert_chain(files.certificate, files.key)
+                if tls.mutual:
+                    context.load_verify_locations(files.authority)
+                pending = False
+
+
+def bind(address: str, setting: str) -> socket.socket:
+    """A bound socket; ConfigurationError, naming the setting, when the address is taken or none of this machine."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, int(port)))
+    except OSError as error:
+        made.close()
+        message = f"{setting}: {address!r} cannot be bound ({error.strerror or error}); choose another address or stop its owner"
+        raise ConfigurationError(message) from error
+    return made

@@ -1,0 +1,105 @@
+"""A verifier's frames on their way to a drafter: hot ones on the stream, Opens with long prefixes over another connection.
+
+A prompt of a hundred thousand tokens is half a megabyte. On the stream it would hold up the commits of every other session, for as long
+as the link takes to carry it. So it travels beside it, by `OpenLong`, and what is said of its slot meanwhile is held (a commit merges
+with the next) until the drafter has the Open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import grpc
+
+from rootward.core.frames import Close, Commit, Open, ToDrafter
+from rootward.core.merging import cumulative
+from rootward.errors import ServiceError
+from rootward.v1 import drafter_pb2
+from rootward.wire.codec import to_pb
+from rootward.wire.streams import parts
+
+LONG_TOKENS = 4096  # 16 KiB: what a hot frame may hold
+
+OnFrame = Callable[[str, int], None]
+OpenLong = Callable[[drafter_pb2.OpenLongRequest], Awaitable[Any]]
+
+
+class Outgoing:
+    """Of one stream. open_long: sends a request over the other connection, ServiceError if it did not arrive."""
+
+    def __init__(self, call: Any, open_long: OpenLong, on_frame: OnFrame) -> None:
+        self._call, self._open_long, self._on_frame = call, open_long, on_frame
+        self._stream = secrets.randbits(64)
+        self._held: dict[int, Commit | None] = {}  # slots whose Open is on its way, and what to say then
+        self._closes: dict[int, Close] = {}
+        self._writing = asyncio.Lock()
+        self._opening: set[asyncio.Task[None]] = set()
+
+    async def run(self, inbound: AsyncIterator[ToDrafter]) -> None:
+        """Send what comes until it ends. A broken call ends this quietly: the reader learns why."""
+        try:
+            async for frame in inbound:
+                await self._send(self._hot(frame))
+            await asyncio.gather(*self._opening)
+            await self._call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            return
+        except Exception:
+            self._call.cancel()
+            raise
+        finally:
+            for task in self._opening:
+                task.cancel()
+
+    def _hot(self, frame: ToDrafter) -> ToDrafter:
+        """What of the frame goes on the stream now; the rest is on its way, or held."""
+        long = [message for message in frame.opens if len(message.prefix) > LONG_TOKENS]
+        if not (long or self._held):
+            return frame
+        for message in long:
+            self._held[message.slot] = None
+            task = asyncio.create_task(self._open(message))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+        for commit in frame.commits:
+            if commit.slot in self._held:
+                before = self._held[commit.slot]
+                self._held[commit.slot] = commit if before is None else cumulative(before, commit)
+        self._closes |= {close.slot: close for close in frame.closes if close.slot in self._held}
+        return replace(
+            frame,
+            opens=tuple(message for message in frame.opens if message.slot not in self._held),
+            commits=tuple(commit for commit in frame.commits if commit.slot not in self._held),
+            closes=tuple(close for close in frame.closes if close.slot not in self._held),
+        )
+
+    async def _open(self, message: Open) -> None:
+        opens = to_pb(ToDrafter(opens=(message,))).opens
+        arrived = True
+        try:
+            await self._open_long(drafter_pb2.OpenLongRequest(stream=self._stream, opens=opens))
+        except ServiceError:
+            arrived = False
+        commit, close = self._held.pop(message.slot), self._closes.pop(message.slot, None)
+        if not arrived and commit is None:
+            # It will plead for the prefix, which ends the slot.
+            commit = Commit(message.slot, len(message.prefix), (), 0)
+        after = ToDrafter(commits=(commit,) if commit else (), closes=(close,) if close else ())
+        try:
+            await self._send(after)
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            return  # the stream is gone; its reader learns why
+
+    async def _send(self, frame: ToDrafter) -> None:
+        message = to_pb(frame)
+        if frame.hello is not None:
+            message.hello.stream = self._stream
+        for part in parts(message):
+            if num_bytes := part.ByteSize():
+                self._on_frame("sent", num_bytes)
+                async with self._writing:
+                    await self._call.write(part)

@@ -1,0 +1,96 @@
+"""A gRPC server with what every role needs: health with Watch, reflection, limits, a port that is really its own."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import grpc
+from grpc_health.v1 import health as health_module
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rootward.errors import ConfigurationError
+from rootward.wire.auth import Check, Door, peers_only
+from rootward.wire.channel import PUBLIC, Transport, server_options
+from rootward.wire.tls import ServerTls, server_credentials
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class RpcServer:
+    """One listening address. Register servicers on `grpc`, then `start`; leaving the context stops it.
+
+        async with RpcServer("127.0.0.1:0") as server:
+            VerifierServicer(verifier).register(server)
+            await server.start()
+            await server.set_ready(True)
+
+    Health: service "" says that the process lives; each registered service says whether it takes work (`set_ready`).
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        transport: Transport = PUBLIC,
+        tls: ServerTls | None = None,
+        checks: tuple[Check, ...] = (),
+        grace_s: float = 5.0,
+    ) -> None:
+        admit = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
+        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[Door(check) for check in admit])
+        self.address = address  # with the port that was bound, once started
+        self.services: list[str] = []
+        self._tls = tls
+        self._grace_s = grace_s
+        self._health = health_module.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+
+    async def start(self) -> None:
+        """Listen. ConfigurationError if the address is taken or cannot be bound."""
+        names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self.grpc)
+        self.address = f"{self.address.rpartition(':')[0]}:{self._bind()}"
+        await self.set_ready(False)
+        await self._health.set("", SERVING)
+        await self.grpc.start()
+
+    async def set_ready(self, ready: bool) -> None:
+        """What health answers for every registered service."""
+        for name in self.services:
+            await self._health.set(name, SERVING if ready else NOT_SERVING)
+
+    async def wait(self) -> None:
+        """Until the server has stopped."""
+        await self.grpc.wait_for_termination()
+
+    async def stop(self, grace_s: float | None = None) -> None:
+        """Refuse new calls, give running ones `grace_s` seconds, then cancel them. Idempotent."""
+        await self._health.enter_graceful_shutdown()
+        await self.grpc.stop(self._grace_s if grace_s is None else grace_s)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.stop(0 if kind else None)
+
+    def _bind(self) -> int:
+        try:
+            port = self._add_port()
+        except RuntimeError:
+            port = 0
+        if not port:
+            raise ConfigurationError(
+                f"address: {self.address!r} is in use or cannot be bound; choose another address or stop its owner"
+            )
+        return port
+
+    def _add_port(self) -> int:
+        if self._tls is None:
+            return self.grpc.add_insecure_port(self.address)
+        return self.grpc.add_secure_port(self.address, server_credentials(self._tls))

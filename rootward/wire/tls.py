@@ -1,0 +1,94 @@
+"""TLS on both ends of a hop, from PEM files that may be renewed while the process runs.
+
+A role has one certificate, with which it serves and with which it calls. Servers look at the files on every handshake;
+callers when they open a channel, and `Certificates.watch` tells them when to open another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from rootward.errors import ConfigurationError
+from rootward.file_watch import WatchedFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """PEM files: our certificate chain and its key, and the authority that signs our peers'."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        """(chain, key, authority). ConfigurationError if one cannot be read."""
+        return (
+            _read("tls_certificate", self.certificate),
+            _read("tls_key", self.key),
+            _read("tls_authority", self.authority),
+        )
+
+    def watch(self) -> WatchedFiles:
+        """Says when one of them has been renewed."""
+        return WatchedFiles(self.certificate, self.key, self.authority)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTls:
+    """How a role calls others. server_name: what their certificates say, where they are dialled by another address."""
+
+    certificates: Certificates
+    server_name: str = ""
+
+    @property
+    def options(self) -> list[tuple[str, str | int]]:
+        """Options of a channel."""
+        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTls:
+    """How a role is called. mutual: callers need a certificate of the authority; peers: with one of these names (none: any)."""
+
+    certificates: Certificates
+    mutual: bool = True
+    peers: tuple[str, ...] = ()
+
+
+def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
+    """For a listening port."""
+    watched = tls.certificates.watch()
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        chain, key, authority = tls.certificates.read()
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authority if tls.mutual else None)
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        if not watched.changed():
+            return None
+        try:
+            return configuration()
+        except ConfigurationError:
+            return None  # in the middle of being replaced: the old ones serve this handshake, the next one looks again
+
+    # the stubs do not know that None means: as before
+    return grpc.dynamic_ssl_server_credentials(configuration(), renewed, tls.mutual)  # type: ignore[arg-type]
+
+
+def client_credentials(files: Certificates) -> grpc.ChannelCredentials:
+    """For a channel opened now."""
+    chain, key, authority = files.read()
+    return grpc.ssl_channel_credentials(authority, key, chain)
+
+
+def _read(field: str, path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"{field}: {str(path)!r} cannot be read ({error.strerror}); name a PEM file") from None
+    if b"-----BEGIN " not in content:
+        raise ConfigurationError(f"{field}: {str(path)!r} is not a PEM file; convert it with openssl")
+    return content

@@ -1,0 +1,182 @@
+"""The codec gives back what it was given, and survives whatever a peer sends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import wire
+
+from rootward.core.frames import FromDrafter
+from rootward.core.living_tree import LivingTree, MalformedFrame
+from rootward.core.requests import Sampling, VerifierRequest
+from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
+from rootward.wire.codec import from_pb, parse, to_pb
+
+MESSAGES = [
+    drafter_pb2.ToDrafter,
+    drafter_pb2.FromDrafter,
+    drafter_pb2.DrafterInfo,
+    verifier_pb2.VerifierRequest,
+    verifier_pb2.Committed,
+    verifier_pb2.VerifierInfo,
+    control_pb2.ModelInfo,
+]
+
+
+@given(wire.anything)
+def test_a_value_survives_the_wire(value):
+    message = to_pb(value)
+    assert from_pb(parse(type(message), message.SerializeToString())) == value
+
+
+@given(wire.grows())
+def test_arrays_come_back_with_the_types_of_the_domain(grow):
+    again = from_pb(to_pb(FromDrafter(grows=(grow,)))).grows[0]
+    assert [again.parent.dtype, again.token.dtype, again.sampled.dtype] == ["int64", "int64", "bool"]
+    assert all(ids.dtype == weights.dtype == "int64" for ids, weights in again.rows.values())
+    assert list(again.rows) == list(grow.rows)
+
+
+def survives(message_type, data: bytes) -> None:
+    """Decoding gives a value or ValueError; a value can be encoded again."""
+    try:
+        value = from_pb(parse(message_type, data))
+    except ValueError:
+        return
+    to_pb(value)
+
+
+@given(st.sampled_from(MESSAGES), st.binary(max_size=200))
+def test_noise_is_refused_or_valid(message_type, data):
+    survives(message_type, data)
+
+
+@settings(max_examples=300)
+@given(wire.anything, st.randoms(use_true_random=False))
+def test_mutated_frames_are_refused_or_valid(value, rng: random.Random):
+    message = to_pb(value)
+    data = bytearray(message.SerializeToString())
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(data) + 1)
+        edit = rng.choice(["set", "cut", "add"])
+        if edit == "set" and at < len(data):
+            data[at] = rng.randrange(256)
+        elif edit == "cut":
+            del data[at : at + rng.randint(1, 4)]
+        else:
+            data[at:at] = rng.randbytes(rng.randint(1, 4))
+    survives(type(message), bytes(data))
+
+
+def grow(**fields) -> drafter_pb2.FromDrafter:
+    good = {"num_nodes": 2, "parent": b"\0\1", "token": b"\5\6"}
+    return drafter_pb2.FromDrafter(grows=[drafter_pb2.Grow(**{**good, **fields})])
+
+
+def rows(**fields) -> drafter_pb2.FromDrafter:
+    good = {"num_rows": 1, "node": b"\0", "length": b"\2", "ids": b"\1\2", "weights": b"\3\4"}
+    return grow(rows=drafter_pb2.GrowRows(**{**good, **fields}))
+
+
+def request(**fields) -> verifier_pb2.VerifierRequest:
+    message = to_pb(VerifierRequest("r", (1,)))
+    for name, value in fields.items():
+        if isinstance(value, (int, float, bytes)):
+            setattr(message, name, value)
+        else:
+            getattr(message, name).CopyFrom(value)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (drafter_pb2.ToDrafter(commits=[drafter_pb2.Commit(tokens=b"1")]), "commit.tokens"),
+        (request(prompt=b""), "prompt"),
+        (request(prompt=b"12345"), "prompt"),
+        (request(epoch=0), "epoch"),
+        (request(deadline_s=float("inf")), "deadline_s"),
+        (request(stopping=verifier_pb2.VerifierRequest.Stopping()), "max_tokens"),
+        (request(sampling=generate_pb2.Sampling(temperature=-1)), "temperature"),
+        (request(sampling=generate_pb2.Sampling(seed=1)), "sampling"),
+        (request(sampling=generate_pb2.Sampling(min_p=1.1)), "min_p"),
+        (request(decoding=generate_pb2.Decoding(presence_penalty=3)), "presence_penalty"),
+        (request(decoding=generate_pb2.Decoding(logit_bias={1: 101})), "logit_bias"),
+        (request(decoding=generate_pb2.Decoding(json_schema="")), "json_schema"),
+        (request(logprobs=21), "logprobs"),
+        (verifier_pb2.Committed(logprobs=generate_pb2.Logprobs(emitted=bytes(4))), "logprobs"),
+        (verifier_pb2.Committed(logprobs=generate_pb2.Logprobs(top_token_ids=bytes(4))), "logprobs"),
+        (
+            verifier_pb2.Committed(tokens=bytes(4), accepted=b"\1", logprobs=generate_pb2.Logprobs(emitted=b"123")),
+            "logprobs.emitted",
+        ),
+        (request(speculation=verifier_pb2.VerifierRequest.Policy(mode=9)), "speculation.mode"),
+        (verifier_pb2.Committed(tokens=bytes(4)), "accepted"),
+        (verifier_pb2.Committed(tokens=bytes(4), accepted=b"\2"), "accepted"),
+        (verifier_pb2.Committed(finish=verifier_pb2.Committed.Finish()), "finish.reason"),
+    ],
+)
+def test_an_error_names_the_field(message, field):
+    with pytest.raises(ValueError, match=rf"^{field}: "):
+        from_pb(message)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"prefix": b"123", "law": 1}, "open.prefix"),
+        ({}, "open.law"),
+        ({"law": 1, "sampling": generate_pb2.Sampling(n=1)}, "sampling"),
+    ],
+)
+def test_an_open_that_cannot_be_read_is_named_and_the_frame_goes_on(wrong, field):
+    frame = from_pb(
+        drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(slot=7, **wrong)], closes=[drafter_pb2.Close(slot=3)])
+    )
+    (fault,) = frame.unreadable
+    assert fault.slot == 7
+    assert fault.reason.startswith(f"{field}: ")
+    assert (frame.opens, frame.closes[0].slot) == ((), 3)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (grow(parent=b"\0"), "grow.parent"),
+        (grow(token=b"123"), "grow.token"),
+        (grow(token=bytes(10)), "grow.token"),
+        (grow(num_nodes=0), "grow.parent"),
+        (grow(num_nodes=2**32 - 1), "grow.parent"),
+        (grow(sampled=b"\1\1"), "grow.sampled"),
+        (rows(node=b""), "grow.rows.node"),
+        (rows(length=b"\3"), "grow.rows.ids"),
+        (rows(weights=b"\3"), "grow.rows.weights"),
+        (rows(num_rows=2, node=b"\1\1", length=b"\1\1"), "grow.rows.node"),
+        (rows(length=b"\xff\xff\xff\xff"), "grow.rows.ids"),
+    ],
+)
+def test_growth_that_cannot_be_read_costs_its_slot_and_not_the_stream(message, field):
+    good = grow(slot=8).grows[0]
+    message.grows[0].slot = 7
+    message.grows.append(good)
+    bad, fine = from_pb(message).grows
+    assert bad.slot == 7
+    assert bad.fault.startswith(f"{field}: ")
+    assert (fine.slot, fine.fault, len(fine.token)) == (8, "", 2)
+    tree = LivingTree(0, 0, vocab_size=9)
+    with pytest.raises(MalformedFrame):
+        tree.receive(bad)
+    assert tree.broken == "malformed"
+
+
+def test_absent_sampling_is_the_default_and_zero_is_greedy():
+    assert from_pb(request(sampling=generate_pb2.Sampling())).sampling == Sampling()
+    assert from_pb(request(sampling=generate_pb2.Sampling(temperature=0))).sampling.greedy
+
+
+def test_laws_of_a_newer_drafter_are_left_out():
+    message = drafter_pb2.FromDrafter(ack=drafter_pb2.HelloAck(laws=[1, 77]))
+    assert len(from_pb(message).ack.laws) == 1

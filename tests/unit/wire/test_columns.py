@@ -1,0 +1,95 @@
+"""Packed columns: width, range, and how many bytes a round of drafting costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rootward.core.frames import FromDrafter, Grow
+from rootward.wire import columns
+from rootward.wire.codec import to_pb
+
+u32_lists = st.lists(st.integers(0, 2**32 - 1), max_size=30)
+
+
+@given(u32_lists)
+def test_u32_round_trip(values):
+    assert columns.unpack_u32(columns.pack_u32(values)) == tuple(values)
+
+
+@given(u32_lists)
+def test_columns_round_trip(values):
+    assert columns.unpack_column(columns.pack_column(values), len(values)).tolist() == values
+    base, data = columns.pack_refs(values)
+    assert columns.unpack_refs(base, data, len(values)).tolist() == values
+
+
+@given(st.lists(u32_lists, min_size=1, max_size=5), st.sampled_from([1, 3]))
+def test_columns_made_as_one_can_be_read_apart(several, least_width):
+    parts = columns.pack_each([np.array(values, dtype=np.int64) for values in several], least_width=least_width)
+    read = [columns.unpack_column(part, len(values)).tolist() for part, values in zip(parts, several, strict=True)]
+    assert read == several
+
+
+@given(st.lists(st.integers(0, 300), max_size=30))
+def test_few_can_be_read_as_plain_integers(values):
+    assert columns.unpack_few(columns.pack_column(values), len(values)) == values
+    base, data = columns.pack_refs(values)
+    assert columns.unpack_few_refs(base, data, len(values)) == values
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_round_trip(flags):
+    array = np.array(flags, dtype=np.bool_)
+    assert columns.unpack_bits(columns.pack_bits(array), len(flags)).tolist() == flags
+
+
+@pytest.mark.parametrize(("largest", "width"), [(0, 1), (255, 1), (256, 2), (65536, 3), (2**24, 4), (2**32 - 1, 4)])
+def test_the_width_is_the_smallest_that_fits(largest, width):
+    assert len(columns.pack_column([0, largest])) == 2 * width
+
+
+def test_references_to_a_young_part_of_an_old_tree_take_one_byte():
+    assert len(columns.pack_refs([0, 10_000, 10_100, 10_254])[1]) == 4
+
+
+@pytest.mark.parametrize("values", [[-1], [2**32], [2**80]])
+def test_values_outside_u32_are_refused(values):
+    with pytest.raises(ValueError, match=r"^ids: "):
+        columns.pack_u32(values, "ids")
+    with pytest.raises(ValueError, match=r"^ids: "):
+        columns.pack_column(values, "ids")
+
+
+def round_of_64(rng: np.random.Generator, *, vocab: int, atoms: int) -> Grow:
+    """64 nodes with ids around 700 in a tree that has lived for a while; one row of `atoms` tokens per node."""
+    first = 700
+    parent = np.maximum(first + np.arange(64) - rng.integers(1, 60, 64), 0)
+    parent[:4] = 0
+    rows = {
+        int(first - 60 + i): (rng.integers(0, vocab, atoms), rng.integers(1, 65536, atoms)) for i in range(64) if atoms
+    }
+    return Grow(
+        slot=90,
+        base_len=9000,
+        base_hash=2**63 + 12345,
+        first_node=first,
+        parent=parent,
+        token=rng.integers(0, vocab, 64),
+        sampled=np.full(64, atoms > 0),
+        rows=rows,
+        at_rest=True,
+        draft_us=9000,
+        queue_us=900,
+    )
+
+
+@pytest.mark.parametrize("vocab", [32_000, 151_936, 256_000])
+@pytest.mark.parametrize(("atoms", "limit"), [(0, 300), (32, 16 * 1024)])
+def test_a_round_of_64_nodes_is_small(vocab, atoms, limit):
+    grow = round_of_64(np.random.default_rng(0), vocab=vocab, atoms=atoms)
+    size = to_pb(FromDrafter(grows=(grow,))).ByteSize()
+    print(f"vocabulary {vocab}, {atoms} atoms: {size} bytes")
+    assert size <= limit

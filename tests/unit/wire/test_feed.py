@@ -1,0 +1,70 @@
+"""Runs that nobody has taken yet: joined where they follow one another, kept apart where something lies between them."""
+
+import asyncio
+
+import pytest
+
+from rootward.core.requests import Committed, Finish, FinishReason, Prefilled, TokenLogprob
+from rootward.errors import Unavailable
+from rootward.wire.feed import Arrived
+
+END = Finish(FinishReason.LENGTH)
+
+
+def run(offset, *tokens, epoch=1, **fields):
+    return Committed(epoch, offset, tokens, tuple(i < len(tokens) - 1 for i in range(len(tokens))), **fields)
+
+
+def arrived(*items, joining=True):
+    made = Arrived(joining=joining)
+    for item in items:
+        made.put(item)
+    return made
+
+
+async def test_what_waits_is_taken_at_once_and_ends_with_the_finish():
+    told = [TokenLogprob(-float(i)) for i in range(4)]
+    waiting = arrived(
+        run(0, 5, 6, logprobs=tuple(told[:2]), prefilled=Prefilled(3)),
+        run(2, 7, logprobs=(told[2],)),
+        run(3, 8, logprobs=(told[3],), finish=END),
+    )
+    assert waiting.num_tokens == 4
+    joined = Committed(1, 0, (5, 6, 7, 8), (True, False, False, False), END, tuple(told), prefilled=Prefilled(3))
+    assert await waiting.take() == joined
+    assert waiting.num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        [run(0, 5), run(2, 6)],  # a gap, for the gateway to see
+        [run(0, 5), run(0, 5)],
+        [run(0, 5), run(1, 6, epoch=2)],
+        [run(0, 5), run(1, 6, prefilled=Prefilled(1))],
+        [run(0, 5, finish=END), run(1, 6)],
+    ],
+)
+async def test_what_does_not_follow_stays_apart(apart):
+    waiting = arrived(*apart)
+    assert [await waiting.take() for _ in apart] == apart
+
+
+async def test_rounds_that_somebody_looks_at_stay_apart():
+    waiting = arrived(run(0, 5), run(1, 6), joining=False)
+    assert [(await waiting.take()).tokens for _ in range(2)] == [(5,), (6,)]
+
+
+async def test_a_failure_comes_after_what_was_committed_before_it():
+    waiting = arrived(run(0, 5), run(1, 6), Unavailable("gone"))
+    assert (await waiting.take()).tokens == (5, 6)
+    with pytest.raises(Unavailable, match="gone"):
+        await waiting.take()
+
+
+async def test_whoever_waits_is_woken():
+    waiting = arrived()
+    taken = asyncio.create_task(waiting.take())
+    await asyncio.sleep(0)
+    waiting.put(run(0, 5))
+    assert (await taken).tokens == (5,)

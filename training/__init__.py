@@ -1,0 +1,1 @@
+"""How the demo models were trained. Not part of the installed package."""
