@@ -8,16 +8,15 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
-from gateway.access import Access
+from gateway.auth import Access, Keys
+from gateway.autoscaling import scaler_port
 from gateway.http_api import build_app
-from gateway.keys import Keys
 from gateway.redis_store import open_store
-from gateway.scaler_servicer import scaler_port
+from gateway.router import Upstreams
 from gateway.service import ABORT_S, GatewayService
 from gateway.servicer import register
 from gateway.settings import GatewaySettings
-from gateway.text import load_tokenizer
-from gateway.upstreams import Upstreams
+from gateway.tokenizer import load_tokenizer
 from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing

@@ -1,24 +1,27 @@
-"""One request from dispatch to its end: attempts at verifiers, joined into one stream without a seam."""
+"""The moment at which a request stops waiting: its deadline, or earlier when somebody aborts it.
+
+Speculation counts of attempts that did not live to report them, and of all attempts together.
+
+One request from dispatch to its end: attempts at verifiers, joined into one stream without a seam.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any, TypeVar
 
 import structlog
 
-from gateway.cutoff import Aborted, Cutoff
-from gateway.ledger import Entry, Ledger
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending, Seen, Timing, Usage
-from gateway.resuming import StreamInterrupted, finish_to_field
-from gateway.router import Outcome
-from gateway.sessions import Run
-from gateway.stops import Output, Span
-from gateway.tally import derived, joined, predicted
-from gateway.upstreams import Upstream, Upstreams
+from gateway.router import Outcome, Upstream, Upstreams
+from gateway.session_store import Entry, Ledger, Run, StreamInterrupted, finish_to_field
+from gateway.tokenizer import Output, Span
 from gateway.watching import Told
 from rootward.core.requests import (
     Committed,
@@ -29,8 +32,94 @@ from rootward.core.requests import (
     TokenLogprob,
     VerifierRequest,
 )
-from rootward.errors import DeadlineExceeded, Overloaded, Unavailable
+from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 from rootward.wire.streams import closing
+
+T = TypeVar("T")
+
+
+class Aborted(Exception):
+    """The request was aborted while it waited."""
+
+
+class Cutoff:
+    """One per request. `deadline` is in seconds of the loop's clock; None = never."""
+
+    def __init__(self, deadline: float | None):
+        self.deadline = deadline
+        self.aborted = False
+        self.error: ServiceError | None = None  # what the client is told; None = a normal end with reason ABORTED
+        self._timer: asyncio.Timeout | None = None
+
+    def abort(self, error: ServiceError | None = None) -> None:
+        """May be called from another task at any time. The first call counts."""
+        if self.aborted:
+            return
+        self.aborted, self.error = True, error
+        if self._timer is not None:
+            self._timer.reschedule(asyncio.get_running_loop().time())
+
+    async def wait(self, work: Coroutine[Any, Any, T], phase: str) -> T:
+        """The result of `work`. Raises Aborted, or DeadlineExceeded naming the phase."""
+        if self.aborted:
+            work.close()
+            raise Aborted
+        try:
+            async with asyncio.timeout_at(self.deadline) as self._timer:
+                return await work
+        except TimeoutError:
+            if self.aborted:
+                raise Aborted from None
+            message = f"the deadline of the request passed (phase: {phase})"
+            raise DeadlineExceeded(message, metadata={"phase": phase}) from None
+        finally:
+            self._timer = None
+
+
+def derived(accepted: Sequence[bool]) -> SpeculationStats:
+    """Counts as far as committed tokens tell: every round ends with its bonus token.
+
+    A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
+    only the accepted ones are counted.
+    """
+    lengths, length = [], 0
+    for flag in accepted:
+        if flag:
+            length += 1
+        else:
+            lengths.append(length)
+            length = 0
+    if length:  # cut inside a round
+        lengths.append(length)
+    histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+    num_tree = sum(n > 0 for n in lengths)
+    total = sum(lengths)
+    return SpeculationStats(num_tree, len(lengths) - num_tree, total, total, tuple(histogram))
+
+
+def predicted(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int] | None:
+    """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
+    if not prediction:
+        return None
+    both = (Counter(prediction) & Counter(output)).total()
+    return both, len(prediction) - both
+
+
+def joined(first: SpeculationStats, second: SpeculationStats) -> SpeculationStats:
+    """Both together; names are those of the second."""
+    pairs = zip_longest(first.acceptance_histogram, second.acceptance_histogram, fillvalue=0)
+    return SpeculationStats(
+        first.num_spec_steps + second.num_spec_steps,
+        first.num_plain_steps + second.num_plain_steps,
+        first.num_draft_tokens + second.num_draft_tokens,
+        first.num_accepted_draft_tokens + second.num_accepted_draft_tokens,
+        tuple(a + b for a, b in pairs),
+        first.num_drafter_misses + second.num_drafter_misses,
+        second.drafter,
+        second.verification,
+        second.seed,
+    )
+
 
 log = structlog.get_logger()
 

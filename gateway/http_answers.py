@@ -10,7 +10,7 @@ from gateway.choices import Tally
 from gateway.http_logprobs import Names, of_prompt
 from gateway.http_shapes import Choice, Shape, text_of
 from gateway.requests import Delta, Ending, Seen, Usage
-from gateway.stops import Span
+from gateway.tokenizer import Span
 from rootward.core.requests import SpeculationStats
 from rootward.ports import ModelInfo
 

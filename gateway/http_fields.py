@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.access import tenant
+from gateway.auth import tenant
 from gateway.http_speculation import speculation
 from gateway.http_structure import structure
 from gateway.http_values import boolean, content, integer, number, one, short, string, strings, token_ids, token_numbers

@@ -23,7 +23,7 @@ from gateway.http_shapes import Shape
 from gateway.planning import check_name
 from gateway.requests import Delta, GenerateRequest
 from gateway.service import INLINE_TOKENS, GatewayService
-from gateway.stops import Output, Span
+from gateway.tokenizer import Output, Span
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
-from gateway.detokenizer import REPLACEMENT
-from gateway.stops import Span
+from gateway.tokenizer import REPLACEMENT, Span
 from rootward.core.requests import TokenLogprob
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from gateway.http_logprobs import Names, of_chat, of_completion
 from gateway.requests import Ending
-from gateway.stops import Span
+from gateway.tokenizer import Span
 
 Choice = dict[str, object]
 

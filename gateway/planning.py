@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from gateway.names import of_tenant
-from gateway.requests import Chat, GenerateRequest
-from gateway.text import Tokenizer
+from gateway.requests import Chat, GenerateRequest, of_tenant
+from gateway.tokenizer import Tokenizer
 from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound
 from rootward.ports import ModelInfo

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from urllib.parse import quote
 
-from gateway.stops import Span
+from gateway.tokenizer import Span
 from rootward.core.requests import (
     FinishReason,
     Sampling,
@@ -155,3 +156,13 @@ class Delta:
     @property
     def accepted(self) -> tuple[bool, ...]:
         return tuple(span.accepted for span in self.spans)
+
+
+def of_tenant(tenant: str, name: str) -> str:
+    """What an id of this tenant goes by in the gateway, in the store and at verifiers. Neither part can hold the blank between them."""
+    return f"{quote(tenant, safe='')} {name}" if tenant else name
+
+
+def as_chosen(name: str) -> str:
+    """The id as its client knows it."""
+    return name.rpartition(" ")[2]

@@ -11,21 +11,29 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from gateway import planning
-from gateway.accounts import Account
-from gateway.admission import Admission
+from gateway.admission import Account, Admission, Rate
 from gateway.choices import belongs
-from gateway.cutoff import Aborted, Cutoff
-from gateway.generation import Generation
-from gateway.ledger import Entry, Ledger
+from gateway.generation import Aborted, Cutoff, Generation
 from gateway.metrics import Metrics
 from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, within, without_texts
-from gateway.quotas import Rate
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage, seen_at_the_end
-from gateway.resuming import about, beyond_log, finish_of, with_seed
-from gateway.sessions import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
-from gateway.stops import Output, Span
-from gateway.text import Tokenizer
-from gateway.upstreams import Upstreams
+from gateway.router import Upstreams
+from gateway.session_store import (
+    FINISHED,
+    INTERRUPTED,
+    Entry,
+    Ledger,
+    Record,
+    Store,
+    about,
+    another_request,
+    beyond_log,
+    duplicate,
+    finish_of,
+    stale,
+    with_seed,
+)
+from gateway.tokenizer import Output, Span, Tokenizer
 from gateway.watching import Begun, Ended, Told, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats

@@ -1,27 +1,40 @@
-"""The public gRPC face: rootward.v1.Inference and rootward.v1.Control."""
+"""The public gRPC face: rootward.v1.Inference and rootward.v1.Control.
+
+The public messages of rootward.v1 ↔ the gateway's own values.
+
+What an operator sees, as messages: events of requests and the load of verifiers.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import json
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import grpc
 
 import rootward
-from gateway.access import ends_requests_of
+from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
-from gateway.planning import check_model, check_name
-from gateway.requests import Chat, Delta, GenerateRequest
+from gateway.planning import check_model, check_name, refusing
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
+from gateway.router import Upstream
 from gateway.service import GatewayService
-from gateway.servicer_codec import chat_from_pb, choice_to_pb, chunk_to_pb, request_from_pb, usage_to_pb
-from gateway.servicer_watching import event_to_pb, verifier_load_to_pb
-from gateway.stops import Span
+from gateway.tokenizer import Span
+from gateway.watching import Begun, Event, Round, Sent
+from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.codec import to_pb
+from rootward.wire.codec_common import REASONS, stats_to_pb
+from rootward.wire.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
+from rootward.wire.columns import pack_u32
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status
 
@@ -270,3 +283,232 @@ def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
     if kind is None:
         raise InvalidRequest("prompt", "", "is missing; send text or chat")
     return chat_from_pb(message.chat) if kind == "chat" else message.text
+
+
+_MODES = {
+    generate_pb2.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
+    generate_pb2.Speculation.AUTO: SpeculationMode.AUTO,
+    generate_pb2.Speculation.DISABLED: SpeculationMode.DISABLED,
+    generate_pb2.Speculation.REQUIRED: SpeculationMode.REQUIRED,
+}
+_VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
+    generate_pb2.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
+    generate_pb2.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
+    generate_pb2.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
+    generate_pb2.Speculation.TOKEN: (Rule.TOKEN, None),
+}
+
+
+def request_from_pb(
+    message: generate_pb2.GenerateRequest, *, deadline_s: float | None = None, metadata: Mapping[str, str] | None = None
+) -> GenerateRequest:
+    """The request of a client. `metadata` is that of the call. InvalidRequest for what cannot be served."""
+    headers = metadata or {}
+    stopping, response = message.stopping, message.response
+    with refusing():
+        return GenerateRequest(
+            prompt=_prompt(message),
+            request_id=message.request_id or headers.get("x-request-id", ""),
+            model=message.model,
+            sampling=processors_from_pb(message.sampling, message.decoding),
+            max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+            stop=tuple(stopping.stop),
+            stop_token_ids=tuple(stopping.stop_token_ids),
+            include_stop=stopping.include_stop_str_in_output,
+            ignore_eos=stopping.ignore_eos,
+            skip_special_tokens=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
+            seed=message.sampling.seed if message.sampling.HasField("seed") else None,
+            speculation=_speculation(message.speculation),
+            session_id=message.session_id or headers.get("x-session-id", ""),
+            deadline_s=deadline_s,
+            min_tokens=stopping.min_tokens,
+            structure=structure_from_pb(message.decoding),
+            bad_words=tuple(message.decoding.bad_words),
+            logprobs=response.logprobs if response.HasField("logprobs") else None,
+            n=message.sampling.n if message.sampling.HasField("n") else 1,
+            priority=message.priority,
+            tenant=tenant(headers),
+            resume=_resume(message),
+            prompt_logprobs=response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
+            prediction=message.speculation.prediction,
+            traceparent=headers.get("traceparent", ""),
+            cache_salt=uuid.uuid4().hex if message.cache.bypass_prefix_cache else message.cache.cache_salt,
+        )
+
+
+def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
+    """The conversation of a client."""
+    if not message.messages:
+        raise InvalidRequest("chat.messages", 0, "messages are not enough; send at least one")
+    return Chat(
+        tuple(_chat_message(m) for m in message.messages),
+        message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        message.continue_final_message,
+        _template_kwargs(message.template_kwargs_json),
+    )
+
+
+def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
+    """How it ended. `detail` adds the histogram of accepted lengths."""
+    timing = ending.timing
+    stats = ending.stats if detail else replace(ending.stats, acceptance_histogram=())
+    finish = generate_pb2.Finish(
+        reason=REASONS[ending.reason],
+        speculation=stats_to_pb(stats),
+        timing=generate_pb2.Timing(
+            queue_ms=timing.queue_ms, ttft_ms=timing.ttft_ms, decode_ms=timing.decode_ms, total_ms=timing.total_ms
+        ),
+        warnings=ending.warnings,
+    )
+    for field in ("eos_token_id", "stop_token_id", "stop_string"):
+        if (value := getattr(ending, field)) is not None:
+            setattr(finish, field, value)
+    return finish
+
+
+def usage_to_pb(usage: Usage) -> generate_pb2.Usage:
+    accepted, rejected = usage.predicted or (None, None)
+    return generate_pb2.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+        accepted_prediction_tokens=accepted,
+        rejected_prediction_tokens=rejected,
+    )
+
+
+def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:
+    """A run of spans as the client wants to see it."""
+    chunk, spans = (
+        generate_pb2.GenerateChunk(request_id=delta.request_id, index=delta.index, offset=delta.offset),
+        delta.spans,
+    )
+    _tell(chunk, spans, response)
+    if response.speculation_detail:
+        chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
+    if delta.offset == 0:
+        _tell_of_prompt(chunk, delta.prompt_logprobs)
+    if delta.ending is not None:
+        chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
+    return chunk
+
+
+def choice_to_pb(
+    index: int,
+    spans: Sequence[Span],
+    ending: Ending,
+    response: generate_pb2.ResponseOptions,
+    prompt_logprobs: Sequence[TokenLogprob] = (),
+) -> generate_pb2.Choice:
+    """A whole choice."""
+    choice = generate_pb2.Choice(index=index, finish=finish_to_pb(ending, detail=response.speculation_detail))
+    _tell(choice, spans, response)
+    _tell_of_prompt(choice, prompt_logprobs)
+    return choice
+
+
+def _tell(
+    message: generate_pb2.GenerateChunk | generate_pb2.Choice,
+    spans: Sequence[Span],
+    response: generate_pb2.ResponseOptions,
+) -> None:
+    """Text, ids and log-probabilities, as far as they are wanted."""
+    if not response.HasField("text") or response.text:
+        message.text = "".join(s.text for s in spans)
+    if not response.HasField("token_ids") or response.token_ids:
+        message.token_ids, message.accepted = (
+            pack_u32([s.token for s in spans], "token_ids"),
+            bytes(s.accepted for s in spans),
+        )
+    if response.HasField("logprobs") and spans:
+        message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in spans if s.logprob is not None]))
+
+
+def _tell_of_prompt(message: generate_pb2.GenerateChunk | generate_pb2.Choice, told: Sequence[TokenLogprob]) -> None:
+    if told:
+        message.prompt_logprobs.CopyFrom(logprobs_to_pb(told))
+
+
+def _prompt(message: generate_pb2.GenerateRequest) -> str | tuple[int, ...] | Chat:
+    kind = message.WhichOneof("prompt")
+    if kind == "text":
+        return message.text
+    if kind == "chat":
+        return chat_from_pb(message.chat)
+    if kind == "token_ids" and message.token_ids.ids:
+        return tuple(message.token_ids.ids)
+    raise InvalidRequest("prompt", "", "is missing or empty; send text, token_ids or chat")
+
+
+def _resume(message: generate_pb2.GenerateRequest) -> Resume | None:
+    received = tuple(message.resume_tokens.ids)
+    if not message.HasField("resume_offset"):
+        return Resume(len(received), received) if received else None
+    return Resume(message.resume_offset, received)
+
+
+def _speculation(message: generate_pb2.Speculation) -> Speculation:
+    mode, verification = _MODES.get(message.mode), _VERIFICATIONS.get(message.verification)
+    if mode is None:
+        raise InvalidRequest("speculation.mode", message.mode, "is unknown; use AUTO, DISABLED or REQUIRED")
+    if verification is None:
+        fix = "is unknown; use TRAVERSAL, COUPLED or TOKEN"
+        raise InvalidRequest("speculation.verification", message.verification, fix)
+    sizes = {
+        name: getattr(message, name) if message.HasField(name) else None
+        for name in ("num_draft_tokens", "max_depth", "topk")
+    }
+    return Speculation(mode, *verification, **sizes, drafter=message.drafter)
+
+
+def _chat_message(message: generate_pb2.ChatMessage) -> dict[str, str]:
+    named = {"name": message.name} if message.name else {}
+    return {"role": message.role, "content": message.content, **named}
+
+
+def _template_kwargs(text: str) -> Mapping[str, object]:
+    try:
+        value = json.loads(text) if text else {}
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
+    return value
+
+
+def event_to_pb(event: Event) -> control_pb2.SessionEvent:
+    message = control_pb2.SessionEvent(
+        request_id=event.request_id,
+        session_id=event.session_id,
+        tenant=event.tenant,
+        elapsed_s=event.elapsed_s,
+        num_missed=event.num_missed,
+    )
+    what = event.what
+    if isinstance(what, Begun):
+        message.begun.num_prompt_tokens, message.begun.num_known_tokens = what.num_prompt_tokens, what.num_known_tokens
+    elif isinstance(what, Sent):
+        message.sent.verifier, message.sent.epoch = what.verifier, what.epoch
+    elif isinstance(what, Round):
+        told = message.round
+        told.offset, told.num_tokens, told.num_accepted = what.offset, what.num_tokens, what.num_accepted
+    else:
+        message.ended.error, message.ended.num_tokens = what.error, what.num_tokens
+        if what.reason is not None:
+            message.ended.reason = REASONS[what.reason]
+    return message
+
+
+def verifier_load_to_pb(upstream: Upstream) -> control_pb2.VerifierLoad:
+    """As it last said."""
+    info = upstream.info
+    if info is None:
+        return control_pb2.VerifierLoad(name=upstream.name)
+    return control_pb2.VerifierLoad(
+        name=info.worker,
+        ready=upstream.ready,
+        num_running=info.num_running,
+        num_waiting=info.num_waiting,
+        max_sessions=info.max_sessions,
+        stats=info.stats,
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
-from gateway.quotas import Rate
+from gateway.admission import Rate
 from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings

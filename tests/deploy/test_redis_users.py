@@ -10,7 +10,7 @@ import redis
 from support.helm import ROOT, named, of_kind
 from support.processes import free_port, wait_until
 
-from gateway.local_redis import redis_command
+from gateway.local import redis_command
 from gateway.redis_store import open_store
 from rootward.discovery.registry import RegistryUnavailable, Worker, open_registry
 

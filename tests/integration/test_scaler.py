@@ -11,8 +11,7 @@ import pytest
 from support.redis import running_redis
 
 from benchmarks.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
-from gateway.scaler import HOLD_S, DemandWatch
-from gateway.scaler_servicer import ScalerServicer
+from gateway.autoscaling import HOLD_S, DemandWatch, ScalerServicer
 from rootward.clock import FakeClock
 from rootward.discovery.registry import Worker, open_registry
 from rootward.v1 import external_scaler_pb2 as pb

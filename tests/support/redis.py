@@ -12,7 +12,7 @@ from typing import Self
 import redis
 from support.processes import free_port, wait_until
 
-from gateway.local_redis import redis_command
+from gateway.local import redis_command
 
 
 def _answers(port: int) -> bool:

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from gateway.prefixes import BLOCK, Prefixes, block_keys, tokens_held
-from gateway.router import VerifierView, choose
+from gateway.router import BLOCK, Prefixes, VerifierView, block_keys, choose, tokens_held
 
 PREFILL_TOKENS_PER_S, DECODE_TOKENS_PER_S = 4000.0, 40.0
 SLOTS, CACHE_BLOCKS = 8, 1200

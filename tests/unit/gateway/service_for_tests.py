@@ -6,10 +6,10 @@ from contextlib import asynccontextmanager
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+from gateway.router import Upstreams
 from gateway.service import GatewayService, Limits
 from gateway.servicer import register
-from gateway.sessions import MemoryStore
-from gateway.upstreams import Upstreams
+from gateway.session_store import MemoryStore
 from rootward.wire.server import RpcServer
 
 TEXT = SpellingVerifier().text

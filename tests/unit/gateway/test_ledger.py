@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 from unit.gateway.redis_for_tests import redis_server
 
-from gateway.ledger import Ledger
-from gateway.prefixes import BLOCK, TTL_S, Prefixes, tokens_held
 from gateway.redis_store import RedisStore
-from gateway.sessions import MemoryStore, Run, StoreUnavailable, Write
+from gateway.router import BLOCK, TTL_S, Prefixes, tokens_held
+from gateway.session_store import Ledger, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
 

@@ -18,7 +18,7 @@ from gateway.http_api import build_app
 from gateway.http_logprobs import Names, of_completion
 from gateway.http_requests import parse_completion
 from gateway.requests import GenerateRequest
-from gateway.stops import Span
+from gateway.tokenizer import Span
 from rootward.client import AsyncClient, SamplingParams
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
 from rootward.errors import BadRequestError, InvalidRequest

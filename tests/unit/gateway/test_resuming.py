@@ -8,7 +8,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.requests import GenerateRequest, Resume
-from gateway.sessions import MemoryStore
+from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, FinishReason, Rule, Speculation
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 

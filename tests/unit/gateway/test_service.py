@@ -12,7 +12,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoc
 
 from gateway.http_errors import http_error
 from gateway.requests import GenerateRequest
-from gateway.sessions import MemoryStore, StoreUnavailable
+from gateway.session_store import MemoryStore, StoreUnavailable
 from rootward.core.requests import FinishReason
 from rootward.errors import (
     DeadlineExceeded,

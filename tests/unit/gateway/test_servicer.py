@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
-from gateway.servicer_codec import request_from_pb
+from gateway.servicer import request_from_pb
 from rootward.errors import InvalidRequest
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import unpack_u32

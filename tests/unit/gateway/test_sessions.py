@@ -8,7 +8,7 @@ import pytest
 from unit.gateway.redis_for_tests import redis_server, running
 
 from gateway.redis_store import RedisStore, open_store
-from gateway.sessions import MemoryStore, Run, StoreUnavailable, Write
+from gateway.session_store import MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import TokenLogprob
 from rootward.errors import ConfigurationError, DuplicateRequest, StaleEpoch
 

@@ -13,14 +13,12 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway import http_generate
-from gateway.accounts import owed
+from gateway.admission import Rate, owed
 from gateway.http_api import build_app
-from gateway.names import as_chosen, of_tenant
-from gateway.quotas import Rate
-from gateway.requests import GenerateRequest, Resume
+from gateway.requests import GenerateRequest, Resume, as_chosen, of_tenant
+from gateway.router import Upstreams
 from gateway.service import GatewayService
-from gateway.sessions import FINISHED, INTERRUPTED, RUNNING, MemoryStore, Record, Run
-from gateway.upstreams import Upstreams
+from gateway.session_store import FINISHED, INTERRUPTED, RUNNING, MemoryStore, Record, Run
 from rootward.core.requests import FinishReason
 from rootward.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 

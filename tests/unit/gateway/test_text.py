@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 from unit.gateway.tokenizers_for_tests import END, byte_level
 
 from gateway.settings import GatewaySettings, LocalSettings
-from gateway.text import HuggingFaceTokenizer, TokenNumbers, load_tokenizer
+from gateway.tokenizer import HuggingFaceTokenizer, TokenNumbers, load_tokenizer
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 
 TEMPLATE = (

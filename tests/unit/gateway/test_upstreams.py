@@ -9,10 +9,10 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.requests import GenerateRequest
+from gateway.router import Upstreams
 from gateway.service import GatewayService, Limits
-from gateway.sessions import MemoryStore
+from gateway.session_store import MemoryStore
 from gateway.settings import GatewaySettings
-from gateway.upstreams import Upstreams
 from rootward.ports import Peer
 
 

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gateway.text import HuggingFaceTokenizer
+from gateway.tokenizer import HuggingFaceTokenizer
 
 END = "<|end|>"
 TEXT = [

@@ -1,18 +1,20 @@
-"""The tokenizer of the served model, as the gateway uses it. Only the gateway knows text; below it there are token ids.
+"""Text and token ids: the tokenizer of the served model, incremental detokenisation, and output cut at stop strings.
 
-A prompt's text is tokenised exactly as given: no beginning-of-sequence token is put before it unless the gateway runs with
-`--add-special-tokens` or a tokenize call asks for it. A chat prompt carries the special tokens its template writes.
+Only the gateway knows text; below it there are token ids. A text prompt is tokenised exactly as given: no beginning-of-sequence token is
+put before it unless the gateway runs with `--add-special-tokens` or a tokenize call asks for it. A chat prompt carries the special tokens
+that its template writes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from gateway.detokenizer import REPLACEMENT, Detokenizer
+from rootward.core.requests import TokenLogprob
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
 
 _BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
@@ -243,3 +245,208 @@ def _refuse_lone_surrogates(field: str, text: str) -> None:
 def _is_path(model: str) -> bool:
     """A hub name is `owner/name` or `name`; anything that starts like a path or has more parts is a folder."""
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or Path(model).exists()
+
+
+REPLACEMENT = "\ufffd"  # what decoders put where bytes are no character (yet)
+_LONGEST_CHARACTER = (
+    8  # tokens after which bytes that are no character are taken for broken ones; UTF-8 needs at most 4
+)
+_MOVE_AT = 24  # tokens in the window before it moves on
+_MOVE_ANYWAY_AT = 64  # the same where no clean end was seen
+_OVERLAP = 4  # fewest tokens that stay in the window
+_CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
+
+
+class Detokenizer:
+    """`push` gives the text that became certain with a token; all pieces and `flush` together are the decoded text.
+
+    `decode` must not tidy up spaces (that rewrites text already given out). `context` is the prompt, whose end decides how
+    the first output token is written. `hidden` tokens have no text (special tokens).
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
+    ):
+        self._decode = decode
+        self._hidden = hidden
+        self._window = [t for t in context[-_CONTEXT:] if t not in hidden]
+        self._clean: list[int] = []  # lengths of the window at which its text ended with a whole character
+        self._dirty = 0  # tokens since the last clean end
+        text = decode(self._window) if self._window else ""
+        self._given = len(text.rstrip(REPLACEMENT))  # characters of the window's text that are out already
+
+    @property
+    def pending(self) -> bool:
+        """Bytes are held that may become a character."""
+        return self._dirty > 0
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; "" in the middle of a character and for hidden tokens."""
+        if token in self._hidden:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT):
+            self._dirty += 1
+        else:
+            self._dirty = 0
+            self._clean.append(len(self._window))
+        piece = self._take(self._certain(text))
+        self._move()
+        return piece
+
+    def flush(self) -> str:
+        """What is still held, broken bytes as U+FFFD. Nothing may be pushed afterwards."""
+        self._dirty = 0
+        return self._take(self._decode(self._window)) if self._window else ""
+
+    def _certain(self, text: str) -> str:
+        if not self._dirty:
+            return text
+        if self._dirty <= _LONGEST_CHARACTER:
+            return text.rstrip(REPLACEMENT)
+        return text[:-1]  # too long for one character: all but the last mark are broken for good
+
+    def _take(self, certain: str) -> str:
+        piece = certain[self._given :]
+        self._given = max(self._given, len(certain))
+        return piece
+
+    def _move(self) -> None:
+        """Forget the front of a long window; what stays must decode to something, so that a first blank is not lost."""
+        size = len(self._window)
+        if size < _MOVE_AT:
+            return
+        cut = max((c for c in self._clean if c <= size - _OVERLAP), default=0)
+        if not cut and size >= _MOVE_ANYWAY_AT:
+            cut = size - 2 * _LONGEST_CHARACTER
+        certain = self._certain(self._decode(self._window[cut:])) if cut else ""
+        if certain:
+            self._window = self._window[cut:]
+            self._clean = [c - cut for c in self._clean if c > cut]
+            self._given = len(certain)
+
+
+PART = 32  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One token and the text it added ("" inside a character and for hidden tokens)."""
+
+    token: int
+    text: str
+    accepted: bool  # an accepted draft token, not a bonus token
+    logprob: TokenLogprob | None = None  # where they are asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    stop: str
+    begin: int
+    end: int
+
+
+def find_stop(text: str, stops: Sequence[str], after: int = 0) -> Match | None:
+    """The stop that is complete first; of those the longest. So the result does not depend on how text was chunked.
+
+    One that ends within the first `after` characters does not count.
+    """
+    found = [Match(s, at, at + len(s)) for s in stops if (at := text.find(s, max(0, after - len(s) + 1))) >= 0]
+    return min(found, key=lambda m: (m.end, m.begin), default=None)
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is the beginning, but not the whole, of a stop."""
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stops if len(s) > n)), 0)
+
+
+class Output:
+    """The stream of one generation: tokens in, releasable spans out. Text, ids and flags are always cut at the same place.
+
+    Whole tokens are released, and a character is released with all its tokens. `stop` is the stop string that was found;
+    nothing comes after it.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ):
+        self._detokenizer = detokenizer
+        self._deaf_tokens = min_tokens  # tokens still to come whose text completes no stop
+        self._deaf = 0  # characters held that complete no stop
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held: list[Span] = []
+        self.stop: str | None = None
+
+    def push(
+        self, tokens: Sequence[int], accepted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Span]:
+        """Take committed tokens; return the spans that are final. Part by part, for each token looks at all held text."""
+        known: Sequence[TokenLogprob | None] = logprobs or [None] * len(tokens)
+        out: list[Span] = []
+        for token, flag, logprob in zip(tokens, accepted, known, strict=True):
+            self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
+            if self._deaf_tokens:
+                self._deaf_tokens -= 1
+                self._deaf = len(self._text())
+            if self._cut_at_stop():
+                return out + self._release(len(self._held))
+            if len(self._held) % PART == 0:
+                out += self._release(self._num_releasable())
+        return out + self._release(self._num_releasable())
+
+    def finish(self, hidden: Span | None = None) -> list[Span]:
+        """Everything still held; `hidden` is a last token whose text is not shown (end of sequence, stop token)."""
+        if self.stop is not None:
+            return []
+        rest = self._detokenizer.flush()
+        if rest and self._held:
+            self._held[-1] = replace(self._held[-1], text=self._held[-1].text + rest)
+        if not self._cut_at_stop() and hidden is not None:
+            self._held.append(hidden)
+        return self._release(len(self._held))
+
+    def _text(self) -> str:
+        return "".join(span.text for span in self._held)
+
+    def _cut_at_stop(self) -> bool:
+        match = find_stop(self._text(), self._stops, self._deaf)
+        if match is None:
+            return False
+        self.stop = match.stop
+        self._held = _cut(self._held, match.end if self._include_stop else match.begin)
+        return True
+
+    def _num_releasable(self) -> int:
+        """Spans up to the last one with text that ends before anything that may become a stop."""
+        text = self._text()
+        safe = len(text) - held_back(text, self._stops)
+        count = end = 0
+        for i, span in enumerate(self._held):
+            end += len(span.text)
+            whole = not (self._detokenizer.pending and i == len(self._held) - 1)
+            if span.text and end <= safe and whole:
+                count = i + 1
+        return count
+
+    def _release(self, count: int) -> list[Span]:
+        out, self._held = self._held[:count], self._held[count:]
+        self._deaf = max(0, self._deaf - sum(len(span.text) for span in out))
+        return out
+
+
+def _cut(spans: Sequence[Span], length: int) -> list[Span]:
+    """The spans that begin before `length` characters, the last one shortened to it."""
+    kept: list[Span] = []
+    begin = 0
+    for span in spans:
+        if begin >= length:
+            break
+        kept.append(replace(span, text=span.text[: length - begin]))
+        begin += len(span.text)
+    return kept

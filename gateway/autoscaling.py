@@ -1,0 +1,247 @@
+"""Demand for drafters from what workers put into their heartbeats: the same formula as the recording rules, without a Prometheus.
+
+Every second the registry is read; rates are taken over `WINDOW_S`. Any gateway computes the same. While Redis does not answer the last
+values hold for `HOLD_S`, then they are unknown, which is not 0: an autoscaler that hears 0 would scale everything away.
+
+KEDA's external scaler on the wire: `externalscaler.ExternalScaler`. One trigger asks for one signal of one pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+
+from gateway.settings import GatewaySettings
+from rootward.clock import Clock, SystemClock
+from rootward.demand import UNKNOWN, Cost, Reading, Signals, signals
+from rootward.discovery.registry import Registry, RegistryUnavailable, Worker, open_registry
+from rootward.errors import InvalidRequest, NotFound, Unavailable
+from rootward.v1 import external_scaler_pb2 as pb
+from rootward.v1 import external_scaler_pb2_grpc
+from rootward.wire.server import RpcServer
+from rootward.wire.status import errors_as_status
+
+log = structlog.get_logger("scaler")
+
+LOOK_S = 1.0
+WINDOW_S = 15.0
+HOLD_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """All workers at one time. drafters by pool."""
+
+    at_s: float
+    verifiers: Mapping[str, Worker]
+    drafters: Mapping[str, Mapping[str, Worker]]
+
+    @property
+    def pools(self) -> frozenset[str]:
+        """Pools that verifiers draw from."""
+        return frozenset(pool for worker in self.verifiers.values() for pool in worker.counters)
+
+    def workers(self, role: str, pool: str) -> Mapping[str, Worker]:
+        return self.verifiers if role == "verifier" else self.drafters.get(pool, {})
+
+
+class DemandWatch:
+    """`run` looks until cancelled; everything else is a question about what was seen. model: the served name of the verifiers."""
+
+    def __init__(self, registry: Registry, model: str, clock: Clock | None = None) -> None:
+        self._registry, self._model, self._clock = registry, model, clock or SystemClock()
+        self._looks: deque[Look] = deque()
+        self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
+        self._ended = False
+        self._changed = asyncio.Event()  # set, and replaced, after every look
+
+    async def run(self) -> None:
+        while True:
+            await self.look()
+            await self._clock.sleep(LOOK_S)
+
+    async def look(self) -> None:
+        """Read the registry once. What cannot be read leaves things as they were."""
+        try:
+            verifiers = by_id(await self._registry.workers("verifier", self._model))
+            pools = {pool for worker in verifiers.values() for pool in worker.counters}
+            drafters = {pool: by_id(await self._registry.workers("drafter", pool)) for pool in sorted(pools)}
+        except RegistryUnavailable as error:
+            log.debug("not_seen", error=str(error))
+        else:
+            self._keep(Look(self._clock.now(), verifiers, drafters))
+        self._wake_up()
+
+    def end(self) -> None:
+        """The gateway drains: streams end, KEDA asks another."""
+        self._ended = True
+        self._wake_up()
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set at the next look. Take it before looking at anything, so that no change is missed."""
+        return self._changed
+
+    def active(self, pool: str) -> bool:
+        """Whether sessions would take drafts of this pool."""
+        latest = self._latest(pool)
+        return any(w.counters.get(pool, {}).get("speculating_sessions", 0) > 0 for w in latest.verifiers.values())
+
+    def signals(self, pool: str) -> Signals:
+        """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if nobody could be asked for too long."""
+        new = self._latest(pool)
+        verifiers = [self._reading(w, pool) for w in new.verifiers.values() if pool in w.counters]
+        drafters = [self._reading(w, pool) for w in new.drafters.get(pool, {}).values()]
+        return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._costs.get(pool, UNKNOWN))
+
+    def _reading(self, worker: Worker, pool: str) -> Reading:
+        """It counts from where it was first seen in the window, as `rate` does: one that is new here need not be young. Its registry may
+        have lost it, or nobody asked for its pool."""
+        seen = (look.workers(worker.role, pool).get(worker.id) for look in self._looks)
+        first = next((known for known in seen if known and known.incarnation == worker.incarnation), worker)
+        return Reading(first.counters.get(pool, {}), worker.counters.get(pool, {}))
+
+    def _latest(self, pool: str) -> Look:
+        latest = self._looks[-1] if self._looks else None
+        if latest is None or self._clock.now() - latest.at_s > HOLD_S:
+            raise Unavailable("the registry has not answered; demand is unknown", retry_after_s=LOOK_S)
+        if pool not in latest.pools:
+            raise NotFound(
+                f"pool: {pool!r} is known to no verifier; known: {', '.join(sorted(latest.pools)) or 'none'}"
+            )
+        return latest
+
+    def _keep(self, look: Look) -> None:
+        self._looks.append(look)
+        while len(self._looks) > 2 and look.at_s - self._looks[1].at_s >= WINDOW_S:
+            self._looks.popleft()
+        for pool in look.pools:
+            self._costs[pool] = self.signals(pool).cost
+
+    def _wake_up(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def by_id(workers: tuple[Worker, ...]) -> dict[str, Worker]:
+    return {worker.id: worker for worker in workers}
+
+
+NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
+GRACE_S = 1.0  # for streams to end well
+SIGNALS = ("demand", "sessions", "rows", "stall")
+LONGEST_SILENCE_S = 10.0  # after which a stream looks by itself
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
+    def __init__(self, watch: DemandWatch) -> None:
+        self._watch = watch
+
+    def register(self, server: RpcServer) -> None:
+        external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server(self, server.grpc)
+        server.services.append(NAME)
+
+    async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
+        async with errors_as_status(context):
+            active = self._watch.active(_pool(request))
+        return pb.IsActiveResponse(result=active)
+
+    async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
+        """The state at once, then on change. It ends well on a drain: an error would double the time until KEDA asks again."""
+        said: bool | None = None
+        async with errors_as_status(context):
+            pool = _pool(request)
+            while changed := None if self._watch.ended else self._watch.changed:
+                if (active := self._watch.active(pool)) is not said:
+                    said = active
+                    yield pb.IsActiveResponse(result=active)
+                try:
+                    async with asyncio.timeout(LONGEST_SILENCE_S):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+
+    async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
+        async with errors_as_status(context):
+            target = _target(request)
+            spec = pb.MetricSpec(metricName=_metric(request), targetSize=math.ceil(target), targetSizeFloat=target)
+        return pb.GetMetricSpecResponse(metricSpecs=[spec])
+
+    async def GetMetrics(self, request: pb.GetMetricsRequest, context: Context) -> pb.GetMetricsResponse:
+        async with errors_as_status(context):
+            value = self._value(request.scaledObjectRef)
+            name = request.metricName or _metric(request.scaledObjectRef)
+        values = [pb.MetricValue(metricName=name, metricValue=math.ceil(value), metricValueFloat=value)]
+        return pb.GetMetricsResponse(metricValues=values)
+
+    def _value(self, request: pb.ScaledObjectRef) -> float:
+        pool = _pool(request)
+        found = self._watch.signals(pool)
+        value: float | None = getattr(found, _signal(request))
+        if value is None:
+            raise Unavailable(f"{_signal(request)} of pool {pool!r} is not known yet", retry_after_s=1.0)
+        return value
+
+
+@asynccontextmanager
+async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
+    """Serve on `scaler_listen`, if there is one. Streams end well when the gateway does."""
+    if not settings.scaler_listen:
+        yield
+        return
+    async with open_registry(settings.redis_url) as registry:
+        watch = DemandWatch(registry, settings.name)
+        looking = asyncio.create_task(watch.run(), name="scaler")
+        try:
+            async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:
+                ScalerServicer(watch).register(server)
+                await server.start()
+                await server.set_ready(True)
+                log.info("scaler_listens", address=server.address)
+                yield
+                watch.end()
+        finally:
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+
+
+def _pool(request: pb.ScaledObjectRef) -> str:
+    if pool := request.scalerMetadata.get("pool", ""):
+        return pool
+    raise InvalidRequest("pool", "", "is missing in the trigger's metadata; name a pool of drafters")
+
+
+def _signal(request: pb.ScaledObjectRef) -> str:
+    signal = request.scalerMetadata.get("signal", "demand")
+    if signal not in SIGNALS:
+        raise InvalidRequest("signal", signal, f"is none of {', '.join(SIGNALS)}")
+    return signal
+
+
+def _target(request: pb.ScaledObjectRef) -> float:
+    written = request.scalerMetadata.get("target", "")
+    try:
+        target = float(written)
+    except ValueError:
+        target = math.nan
+    if not (math.isfinite(target) and target > 0):
+        raise InvalidRequest("target", written, "must be a number above 0: what one replica is for")
+    return target
+
+
+def _metric(request: pb.ScaledObjectRef) -> str:
+    return f"rootward-{_pool(request)}-{_signal(request)}"

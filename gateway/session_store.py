@@ -1,0 +1,624 @@
+"""Leases, epochs, the committed log and session metadata: what a store of them must do, and one in memory.
+
+The rules are those of `redis_schema.py`; `redis_store.py` keeps them in Redis, so that any gateway can go on where another stopped.
+
+Going on with a request that another gateway, or this one, had begun: what of its output is known. No I/O.
+
+The record of running requests: lease, epoch and committed tokens, written to the session store off the hot path.
+
+A generation only marks what is to be written; one loop writes it, all requests together and several tokens at a time. When the store does
+not answer, running requests go on and are written when it answers again. Rules of epochs: `redis_schema.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
+from typing import Protocol
+
+import structlog
+
+from gateway.admission import Buckets, Rate, refusal
+from gateway.planning import Plan
+from gateway.requests import Resume, as_chosen, of_tenant
+from gateway.router import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
+from rootward.core.requests import Finish, FinishReason, Rule, SpeculationStats, TokenLogprob, VerifierRequest
+from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
+from rootward.ports import Lease
+
+RETENTION_S = 660.0  # the longest request (600 s) + 60 s
+KEPT_AFTER_END_S = 60.0
+FORGET_EVERY_S = 1.0
+
+RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+
+
+class StoreUnavailable(Unavailable):
+    """The session store does not answer. Running requests go on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Committed output. `accepted` and `logprobs` are as in `Committed`, one per token; no logprobs where none are asked for."""
+
+    tokens: tuple[int, ...] = ()
+    accepted: tuple[bool, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def since(self, begin: int) -> Run:
+        return Run(self.tokens[begin:], self.accepted[begin:], self.logprobs[begin:])
+
+    def to_json(self) -> str:
+        item: dict[str, object] = {"t": self.tokens, "a": [int(flag) for flag in self.accepted]}
+        if self.logprobs:
+            item["l"] = [[of.logprob, of.top] for of in self.logprobs]
+        return json.dumps(item, separators=(",", ":"))
+
+    @staticmethod
+    def joined(items: Iterable[str]) -> Run:
+        """All items of a log together."""
+        read = [json.loads(item) for item in items]
+        logprobs = [TokenLogprob(own, tuple((t, p) for t, p in top)) for item in read for own, top in item.get("l", ())]
+        tokens, accepted = ([value for item in read for value in item[name]] for name in ("t", "a"))
+        return Run(tuple(tokens), tuple(map(bool, accepted)), tuple(logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is kept of a request."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    output: Run = field(default_factory=Run)
+
+    @property
+    def finished(self) -> bool:
+        return self.fields.get("state") == FINISHED
+
+    @property
+    def running(self) -> bool:
+        """Somebody drives it, or died while driving it."""
+        return self.fields.get("state") == RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """What is due of one running request: its lease is renewed, `run` appended at `offset`, and, where `state` is not empty, the request
+    is over as soon as the log holds all `total` tokens."""
+
+    lease: Lease
+    offset: int = 0
+    run: Run = field(default_factory=Run)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    state: str = ""
+    total: int = 0
+
+
+class Store(Protocol):
+    """Control plane only: never on the round path. Every call is bounded in time and may raise StoreUnavailable."""
+
+    async def begin(
+        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
+    ) -> Lease:
+        """A new run, with the next epoch, at least `least_epoch`, and an empty log. DuplicateRequest if another holder's lease is alive."""
+
+    async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
+        """Go on with a run, whoever drives it now. No lease: the id is unknown (empty record) or the run is finished.
+
+        DuplicateRequest if the run answers a request of another digest."""
+
+    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
+        """For another attempt of the same holder. StaleEpoch if somebody else drives the request now."""
+
+    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
+        """Length of each log afterwards; -1: somebody else drives that request now."""
+
+    async def restart(self, lease: Lease) -> None:
+        """Empty the log, if the lease is current."""
+
+    async def record(self, request_id: str) -> Record: ...
+
+    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None: ...
+
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        """Verifier → keys of prompt blocks whose KV it holds."""
+
+    async def hints(
+        self, model: str, keys: Sequence[str], session_id: str
+    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
+        """(who holds each of these blocks, what is known of the session), in one round trip."""
+
+    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        """From the tenant's bucket, see `Buckets.take`."""
+
+    async def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Kept:
+    fields: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+    holder: str = ""
+    lease_until: float = 0.0
+    log: Run = field(default_factory=Run)
+    expires: float = 0.0
+
+
+class MemoryStore:
+    """A store of one process: the same rules, nothing survives it. `now` is a monotonic clock in seconds."""
+
+    def __init__(self, *, now: Callable[[], float] = time.monotonic, retention_s: float = RETENTION_S):
+        self._now, self._retention_s = now, retention_s
+        self._requests: dict[str, _Kept] = {}
+        self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
+        self._buckets = Buckets(now)
+        self._look_again = 0.0
+
+    async def begin(
+        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
+    ) -> Lease:
+        self._forget_expired()
+        kept = self._requests.setdefault(request_id, _Kept())
+        if self._alive(kept) and kept.holder != holder:
+            raise duplicate(request_id)
+        kept.fields, kept.log = dict(about), Run()
+        return self._grant(request_id, kept, max(kept.epoch + 1, least_epoch), holder, ttl_s)
+
+    async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
+        self._forget_expired()
+        kept = self._requests.get(request_id)
+        if kept is None or "digest" not in kept.fields:
+            return None, Record()
+        if kept.fields["digest"] != digest:
+            raise another_request(request_id)
+        record = Record(dict(kept.fields), kept.log)
+        if record.finished:
+            return None, record
+        return self._grant(request_id, kept, kept.epoch + 1, holder, ttl_s), record
+
+    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
+        kept = self._requests.setdefault(lease.request_id, _Kept())
+        if not self._may_drive(kept, lease):
+            raise stale(lease.request_id)
+        return self._grant(lease.request_id, kept, lease.epoch + 1, lease.holder, ttl_s)
+
+    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
+        return [self._write(write, ttl_s) for write in writes]
+
+    def _write(self, write: Write, ttl_s: float) -> int:
+        kept = self._requests.setdefault(write.lease.request_id, _Kept())
+        if not self._may_drive(kept, write.lease):
+            return -1
+        self._grant(write.lease.request_id, kept, write.lease.epoch, write.lease.holder, ttl_s)
+        if write.run and len(kept.log) == write.offset:
+            ours = write.run
+            kept.log = Run(
+                kept.log.tokens + ours.tokens, kept.log.accepted + ours.accepted, kept.log.logprobs + ours.logprobs
+            )
+        kept.fields.update(write.fields)
+        if write.state and len(kept.log) == write.total:
+            kept.fields["state"], kept.lease_until = write.state, 0.0
+            kept.expires = self._now() + KEPT_AFTER_END_S
+        return len(kept.log)
+
+    async def restart(self, lease: Lease) -> None:
+        kept = self._requests.get(lease.request_id)
+        if kept is not None and self._alive(kept) and (kept.holder, kept.epoch) == (lease.holder, lease.epoch):
+            kept.log = Run()
+
+    async def record(self, request_id: str) -> Record:
+        self._forget_expired()
+        kept = self._requests.get(request_id)
+        return Record(dict(kept.fields), kept.log) if kept else Record()
+
+    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
+        _, known = self._sessions.get(session_id, (0.0, {}))
+        self._sessions[session_id] = (self._now() + ttl_s, {**known, **fields})
+
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        """Whoever asks a store in memory is who would have told it."""
+
+    async def hints(
+        self, model: str, keys: Sequence[str], session_id: str
+    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
+        self._forget_expired()
+        until, fields = self._sessions.get(session_id, (0.0, {}))
+        return [], dict(fields) if self._now() < until else {}
+
+    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        return self._buckets.take(tenant, cost, rate)
+
+    async def close(self) -> None:
+        """Nothing is held outside this process."""
+
+    def _alive(self, kept: _Kept) -> bool:
+        return self._now() < kept.lease_until
+
+    def _may_drive(self, kept: _Kept, lease: Lease) -> bool:
+        return not (self._alive(kept) and kept.holder != lease.holder) and kept.epoch <= lease.epoch
+
+    def _grant(self, request_id: str, kept: _Kept, epoch: int, holder: str, ttl_s: float) -> Lease:
+        now = self._now()
+        kept.epoch, kept.holder, kept.lease_until = epoch, holder, now + ttl_s
+        kept.fields |= {"state": RUNNING, "epoch": str(epoch), "holder": holder}
+        kept.expires = now + self._retention_s
+        return Lease(request_id, epoch, holder)
+
+    def _forget_expired(self) -> None:
+        """Once a second at most: what is kept is of the last minutes, so a scan is cheap."""
+        now = self._now()
+        if now < self._look_again:
+            return
+        self._look_again = now + FORGET_EVERY_S
+        for request_id in [i for i, kept in self._requests.items() if kept.expires <= now and kept.epoch]:
+            del self._requests[request_id]
+        for session_id in [i for i, (until, _) in self._sessions.items() if until <= now]:
+            del self._sessions[session_id]
+
+
+def duplicate(request_id: str) -> DuplicateRequest:
+    """What the second of two live requests with one id is told."""
+    fix = "is running already; choose another id or wait for its end"
+    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} {fix}", metadata={"field": "request_id"})
+
+
+def another_request(request_id: str) -> DuplicateRequest:
+    fix = "asks something else than what is resumed; resume with the same prompt and parameters, or choose another id"
+    return DuplicateRequest(f"request_id: {as_chosen(request_id)!r} {fix}", metadata={"field": "request_id"})
+
+
+def stale(request_id: str) -> StaleEpoch:
+    return StaleEpoch(f"request {as_chosen(request_id)!r} is driven by another gateway now")
+
+
+class StreamInterrupted(Unavailable):
+    """Tokens had been sent, and nobody can continue."""
+
+    reason = "STREAM_INTERRUPTED"
+
+
+def about(plan: Plan) -> dict[str, str]:
+    """What the record of a request says from its beginning. The digest tells requests apart that share an id; few things enter it,
+    so that gateways of two versions agree."""
+    request, first = plan.request, plan.first
+    asked = [request.tenant, first.prompt, first.stopping.max_tokens, request.seed, request.stop]
+    digest = blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
+    return {"digest": digest, "seed": str(first.seed)}
+
+
+def with_seed(plan: Plan, record: Record) -> Plan:
+    """The plan with the seed that was drawn when the request began."""
+    seed = record.fields.get("seed")
+    return plan if seed is None else replace(plan, first=replace(plan.first, seed=int(seed)))
+
+
+def beyond_log(plan: Plan, resume: Resume, record: Record) -> Run:
+    """What the client holds and the log does not, because its gateway died before it was written. The plan has the record's seed.
+
+    InvalidRequest when they disagree. StreamInterrupted when more was received than is known and could not be repeated."""
+    log = record.output
+    if log and bool(log.logprobs) is (plan.first.logprobs is None):
+        fix = "is not what this request began with; resume it with the same parameters"
+        raise InvalidRequest("logprobs", plan.first.logprobs, fix)
+    common = min(len(resume.tokens), len(log))
+    if resume.tokens[:common] != log.tokens[:common]:
+        raise InvalidRequest("resume_tokens", "given", "are not the output of this request so far")
+    more = resume.tokens[common:]
+    known = len(log) + len(more)
+    if resume.offset > known and not _repeatable(plan, record):
+        message = f"{resume.offset} tokens were received and {known} are known; send resume_tokens, or a new request"
+        raise StreamInterrupted(message, metadata={"emitted": str(resume.offset)})
+    # Neither is ever shown: the client has these tokens.
+    logprobs = () if plan.first.logprobs is None else (TokenLogprob(0.0),) * len(more)
+    return Run(more, (False,) * len(more), logprobs)
+
+
+def _repeatable(plan: Plan, record: Record) -> bool:
+    """The same tokens come again: the text depends on the target and the seed alone, and the seed is that of the beginning."""
+    same_seed = plan.request.seed is not None or "seed" in record.fields
+    return plan.first.sampling.greedy or (plan.first.speculation.rule is Rule.MATCH and same_seed)
+
+
+def finish_to_field(finish: Finish) -> str:
+    return json.dumps({"reason": finish.reason.value, "stats": asdict(finish.stats)})
+
+
+def finish_of(fields: Mapping[str, str]) -> Finish:
+    """How a finished request ended."""
+    known = json.loads(fields["finish"])
+    stats = known["stats"] | {"acceptance_histogram": tuple(known["stats"]["acceptance_histogram"])}
+    return Finish(FinishReason(known["reason"]), None, SpeculationStats(**stats))
+
+
+log = structlog.get_logger()
+
+SESSION_TTL_S = 3600.0
+DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
+WRITING_SHARE = 0.1  # of the time at most
+LONGEST_PAUSE_S = 1.0
+QUOTA_S = 0.25  # longest wait for a tenant's bucket
+HINT_S = 0.05  # longest wait for hints on who holds a prompt
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One running request. The lease is lost when another gateway drives the request; the generation must then stop."""
+
+    lease: Lease
+    held_until: float  # when the store lets others take the lease, unless renewed
+    tokens: list[int] = field(default_factory=list)  # committed so far
+    accepted: list[bool] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)  # one per token, or none at all
+    recorded: int = 0  # of these, in the store's log
+    fields: dict[str, str] = field(default_factory=dict)  # of the record, beside what every write sets
+    due: set[str] = field(default_factory=set)  # of these, not yet in the store
+    lost: bool = False
+    ended: str = ""  # final state, once over
+    ended_at: float = 0.0
+
+    @property
+    def epoch(self) -> int:
+        return self.lease.epoch
+
+    def output(self, begin: int = 0) -> Run:
+        return Run(tuple(self.tokens[begin:]), tuple(self.accepted[begin:]), tuple(self.logprobs[begin:]))
+
+
+class Ledger:
+    """Owns the entries; `run` writes them. `now` is the loop's clock in seconds."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        now: Callable[[], float],
+        model: Callable[[], str] = lambda: "",
+        lease_s: float = 5.0,
+        flush_s: float = 0.05,
+    ):
+        """`model`: fingerprint of the served one, once it is known."""
+        self._store, self._now, self._model = store, now, model
+        self.prefixes = Prefixes(now)
+        self._own_buckets = Buckets(now)
+        self._lease_s, self._flush_s = lease_s, flush_s
+        self._entries: set[Entry] = set()
+        self._sessions: dict[str, dict[str, str]] = {}
+        self._dirty = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._down = False
+
+    async def begin(self, request_id: str, about: Mapping[str, str] | None = None, *, least_epoch: int = 1) -> Entry:
+        """Take the lease of a new run; `about` goes into its record. DuplicateRequest when it is running somewhere.
+
+        While the store does not answer the request runs under epoch 1 unrecorded: a verifier that knows a higher epoch
+        refuses it, and the lease is taken in the store as soon as that answers.
+        """
+        holder, asked, about = _holder(), self._now(), dict(about or {})
+        try:
+            self._must_be_up()
+            lease = await self._leased(request_id, holder, about, least_epoch)
+        except StoreUnavailable:
+            self._mark_down()
+            entry = Entry(Lease(request_id, least_epoch, holder), asked + self._lease_s, fields=about, due=set(about))
+            return self._entered(entry)
+        return self._entered(Entry(lease, asked + self._lease_s, fields=about))
+
+    async def _leased(self, request_id: str, holder: str, about: Mapping[str, str], least_epoch: int) -> Lease:
+        """Of an id that has just been used here the store may not have heard the end."""
+        try:
+            return await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
+        except DuplicateRequest:
+            if not any(entry.ended and entry.lease.request_id == request_id for entry in self._entries):
+                raise
+        await self.flush()
+        return await self._store.begin(request_id, holder, self._lease_s, about, least_epoch=least_epoch)
+
+    async def take_over(self, request_id: str, digest: str) -> tuple[Entry | None, Record]:
+        """Go on with a run, whoever drives it now. No entry: it is unknown (empty record) or finished.
+
+        DuplicateRequest when the id stands for another request. Unavailable while the store does not answer: nobody may then take what
+        another gateway may be driving."""
+        asked = self._now()
+        try:
+            self._must_be_up()
+            lease, record = await self._store.take_over(request_id, _holder(), self._lease_s, digest)
+        except StoreUnavailable:
+            self._mark_down()
+            message = f"request {as_chosen(request_id)!r} cannot be resumed while the session store is gone"
+            raise Unavailable(message, retry_after_s=DOWN_PAUSE_S) from None
+        if lease is None:
+            return None, record
+        known = record.output
+        entry = Entry(lease, asked + self._lease_s, recorded=len(known), fields=dict(record.fields))
+        self.extend(entry, known)
+        return self._entered(entry), record
+
+    async def charge(self, tenant: str, cost: int, rate: Rate) -> None:
+        """Take tokens from a tenant's bucket; RateLimited when they are not there. A negative cost gives tokens back.
+
+        A store that is slow is not waited for long: then this gateway counts by itself."""
+        try:
+            self._must_be_up()
+            async with asyncio.timeout(QUOTA_S):
+                wait_s = await self._store.take_tokens(tenant, cost, rate)
+        except (StoreUnavailable, TimeoutError):
+            wait_s = self._own_buckets.take(tenant, cost, rate)
+        if wait_s:
+            raise refusal(tenant, cost, wait_s)
+
+    def extend(self, entry: Entry, run: Run) -> None:
+        """These tokens became final. StaleEpoch when another gateway has taken over."""
+        if entry.lost:
+            raise stale(entry.lease.request_id)
+        entry.tokens += run.tokens
+        entry.accepted += run.accepted
+        entry.logprobs += run.logprobs
+        self._dirty.set()
+
+    def note(self, entry: Entry, **fields: str) -> None:
+        """Keep fields in the record of a request."""
+        entry.fields |= fields
+        entry.due |= set(fields)
+        self._dirty.set()
+
+    async def next_epoch(self, entry: Entry) -> None:
+        """Before a new attempt: what the lost one still sends is older than this epoch. StaleEpoch when another gateway took over.
+
+        Without the store only the holder of a lease that has not run out may count on by itself.
+        """
+        asked = self._now()
+        try:
+            entry.lease = await self._store.next_epoch(entry.lease, self._lease_s)
+            entry.held_until = asked + self._lease_s
+        except StoreUnavailable:
+            self._mark_down()
+            if self._now() >= entry.held_until:
+                message = "the session store is gone and the lease of this request has run out"
+                raise Unavailable(message, retry_after_s=1.0) from None
+            entry.lease = Lease(entry.lease.request_id, entry.lease.epoch + 1, entry.lease.holder)
+        self._dirty.set()
+
+    def end(self, entry: Entry, state: str) -> None:
+        """The request is over: finished or interrupted."""
+        entry.ended, entry.ended_at = state, self._now()
+        self._dirty.set()
+
+    async def confirmed(self, entry: Entry) -> bool:
+        """Whether nobody has taken the request over, as far as a store that answers can say."""
+        if not self._down:
+            await self.flush()
+        return not entry.lost
+
+    def computed(self, request: VerifierRequest, output: Sequence[int], verifier: str, session_id: str = "") -> None:
+        """A verifier holds the KV of this prompt and output, or does so soon."""
+        text = (*request.prompt, *output)
+        self.prefixes.sent(block_keys(self._model(), request.tenant, text), verifier)
+        if session_id:
+            self._sessions[of_tenant(request.tenant, session_id)] = {"verifier": verifier, "tokens": str(len(text))}
+        self._dirty.set()
+
+    async def held(self, request: VerifierRequest, session_id: str = "") -> dict[str, int]:
+        """Tokens of a prompt that each verifier is thought to hold. Hints only: what the store knows is not waited for long."""
+        keys = block_keys(self._model(), request.tenant, request.prompt)
+        found = tokens_held(self.prefixes.holders(keys))
+        session_id = of_tenant(request.tenant, session_id) if session_id else ""
+        session = self._sessions.get(session_id, {})
+        if max(found.values(), default=0) < len(keys) * BLOCK or (session_id and not session):
+            with suppress(StoreUnavailable, TimeoutError):
+                self._must_be_up()
+                async with asyncio.timeout(HINT_S):
+                    holders, session = await self._store.hints(self._model(), keys, session_id)
+                for name, tokens in tokens_held(holders).items():
+                    found[name] = max(tokens, found.get(name, 0))
+        if session:
+            own = min(int(session["tokens"]), len(request.prompt))
+            found[session["verifier"]] = max(own, found.get(session["verifier"], 0))
+        return found
+
+    async def run(self) -> None:
+        """Write until cancelled. `flush` once more afterwards, so that nothing held for others stays."""
+        while True:
+            timeout = self._lease_s / 3 if self._entries else None
+            try:
+                async with asyncio.timeout(DOWN_PAUSE_S if self._down else timeout):
+                    await self._dirty.wait()
+            except TimeoutError:
+                pass
+            began = self._now()
+            await self.flush()
+            pause_s = max(self._flush_s, (self._now() - began) * (1 / WRITING_SHARE - 1))
+            await asyncio.sleep(DOWN_PAUSE_S if self._down else min(pause_s, LONGEST_PAUSE_S, self._lease_s / 6))
+
+    async def flush(self) -> None:
+        """Write everything that is due, or note that the store does not answer."""
+        async with self._writing:
+            self._dirty.clear()
+            try:
+                if self._down:
+                    await self._store.record("")  # there may be nothing to write that would show whether it is back
+                await self._write([entry for entry in self._entries if self._is_due(entry)])
+                await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
+                while self._sessions:
+                    session_id, fields = next(iter(self._sessions.items()))
+                    await self._store.put_session(session_id, fields, SESSION_TTL_S)
+                    if self._sessions.get(session_id) is fields:
+                        del self._sessions[session_id]
+            except StoreUnavailable:
+                self._mark_down()
+                too_old = self._now() - KEPT_AFTER_END_S
+                self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
+            else:
+                if self._down:
+                    log.info("session_store_back")
+                self._down = False
+
+    def _is_due(self, entry: Entry) -> bool:
+        late = self._now() > entry.held_until - self._lease_s * 2 / 3
+        return bool(late or entry.ended or entry.due or len(entry.tokens) > entry.recorded)
+
+    async def _write(self, entries: Sequence[Entry]) -> None:
+        """Renew, append and end, in one call for all."""
+        self._entries -= {entry for entry in entries if entry.lost and entry.ended}
+        held = [entry for entry in entries if not entry.lost]
+        if not held:
+            return
+        asked = self._now()
+        writes = [self._due(entry) for entry in held]
+        for entry, write, length in zip(held, writes, await self._store.write(writes, self._lease_s), strict=True):
+            if entry.lease == write.lease:  # otherwise another attempt has begun meanwhile, and this one counts no more
+                await self._written(entry, write, length, asked)
+
+    def _due(self, entry: Entry) -> Write:
+        fields = {name: entry.fields[name] for name in entry.due}
+        run = entry.output(entry.recorded)
+        return Write(entry.lease, entry.recorded, run, fields, entry.ended, total=len(entry.tokens))
+
+    async def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
+        if length < 0:
+            entry.lost = True
+            self._dirty.set()
+            return
+        entry.held_until = asked + self._lease_s
+        entry.due -= {name for name, value in write.fields.items() if entry.fields[name] == value}
+        if length == write.offset + len(write.run):
+            entry.recorded = length
+            if write.state:
+                self._entries.discard(entry)
+            return
+        # The store lost what it had, or has more than was confirmed: go on from there.
+        entry.due |= set(entry.fields)
+        stored = (await self._store.record(entry.lease.request_id)).output.tokens
+        entry.recorded = len(stored)
+        if tuple(entry.tokens[: len(stored)]) != stored:
+            await self._store.restart(entry.lease)
+            entry.recorded = 0
+        self._dirty.set()
+
+    def _entered(self, entry: Entry) -> Entry:
+        self._entries.add(entry)
+        self._dirty.set()
+        return entry
+
+    def _must_be_up(self) -> None:
+        """While the store is down nobody waits for it but the loop that writes."""
+        if self._down:
+            raise StoreUnavailable("the session store did not answer lately")
+
+    def _mark_down(self) -> None:
+        if not self._down:
+            log.warning("session_store_down", running=len(self._entries))
+        self._down = True
+        self._dirty.set()
+
+
+def _holder() -> str:
+    """One per run: a second run of the same id on this gateway is a duplicate, too."""
+    return uuid.uuid4().hex
