@@ -10,8 +10,7 @@ tables whose forward passes take a set time, so that the step time of a large ta
     coupled
 
 All of them stand side by side, idle but for one, and take turns at every distance. What is claimed are ratios within a turn: their median,
-and an interval that assumes no distribution. Beside the measurement stands what distance must cost (`distance_model.py`), with all its
-constants from zero distance.
+and an interval that assumes no distribution.
 """
 
 from __future__ import annotations
@@ -24,10 +23,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from benchmarks.distance_model import Fit, fitted
 from benchmarks.generations import Load, measured
 from benchmarks.intervals import Interval, interval
 from benchmarks.processes import free_port, scraped, service
@@ -147,22 +144,6 @@ def claims(found: Sequence[Point], rtt_ms: float) -> dict[str, Interval]:
     return kept | {f"{name} of waiting": ratio(found, (name, rtt_ms), (name + WAITS, rtt_ms)) for name in LAWS}
 
 
-def fit_of(found: Sequence[Point], verify_ms: float, system: str = "traversal") -> Fit:
-    """The constants of the model, from the points at zero distance: medians over the turns."""
-
-    def near(name: str, what: str) -> float:
-        return float(median(getattr(p, what) for p in found if (p.system, p.rtt_ms) == (name, 0.0)))
-
-    return fitted(
-        plain_rate=near("plain", "rate"),
-        verify_s=verify_ms / 1e3,
-        waiting_rate=near(system + WAITS, "rate"),
-        waiting_tokens=near(system + WAITS, "tokens"),
-        living_tokens=near(system, "tokens"),
-        hit=near(system, "guessed"),
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code. What is wrong is told in one line on stderr."""
     given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
@@ -187,17 +168,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace, found: list[Point], told: dict[str, dict[str, Interval]]) -> None:
-    from benchmarks.distance_plot import draw
     from benchmarks.environment import described
 
-    fits = {name: fit_of(found, given.verify_ms, name) for name in LAWS}
     given.out.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(given).items() if name != "out"}
     kept = {rtt: {name: value._asdict() for name, value in values.items()} for rtt, values in told.items()}
     report: dict[str, Any] = {**described(), "settings": settings, "claims": kept}
-    report |= {"fit": {name: asdict(fit) for name, fit in fits.items()}, "points": [asdict(point) for point in found]}
+    report["points"] = [asdict(point) for point in found]
     (given.out / "distance.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw(found, fits, given, given.out / "distance.png")
 
 
 def _line(point: Point) -> str:
@@ -222,7 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sessions", type=int, default=2, help="at once (default 2)")
     parser.add_argument("--max-tokens", type=int, default=160, help="tokens of a session (default 160)")
     parser.add_argument("--turns", type=int, default=5, help="of all systems at all distances (default 5)")
-    parser.add_argument("--out", type=Path, help="folder of distance.json and distance.png (default: none)")
+    parser.add_argument("--out", type=Path, help="folder of distance.json (default: none)")
     return parser
 
 

@@ -4,14 +4,16 @@ Added decoder layers have random weights except o_proj = 0 and down_proj = 0, so
 zero down_proj columns. The function is that of the small model (checked here), memory traffic and arithmetic are those of the large
 shape. Acceptance, text and law are a property of the small pair: every figure made with it must say so.
 
-    python benchmarks/inflate.py --layers 24 --intermediate 2816 --out DIR
+    python -m benchmarks.inflate --size 300M --layers 7 --out FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -60,13 +62,37 @@ def save_inflated(source: Path, out: Path, num_layers: int, intermediate: int) -
     return sizes
 
 
+def width_for(config: dict[str, Any], num_layers: int, size: int) -> int:
+    """The smallest MLP width, a multiple of 64, that gives `num_layers` Llama layers and the embedding `size` parameters."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    attention = 2 * hidden * head * (config["num_attention_heads"] + config["num_key_value_heads"])
+    tables = 1 if config["tie_word_embeddings"] else 2
+    rest = size - tables * config["vocab_size"] * hidden - num_layers * (attention + 2 * hidden) - hidden
+    width = max(-(-rest // (3 * hidden * num_layers)), config["intermediate_size"])
+    return int(-(-width // 64) * 64)
+
+
+def parameters(text: str) -> int:
+    """`300M`, `1.5G` or a plain number, as a number of parameters."""
+    units = {"M": 1e6, "G": 1e9}
+    try:
+        number = int(float(text.rstrip("MG")) * units.get(text[-1:], 1.0))
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters; write for example 300M")
+    return number
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--intermediate", type=int, default=2816)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=demo.paths().target, help="Llama folder (default: demo target)")
+    parser.add_argument("--size", type=parameters, default="300M", help="number of parameters (default 300M)")
+    parser.add_argument("--layers", type=int, default=7, help="number of decoder layers (default 7)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the inflated model")
     args = parser.parse_args()
-    save_inflated(demo.paths().target, args.out, args.layers, args.intermediate)
+    config = json.loads((args.model / "config.json").read_text(encoding="utf-8"))
+    save_inflated(args.model, args.out, args.layers, width_for(config, args.layers, args.size))
 
 
 if __name__ == "__main__":

@@ -38,12 +38,6 @@ def distance(ctx: typer.Context) -> None:
     _become("distance", ctx)
 
 
-@bench.command("drafters", context_settings=_OWN_FLAGS)
-def drafters(ctx: typer.Context) -> None:
-    """Sessions per drafter against latency, how much of its growth is of use, bytes per round."""
-    _become("drafters", ctx)
-
-
 @bench.command("rounds", context_settings=_OWN_FLAGS)
 def rounds(ctx: typer.Context) -> None:
     """What a round costs on real services, by sessions per drafter: the worker model of the autoscaling simulation."""

@@ -23,7 +23,7 @@ class Blocked:
         if name.startswith(("grpc", "google.protobuf", "redis", "rootward.v1")):
             raise ImportError(f"{name} belongs to the rpc layer")
 sys.meta_path.insert(0, Blocked())
-from benchmarks.gpu import attention, end_to_end, engine_steps, growth, plain_decoding, verification, verify_rows
+from benchmarks.gpu import attention, engine_steps, growth, plain_decoding, verification, verify_rows
 plain_decoding.main(["--smoke", "--out", sys.argv[1]])
 """
 
@@ -93,36 +93,6 @@ def test_trees_of_a_round_have_the_rows_that_were_asked_for():
     assert {node for node, row in enumerate(snapshot.rows) if row is not None} == inner
 
 
-def test_end_to_end_runs_both_systems_on_the_same_jobs(tmp_path, capsys):
-    from benchmarks.gpu import end_to_end
-
-    end_to_end.main(["--smoke", "--out", str(tmp_path / "end.json")])
-    printed = capsys.readouterr().out
-    assert "INFLATED" in printed
-    report = written(tmp_path / "end.json", printed, end_to_end.COLUMNS)
-    assert settings_of(report, "temperature", "sessions") == list(itertools.product((0.0, 1.0), (1, 2)))
-    assert report["original_parameters"] < report["parameters"]
-    assert report["largest_difference"] < 1e-4
-    for row in report["rows"]:
-        assert {name: [run["num_tokens"] for run in runs] for name, runs in row["runs"].items()} == {
-            "plain": [8 * row["sessions"]],
-            "speculation": [8 * row["sessions"]],
-        }
-
-
-def test_end_to_end_uses_the_defaults_of_the_services():
-    from benchmarks.gpu.end_to_end import GROWTH, POLICY
-    from drafter_service.settings import DrafterSettings
-    from verifier_service.settings import VerifierSettings
-
-    verifier, drafter = VerifierSettings(model="m"), DrafterSettings(model="m")
-    same = ("law", "num_draft_tokens", "max_depth", "topk", "law_atoms", "num_ahead_tokens")
-    assert [getattr(POLICY, name) for name in same] == [getattr(verifier, name) for name in same]
-    assert (POLICY.draft_wait_s, POLICY.max_rows) == (verifier.draft_wait_ms / 1e3, verifier.max_num_batched_tokens)
-    grown = GROWTH.draws_per_level, GROWTH.acceptance, GROWTH.later
-    assert grown == (drafter.draws_per_level, drafter.acceptance, drafter.later_acceptance)
-
-
 def test_growth_replays_levels_and_launches_them(tmp_path, capsys):
     from benchmarks.gpu import growth
 
@@ -170,20 +140,3 @@ def test_device_verdicts_are_the_hosts(tmp_path, capsys):
     assert all(row["same_stop"] == row["same_bonus"] == 1.0 and row["error"] < 1e-5 for row in report["rows"])
     assert report["reached"]
     assert "algorithm | trees | error" in capsys.readouterr().out
-
-
-def test_an_inflated_network_with_a_wrong_place_is_refused(monkeypatch):
-    """Heads that lose their head of K and V are the easiest mistake to make."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from benchmarks.gpu import large
-
-    torch.manual_seed(1)
-    wide = large.Shape(128, 64, 3, 16, 4, 16, 80)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16, "vocab_size": 64}
-    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    small = LlamaForCausalLM(config).eval()
-    assert large.difference(small, large.inflated_network(small, wide, "cpu", torch.float32)) < 1e-4
-    monkeypatch.setattr(large, "head_rows", lambda old, new: torch.arange(64))
-    with pytest.raises(ValueError, match="differs"):
-        large.difference(small, large.inflated_network(small, wide, "cpu", torch.float32))
