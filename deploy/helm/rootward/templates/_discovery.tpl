@@ -10,7 +10,12 @@
       name: {{ $redis.auth.existingSecret | default (printf "%s-redis" (include "rootward.name" .root)) }}
       key: {{ .role }}
 - name: ROOTWARD_REDIS_URL
-  value: redis://{{ .role }}:$(REDIS_PASSWORD)@{{ include "rootward.name" .root }}-redis.{{ .root.Release.Namespace }}.svc:6379/0
+  {{- $host := printf "%s-redis.%s.svc:6379/0" (include "rootward.name" .root) .root.Release.Namespace }}
+  {{- if eq .root.Values.tls.mode "none" }}
+  value: redis://{{ .role }}:$(REDIS_PASSWORD)@{{ $host }}
+  {{- else }}
+  value: rediss://{{ .role }}:$(REDIS_PASSWORD)@{{ $host }}?ssl_ca_certs=/etc/rootward/tls/ca.crt
+  {{- end }}
 {{- else if $redis.external.existingSecret }}
 - name: ROOTWARD_REDIS_URL
   valueFrom:

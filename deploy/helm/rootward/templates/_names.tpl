@@ -29,11 +29,26 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{- end }}
 {{- end }}
 
+{{/* Labels of pod templates: nothing that changes with the chart's version, or every upgrade would restart Redis and the GPUs. */}}
+{{- define "rootward.podLabels" -}}
+{{ include "rootward.selector" . }}
+app.kubernetes.io/part-of: rootward
+{{- with .root.Values.global.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
 {{- define "rootward.metadata" -}}
 name: {{ .name | default (include "rootward.part" .) }}
 namespace: {{ .root.Release.Namespace }}
 labels:
   {{- include "rootward.labels" . | nindent 2 }}
+{{- end }}
+
+{{/* Port of the URL of a collector; 443 for https without one, else 4317 (OTLP over gRPC) */}}
+{{- define "rootward.port" -}}
+{{- $port := regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" -}}
+{{ $port | default (ternary "443" "4317" (hasPrefix "https://" .)) }}
 {{- end }}
 
 {{/* appProtocol of a gRPC port: plain HTTP/2, or TLS, where HTTP/2 is agreed on in the handshake */}}
@@ -44,6 +59,7 @@ labels:
 {{/* (root, image) → reference; the digest wins */}}
 {{- define "rootward.image" -}}
 {{- $registry := .registry | default "" -}}
+{{- if and .ours (not $registry) (not (contains "." (first (splitList "/" .image.repository)))) }}{{ fail "global.imageRegistry: is empty; name the registry that holds your build of the images (docs/operations/images.md)" }}{{ end -}}
 {{- $repository := ternary .image.repository (printf "%s/%s" (trimSuffix "/" $registry) .image.repository) (empty $registry) -}}
 {{- if .image.digest }}{{ $repository }}@{{ .image.digest }}{{ else }}{{ $repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}

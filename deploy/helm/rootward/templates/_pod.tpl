@@ -17,6 +17,11 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
+{{/* (root, port) → address to listen on */}}
+{{- define "rootward.listen" -}}
+{{ ternary "[::]" "0.0.0.0" .root.Values.global.ipv6 }}:{{ .port }}
+{{- end }}
+
 {{- define "rootward.probes" -}}
 startupProbe:
   httpGet: {path: /health/startup, port: admin}
@@ -75,6 +80,10 @@ initContainers:
     env:
       - {name: HOME, value: /tmp}
       - {name: HF_HOME, value: /tmp/hf}
+      - {name: HF_HUB_OFFLINE, value: "0"}  # the image says 1: services never download
+      {{- with .downloadEnv }}
+      {{- toYaml . | nindent 6 }}
+      {{- end }}
       {{- with .model.secret }}
       - name: HF_TOKEN
         valueFrom:

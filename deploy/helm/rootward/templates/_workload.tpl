@@ -8,9 +8,9 @@ A Deployment of ours with everything that hangs on it: settings, account, headle
 {{- $v := .v }}
 {{- $name := include "rootward.part" . }}
 {{- $image := index $root.Values.image .image }}
-{{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry) }}
+{{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry "ours" true) }}
 {{- $where := ternary (printf "drafter.pools.%s" .pool) .role (eq .role "drafter") }}
-{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" "0.0.0.0:9090" "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true }}
+{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true }}
 {{- $tls := include "rootward.tlsSettings" . | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict) $common $v.settings .settings $tls }}
 apiVersion: v1
@@ -53,7 +53,7 @@ spec:
   template:
     metadata:
       labels:
-        {{- include "rootward.labels" . | nindent 8 }}
+        {{- include "rootward.podLabels" . | nindent 8 }}
       annotations:
         kubectl.kubernetes.io/default-container: {{ .role }}
         checksum/settings: {{ toYaml $settings | sha256sum }}
@@ -83,7 +83,7 @@ spec:
       {{- end }}
       topologySpreadConstraints:
         {{- include "rootward.spread" . | nindent 8 }}
-      {{- with include "rootward.download" (dict "model" .model "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" .tokenizerOnly) | trim }}
+      {{- with include "rootward.download" (dict "model" .model "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" .tokenizerOnly "downloadEnv" $root.Values.global.downloadEnv) | trim }}
       {{- . | nindent 6 }}
       {{- end }}
       containers:
@@ -142,7 +142,7 @@ spec:
           configMap:
             name: {{ $name }}
         - name: tmp
-          emptyDir: {}
+          emptyDir: {sizeLimit: {{ $root.Values.global.tmpSizeLimit }}}
         {{- with include "rootward.modelVolume" .model | trim }}
         {{- . | nindent 8 }}
         {{- end }}

@@ -1,0 +1,300 @@
+"""Renders against the rules of what they meet on a cluster: Gateway API, Prometheus, KEDA, cert-manager, NetworkPolicy."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from support.helm import CHART, Helm, containers, named, of_kind, pods
+
+KEDA = "gateway: {scaler: {port: 50053}}\ndrafter: {pools: {default: {autoscaling: {mode: keda-push}}}}\n"
+MUTUAL_TLS = "tls: {mode: certManager}\n"
+DOWNLOADED = "verifier: {model: {source: hf, repo: example/target}}\n"
+
+
+def settings(objects, part: str) -> dict:
+    return yaml.safe_load(named(objects, "ConfigMap", f"rw-rootward-{part}")["data"]["settings.yaml"])
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_download_is_online_and_takes_a_proxy(helm):
+    values = DOWNLOADED + "global: {downloadEnv: [{name: HTTPS_PROXY, value: 'http://proxy:3128'}]}\n"
+    for pod in ("gateway", "verifier"):
+        spec = named(helm.rendered(values, *REGISTRY), "Deployment", f"rw-rootward-{pod}")["spec"]["template"]["spec"]
+        download, service = spec["initContainers"][0], spec["containers"][0]
+        variables = {v["name"]: v.get("value") for v in download["env"]}
+        assert (variables["HF_HUB_OFFLINE"], variables["HTTPS_PROXY"]) == ("0", "http://proxy:3128")
+        assert {v["name"]: v.get("value") for v in service["env"]}["HF_HUB_OFFLINE"] == "1"
+
+
+def test_gateways_mount_a_tokenizer_and_no_weights(helm):
+    objects = helm.rendered(
+        "verifier: {model: {source: pvc, claim: weights}}\ngateway: {tokenizer: {source: pvc, claim: tokenizer}}"
+    )
+    claims = {
+        part: [v["persistentVolumeClaim"]["claimName"] for v in volumes(objects, part) if "persistentVolumeClaim" in v]
+        for part in ("gateway", "verifier")
+    }
+    assert claims == {"gateway": ["tokenizer"], "verifier": ["weights"]}
+    assert settings(objects, "gateway")["served_model_name"] == settings(objects, "verifier")["served_model_name"]
+
+
+def volumes(objects, part: str) -> list[dict]:
+    return named(objects, "Deployment", f"rw-rootward-{part}")["spec"]["template"]["spec"]["volumes"]
+
+
+# -- routes -----------------------------------------------------------------------------------------------------------
+
+ROUTE = "gateway: {route: {enabled: true, parentRefs: [{name: public}], hostnames: [%s], grpcHostnames: [%s]}}"
+
+
+def test_no_host_name_has_two_kinds_of_route(helm):
+    objects = helm.rendered(ROUTE % ("llm.example", "grpc.llm.example"))
+    names = [h for kind in ("HTTPRoute", "GRPCRoute") for r in of_kind(objects, kind) for h in r["spec"]["hostnames"]]
+    assert sorted(names) == ["grpc.llm.example", "llm.example"]
+    assert not of_kind(helm.rendered(ROUTE % ("llm.example", "")), "GRPCRoute")
+
+
+@pytest.mark.parametrize("http", ["llm.example", ""])
+def test_a_host_name_of_both_protocols_is_refused(helm, http):
+    done = helm.template(ROUTE % (http, "llm.example"))
+    assert done.returncode != 0
+    assert "gateway.route.grpcHostnames: llm.example" in done.stderr
+
+
+def test_a_load_balancer_does_not_publish_the_scaler(helm):
+    objects = helm.rendered("gateway: {service: {type: LoadBalancer}, scaler: {port: 50053}}")
+    public = named(objects, "Service", "rw-rootward-gateway")
+    assert (public["spec"]["type"], [p["name"] for p in public["spec"]["ports"]]) == ("LoadBalancer", ["grpc", "http"])
+    assert named(objects, "Service", "rw-rootward-gateway-scaler")["spec"]["type"] == "ClusterIP"
+
+
+# -- certificates -----------------------------------------------------------------------------------------------------
+
+
+def test_keda_gets_a_certificate_of_its_own(helm):
+    objects = helm.rendered(MUTUAL_TLS + KEDA)
+    given = {e["name"] for e in of_kind(objects, "TriggerAuthentication")[0]["spec"]["secretTargetRef"]}
+    served = {
+        o["spec"]["secretName"] for o in of_kind(objects, "Certificate") if "server auth" in o["spec"].get("usages", [])
+    }
+    assert given == {"rw-rootward-keda-tls"}
+    assert not given & served
+
+
+def test_certificates_name_every_address_that_is_dialled(helm):
+    objects = helm.rendered(
+        MUTUAL_TLS
+        + KEDA.replace("scaler:", "route: {enabled: true, parentRefs: [{name: g}], hostnames: [llm.example]}, scaler:")
+    )
+    names = {
+        o["metadata"]["name"]: o["spec"]["dnsNames"] for o in of_kind(objects, "Certificate") if "dnsNames" in o["spec"]
+    }
+    assert {"llm.example", "rw-rootward-gateway.llm.svc.cluster.local"} <= set(names["rw-rootward-gateway"])
+    scaler = of_kind(objects, "ScaledObject")[0]["spec"]["triggers"][0]["metadata"]["scalerAddress"].partition(":")[0]
+    assert scaler in names["rw-rootward-gateway"]
+    redis = urlsplit(variables(objects, "gateway")["ROOTWARD_REDIS_URL"])
+    assert redis.hostname in names["rw-rootward-redis"]
+
+
+def variables(objects, part: str) -> dict[str, str]:
+    spec = named(objects, "Deployment", f"rw-rootward-{part}")["spec"]["template"]["spec"]
+    return {v["name"]: v.get("value", "") for v in spec["containers"][0]["env"]}
+
+
+def test_redis_speaks_tls_under_mutual_tls(helm):
+    plain, secured = helm.rendered(""), helm.rendered(MUTUAL_TLS)
+    for objects, scheme in ((plain, "redis"), (secured, "rediss")):
+        for part in ("gateway", "verifier", "drafter-default"):
+            assert urlsplit(variables(objects, part)["ROOTWARD_REDIS_URL"]).scheme == scheme
+    arguments = named(secured, "StatefulSet", "rw-rootward-redis")["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert dict(itertools.pairwise(arguments))["--port"] == "0"
+    assert dict(itertools.pairwise(arguments))["--tls-port"] == "6379"
+
+
+# -- restarts, limits -------------------------------------------------------------------------------------------------
+
+
+def test_a_new_chart_version_restarts_nothing(helm, tmp_path):
+    newer = tmp_path / "rootward"
+    shutil.copytree(CHART, newer)
+    metadata = yaml.safe_load((newer / "Chart.yaml").read_text(encoding="utf-8"))
+    (newer / "Chart.yaml").write_text(yaml.safe_dump(metadata | {"version": "9.9.9"}), encoding="utf-8")
+    done = helm.run("template", "rw", str(newer), "--namespace", "llm", *REGISTRY)
+    assert done.returncode == 0, done.stderr
+    after = [o for o in yaml.safe_load_all(done.stdout) if o]
+    assert any("9.9.9" in str(o["metadata"]["labels"]) for o in after)
+    templates = {name: pod for name, pod in pods(helm.rendered("")).items() if not name.startswith("Pod/")}
+    assert templates == {name: pod for name, pod in pods(after).items() if not name.startswith("Pod/")}
+
+
+def test_scratch_space_is_bounded(helm):
+    for where, pod in pods(helm.rendered(DOWNLOADED)).items():
+        for volume in pod["spec"].get("volumes", []):
+            assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], (where, volume["name"])
+    for part in ("gateway", "verifier", "drafter-default"):
+        spec = named(helm.rendered(""), "Deployment", f"rw-rootward-{part}")["spec"]["template"]["spec"]
+        assert "ephemeral-storage" in spec["containers"][0]["resources"]["limits"]
+
+
+def test_redis_refuses_writes_before_the_kernel_ends_it(helm):
+    container = named(helm.rendered(""), "StatefulSet", "rw-rootward-redis")["spec"]["template"]["spec"]["containers"][
+        0
+    ]
+    bound = dict(itertools.pairwise(container["args"]))["--maxmemory"]
+    assert int(bound.removesuffix("mb")) < int(container["resources"]["limits"]["memory"].removesuffix("Mi"))
+
+
+def test_images_come_from_a_named_registry(helm):
+    done = helm.template("", "--set", "global.imageRegistry=")
+    assert done.returncode != 0
+    assert "global.imageRegistry" in done.stderr
+    assert (
+        helm.template(
+            "image: {slim: {repository: ghcr.example/r/slim}, worker: {repository: ghcr.example/r/worker}}",
+            "--set",
+            "global.imageRegistry=",
+        ).returncode
+        == 0
+    )
+
+
+def test_ipv6_listens_on_every_address(helm):
+    objects = helm.rendered("global: {ipv6: true}", *REGISTRY)
+    assert {settings(objects, part)["admin_listen"] for part in ("gateway", "verifier", "drafter-default")} == {
+        "[::]:9090"
+    }
+
+
+# -- two releases in one namespace ------------------------------------------------------------------------------------
+
+
+def test_each_release_scales_by_its_own_series(helm):
+    """The HPA and KEDA select the label that the PodMonitor puts on every series of the release."""
+    monitor = of_kind(helm.objects("hpa"), "PodMonitor")[0]["spec"]["podMetricsEndpoints"][0]
+    assert monitor["relabelings"][0]["targetLabel"] == "release"
+    assert "filterRunning" not in monitor  # finished pods are no targets
+    (scaler,) = [
+        o for o in of_kind(helm.objects("hpa"), "HorizontalPodAutoscaler") if "drafter" in o["metadata"]["name"]
+    ]
+    for metric in scaler["spec"]["metrics"]:
+        assert metric["external"]["metric"]["selector"]["matchLabels"]["release"] == "rw"
+    for trigger in of_kind(helm.objects("keda"), "ScaledObject")[0]["spec"]["triggers"]:
+        assert 'release="rw"' in trigger["metadata"]["query"]
+
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connection:
+    source: str
+    port: int
+    target: str  # component of the release, or "" for an address outside it
+
+
+SCALERS = {"keda-push": KEDA, "keda-push, mutual TLS": KEDA + MUTUAL_TLS}
+VALUE_SETS = {
+    "defaults": "",
+    "mutual TLS": MUTUAL_TLS,
+    **SCALERS,
+    "external Redis": "redis: {mode: external, external: {existingSecret: u, ports: [6380]}}",
+    "tracing": "gateway: {settings: {tracing_endpoint: 'http://otel.monitoring:4317'}}\n"
+    "verifier: {settings: {tracing_endpoint: 'https://otel.example'}}\n"
+    "drafter: {defaults: {settings: {tracing_endpoint: 'http://[fd00::1]:14317'}}}",
+    "workers of another release": "discovery: {verifiers: ['other-verifier:7001'], drafters: ['big=other-drafter:7002']}",
+    "downloads": DOWNLOADED,
+    "discovery by the API server": "discovery: {mode: kubernetes}\nnetworkPolicy: {apiServerPorts: [443, 16443]}",
+}
+
+
+def needed(name: str) -> Iterator[Connection]:
+    """What the parts dial, from the settings of each value set."""
+    yield Connection("gateway", 50052, "verifier")
+    yield Connection("verifier", 50061, "drafter")
+    yield Connection("test", 50051, "gateway")
+    for part in ("gateway", "verifier", "drafter"):
+        yield Connection(part, 6380, "") if name == "external Redis" else Connection(part, 6379, "redis")
+    match name:
+        case "tracing":
+            yield from (
+                Connection("gateway", 4317, ""),
+                Connection("verifier", 443, ""),
+                Connection("drafter", 14317, ""),
+            )
+        case "workers of another release":
+            yield from (Connection("gateway", 7001, ""), Connection("verifier", 7002, ""))
+        case "downloads":
+            yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
+        case "discovery by the API server":
+            yield from (Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 16443))
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_policies_allow_every_connection_that_is_needed(helm, name):
+    objects = helm.rendered(VALUE_SETS[name])
+    refused = [c for c in needed(name) if not allowed(objects, c)]
+    assert refused == []
+
+
+def test_policies_refuse_what_nobody_needs(helm):
+    """The walk can fail: no part calls another one's part, nor anything outside."""
+    objects = helm.rendered("")
+    unneeded = [
+        ("gateway", 50061, "drafter"),
+        ("drafter", 50052, "verifier"),
+        ("drafter", 443, ""),
+        ("gateway", 4317, ""),
+    ]
+    assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
+
+
+def allowed(objects, connection: Connection) -> bool:
+    """Whether egress of the source and ingress of the target admit it, as NetworkPolicies are defined."""
+    by_role = {p["metadata"]["labels"]["app.kubernetes.io/component"]: p for p in pods(objects).values()}
+    source = by_role[connection.source]
+    target = by_role.get(connection.target)
+    leaves = any(
+        admits(rule.get("to"), target) and any(p["port"] == connection.port for p in rule["ports"])
+        for policy in policies_of(objects, source)
+        for rule in policy["spec"].get("egress", [])
+    )
+    if target is None:
+        return leaves
+    names = {p["name"]: p["containerPort"] for c in target["spec"]["containers"] for p in c.get("ports", [])}
+    enters = any(
+        admits(rule.get("from"), source)
+        and any(names.get(p["port"], p["port"]) == connection.port for p in rule["ports"])
+        for policy in policies_of(objects, target)
+        for rule in policy["spec"].get("ingress", [])
+    )
+    return leaves and enters
+
+
+def policies_of(objects, pod) -> list[dict]:
+    return [p for p in of_kind(objects, "NetworkPolicy") if matches(p["spec"]["podSelector"], pod)]
+
+
+def matches(selector, pod) -> bool:
+    return selector["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def admits(peers, pod) -> bool:
+    """No peers: everybody, addresses outside the release too."""
+    return not peers or (pod is not None and any("podSelector" in p and matches(p["podSelector"], pod) for p in peers))
+
+
+REGISTRY = ("--set", "global.imageRegistry=registry.example.com/rootward")
+
+
+def test_every_container_has_a_memory_limit(helm: Helm):
+    for where, pod in pods(helm.rendered(DOWNLOADED)).items():
+        for container in containers(pod):
+            assert "memory" in container["resources"]["limits"], where
