@@ -73,7 +73,10 @@ def test_ports_say_what_they_speak(helm):
     assert ports(secured, "rw-rootward-verifier") == {"grpc": "https"}
 
 
-ROUTES = "gateway: {route: {enabled: true, parentRefs: [{name: public}], hostnames: [x.example], grpcHostnames: [grpc.example]%s}, ingress: {enabled: true, host: x.example%s}}"
+ROUTES = (
+    "gateway: {route: {enabled: true, parentRefs: [{name: public}], hostnames: [x.example], grpcHostnames: [grpc.example]%s},"
+    " ingress: {enabled: true, host: x.example%s}}"
+)
 
 
 def test_routes_call_the_gateway_over_tls_and_check_its_name(helm):
