@@ -21,6 +21,7 @@ from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.admin import admin_port
+from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
 from rootward.wire.lifecycle import announce, run_service, until_stopped
@@ -38,7 +39,10 @@ async def serve(settings: GatewaySettings) -> None:
         access = Access(Keys(settings.api_keys), settings.name) if settings.api_keys else None
         service = await _service(settings, stack)
         checks = (access.check_rpc,) if access else ()
-        server = RpcServer(settings.listen, tls=settings.server_tls, checks=checks, grace_s=1.0)
+        transport = public(settings.max_request_bytes)
+        server = RpcServer(
+            settings.listen, transport=transport, tls=settings.server_tls, checks=checks, grace_s=1.0
+        )
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()

@@ -160,6 +160,7 @@ def _without_content(error: Exception) -> str:
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the call that this task serves
 
 ADMIN_RPC = {f"/rootward.v1.Control/{name}" for name in ("Drain", "WatchSession")}
+REFLECTION = "/grpc.reflection."
 OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
 OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 
@@ -182,8 +183,8 @@ def ends_requests_of() -> str | None:
 
 
 def rpc_scope(method: str) -> Scope:
-    """What a gRPC method needs, as "/package.Service/Method". (Health and reflection are not asked about.)"""
-    return Scope.ADMIN if method in ADMIN_RPC else Scope.GENERATE
+    """What a gRPC method needs, as "/package.Service/Method". (Health is not asked about.)"""
+    return Scope.ADMIN if method in ADMIN_RPC or method.startswith(REFLECTION) else Scope.GENERATE
 
 
 def http_scope(path: str) -> Scope | None:

@@ -26,7 +26,7 @@ from rootward.discovery.registry import Registry, RegistryUnavailable, Worker, o
 from rootward.errors import InvalidRequest, NotFound, Unavailable
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1 import external_scaler_pb2_grpc
-from rootward.wire.server import RpcServer
+from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import errors_as_status
 
 log = structlog.get_logger("scaler")
@@ -154,6 +154,7 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
     def register(self, server: RpcServer) -> None:
         external_scaler_pb2_grpc.add_ExternalScalerServicer_to_server(self, server.grpc)
         server.services.append(NAME)
+        server.limits[f"/{NAME}/"] = SMALL_BYTES
 
     async def IsActive(self, request: pb.ScaledObjectRef, context: Context) -> pb.IsActiveResponse:
         async with errors_as_status(context):

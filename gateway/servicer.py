@@ -35,7 +35,7 @@ from rootward.wire.codec import to_pb
 from rootward.wire.codec_common import REASONS, stats_to_pb
 from rootward.wire.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
 from rootward.wire.columns import pack_u32
-from rootward.wire.server import RpcServer
+from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import errors_as_status
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
@@ -61,6 +61,7 @@ def register(service: GatewayService, server: RpcServer, *, shutdown_timeout_s: 
     generate_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), server.grpc)
     control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(service, shutdown_timeout_s), server.grpc)
     server.services += ["rootward.v1.Inference", "rootward.v1.Control"]
+    server.limits["/rootward.v1.Control/"] = SMALL_BYTES
 
 
 class InferenceServicer(generate_pb2_grpc.InferenceServicer):

@@ -13,6 +13,7 @@ from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings
 from rootward.settings import ServiceSettings
+from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import ServerTls
 
 
@@ -49,6 +50,9 @@ class GatewaySettings(ProcessSettings):
     )
     api_keys: Path | None = Field(None, description="YAML file of API keys, see 'rootward keys' (default: open to all)")
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
+    max_request_bytes: int = Field(
+        MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC request message, in bytes"
+    )
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ from rootward.errors import (
     RateLimitError,
     UnavailableError,
 )
-from rootward.wire.channel import MIB, Transport, client_options
+from rootward.wire.channel import CALLING, client_options
 
 T = TypeVar("T")
 
@@ -28,7 +29,6 @@ ApiKey = str | Callable[[], str]
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 8.0
 RESUME_ATTEMPTS, RESUME_BACKOFF_S = 10, 0.1
 LONGEST_RETRY_AFTER_S = 60.0
-MAX_MESSAGE_BYTES = 64 * MIB
 
 
 class Connection:
@@ -49,7 +49,7 @@ class Connection:
         self.addresses, secure = parse_target(target)
         self._credentials = (tls or grpc.ssl_channel_credentials()) if secure or tls else None
         self._api_key, self._metadata = api_key, dict(metadata)
-        transport = Transport(MAX_MESSAGE_BYTES, None, keepalive.time_s, keepalive.timeout_s)
+        transport = replace(CALLING, keepalive_time_s=keepalive.time_s, keepalive_timeout_s=keepalive.timeout_s)
         options = dict(client_options(transport, round_robin=target.startswith("dns:")))
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # how long one attempt may take
         self._options = [*(options | dict(channel_options)).items()]

@@ -1,34 +1,40 @@
-"""Who may call: a check that runs before a handler does and sees the method, the metadata and the peer's certificate.
+"""Admission of gRPC calls: checks on metadata and certificate, then a limit on the size of the message, then decoding.
 
-Health and reflection stay open: probes and tools carry no credentials, and they tell nothing about requests.
+A check runs before the first byte of a request message is taken from the transport, so a caller without credentials costs no memory. gRPC
+reads the message of a unary request before it runs the handler; therefore every such handler is registered as one with a stream of raw
+requests, from which exactly one message is read after the checks have passed.
+
+Health is open to everybody: probes have no credentials, and the answer says nothing about requests.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from rootward.errors import PermissionDenied, ServiceError
+from rootward.errors import InvalidRequest, PermissionDenied, ServiceError
 from rootward.wire.status import Context, abort
 
 log = logging.getLogger(__name__)
 
-OPEN = ("/grpc.health.v1.Health/", "/grpc.reflection.")
+OPEN = "/grpc.health.v1.Health/"
 SAN = "x509_subject_alternative_name"
 
 Check = Callable[[str, Context], None]  # (method, context); raises ServiceError to refuse
 Handler = Any  # grpc.RpcMethodHandler, generic for type checkers alone
 
 
-class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
-    """Runs `check` in the task of every call, right before its handler."""
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
+    """Runs `checks` in the task of every call. limits: prefix of a method's path -> most bytes of its request message."""
 
-    def __init__(self, check: Check):
-        self._check = check
+    def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int]):
+        self._checks = checks
+        self._limits = limits
 
     async def intercept_service(
         self,
@@ -37,9 +43,11 @@ class Door(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
     ) -> Handler:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method.startswith(OPEN):
-            return handler
-        return _guarded(method, handler, self._check)
+        if handler is None:
+            return None
+        checks = () if method.startswith(OPEN) else self._checks
+        limit = next((limit for prefix, limit in self._limits.items() if method.startswith(prefix)), None)
+        return _guarded(method, handler, checks, limit)
 
 
 def peers_only(identities: tuple[str, ...]) -> Check:
@@ -62,14 +70,17 @@ def peer_names(context: Context) -> frozenset[str]:
     return frozenset(name.decode(errors="replace") for name in context.auth_context().get(SAN, ()))
 
 
-def _guarded(method: str, handler: Handler, check: Check) -> Handler:
-    """The same handler behind a check, whichever of the four kinds it is and whether it yields or writes."""
+def _guarded(method: str, handler: Handler, checks: tuple[Check, ...], limit: int | None) -> Handler:
+    """The same handler behind the checks, reading its request message itself. Handlers may yield or write to the context."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     body = getattr(handler, kind)
 
-    async def admit(context: Context) -> None:
+    async def admitted(messages: AsyncIterator[Any], context: Context) -> Any:
+        """The argument of the handler: its request, or the stream of them."""
         try:
-            check(method, context)
+            for check in checks:
+                check(method, context)
+            return messages if handler.request_streaming else await _request(handler, messages, limit)
         except ServiceError as error:
             seen = {
                 "path": method,
@@ -80,15 +91,28 @@ def _guarded(method: str, handler: Handler, check: Check) -> Handler:
             log.warning("call_refused", extra=seen)
             await abort(context, error)
 
-    async def answer(request: Any, context: Context) -> Any:
-        await admit(context)
-        return await body(request, context)
+    async def answer(messages: AsyncIterator[Any], context: Context) -> Any:
+        return await body(await admitted(messages, context), context)
 
-    async def answers(request: Any, context: Context) -> Any:
-        await admit(context)
-        async for message in body(request, context):
-            yield message
+    async def answers(messages: AsyncIterator[Any], context: Context) -> Any:
+        async with aclosing(body(await admitted(messages, context), context)) as responses:
+            async for message in responses:
+                yield message
 
-    make: Callable[..., Handler] = getattr(grpc, f"{kind}_rpc_method_handler")
-    guarded = answers if inspect.isasyncgenfunction(body) else answer
-    return make(guarded, handler.request_deserializer, handler.response_serializer)
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    deserializer = handler.request_deserializer if handler.request_streaming else None
+    return make(answers if inspect.isasyncgenfunction(body) else answer, deserializer, handler.response_serializer)
+
+
+async def _request(handler: Handler, messages: AsyncIterator[bytes], limit: int | None) -> Any:
+    """The only message of a unary request. InvalidRequest if it is missing, too large or not of the method's type."""
+    data = await anext(aiter(messages), None)
+    if data is None:
+        raise InvalidRequest("message", "", "is missing; send one request message")
+    if limit is not None and len(data) > limit:
+        raise InvalidRequest("message", len(data), f"bytes are more than the {limit} that this method takes; send less")
+    try:
+        return handler.request_deserializer(data)
+    except Exception as error:  # whatever the protobuf implementation raises for bytes that are no message
+        fix = f"bytes cannot be decoded ({type(error).__name__}); send the request message of this method"
+        raise InvalidRequest("message", len(data), fix) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -19,17 +19,25 @@ MOST_PINGS = 100  # too early ones in a row; more are a flood
 class Transport:
     """Limits of one kind of hop. `max_connection_age_s` makes clients reconnect, so that new servers get a share."""
 
-    max_message_bytes: int
+    max_receive_bytes: int  # of one message, as those that follow
+    max_send_bytes: int = 64 * MIB
     max_connection_age_s: float | None = None
     keepalive_time_s: float = 30
     keepalive_timeout_s: float = 10
 
 
-PUBLIC = Transport(64 * MIB, max_connection_age_s=30 * 60)  # clients and the gateway → verifier hop
-DRAFTING = Transport(4 * MIB)  # verifier ↔ drafter: long-lived, small frames; the limit is a guard
+CALLING = Transport(64 * MIB)  # the caller's end of a hop: answers may have log-probabilities of a long prompt
+SERVING = Transport(16 * MIB, max_connection_age_s=30 * 60)  # a verifier: prompts of millions of tokens
+DRAFTING = Transport(4 * MIB, 4 * MIB)  # verifier ↔ drafter: long-lived, small frames; the limit is a guard
+MAX_REQUEST_BYTES = 2 * MIB  # of a client, unless the gateway is configured otherwise
 
 
-def client_options(transport: Transport = PUBLIC, *, round_robin: bool = False) -> Options:
+def public(max_request_bytes: int = MAX_REQUEST_BYTES) -> Transport:
+    """The gateway's end of the connections of its clients."""
+    return replace(SERVING, max_receive_bytes=max_request_bytes)
+
+
+def client_options(transport: Transport = CALLING, *, round_robin: bool = False) -> Options:
     """Dead peers are noticed within keepalive_time + keepalive_timeout, restarted ones found again within seconds."""
     options: Options = [
         *_common(transport),
@@ -44,7 +52,7 @@ def client_options(transport: Transport = PUBLIC, *, round_robin: bool = False) 
     return options
 
 
-def server_options(transport: Transport = PUBLIC) -> Options:
+def server_options(transport: Transport = SERVING) -> Options:
     """Pings are allowed every 10 s and without calls: the default of 300 s ends connections during long prefills. And some may come sooner:
     gRPC's own ones that measure the bandwidth follow data, but are counted as if they asked whether anybody is there. By default the third
     in a row ends the connection; every frame with data begins a new row."""
@@ -60,7 +68,7 @@ def server_options(transport: Transport = PUBLIC) -> Options:
     return options
 
 
-def open_channel(address: str, transport: Transport = PUBLIC, tls: ClientTls | None = None) -> grpc.aio.Channel:
+def open_channel(address: str, transport: Transport = CALLING, tls: ClientTls | None = None) -> grpc.aio.Channel:
     """A channel to "host:port" or "dns:///name:port" (then balanced over all addresses). Needs a running event loop."""
     options = client_options(transport, round_robin=address.startswith("dns:"))
     if tls is None:
@@ -70,8 +78,8 @@ def open_channel(address: str, transport: Transport = PUBLIC, tls: ClientTls | N
 
 def _common(transport: Transport) -> Options:
     return [
-        ("grpc.max_receive_message_length", transport.max_message_bytes),
-        ("grpc.max_send_message_length", transport.max_message_bytes),
+        ("grpc.max_receive_message_length", transport.max_receive_bytes),
+        ("grpc.max_send_message_length", transport.max_send_bytes),
         ("grpc.keepalive_time_ms", int(transport.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", int(transport.keepalive_timeout_s * 1000)),
         ("grpc.http2.max_pings_without_data", 0),

@@ -18,7 +18,7 @@ from rootward.core.requests import Committed, VerifierRequest
 from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import VerifierInfo
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from rootward.wire.channel import DRAFTING, PUBLIC, Transport, open_channel
+from rootward.wire.channel import CALLING, DRAFTING, Transport, open_channel
 from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.feed import Arrived, FeedReader
 from rootward.wire.info import DrafterInfo
@@ -117,7 +117,7 @@ class RemoteVerifier(_Remote):
     """`ports.Verifier` over one call per generation, and one feed for what all of them commit."""
 
     def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
-        super().__init__(address, PUBLIC, tls, rpc_timeout_s)
+        super().__init__(address, CALLING, tls, rpc_timeout_s)
         self._feed: FeedReader | None = None
         self._reading: asyncio.Task[None] | None = None
 

@@ -11,12 +11,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rootward.errors import ConfigurationError
-from rootward.wire.auth import Check, Door, peers_only
-from rootward.wire.channel import PUBLIC, Transport, server_options
+from rootward.wire.auth import OPEN, Admission, Check, peers_only
+from rootward.wire.channel import SERVING, Transport, server_options
 from rootward.wire.tls import ServerTls, server_credentials
 
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTHY = health_pb2.HealthCheckResponse.SERVING
+UNHEALTHY = health_pb2.HealthCheckResponse.NOT_SERVING
+SMALL_BYTES = 64 << 10  # of requests that carry names and numbers only
 
 
 class RpcServer:
@@ -34,13 +35,15 @@ class RpcServer:
         self,
         address: str,
         *,
-        transport: Transport = PUBLIC,
+        transport: Transport = SERVING,
         tls: ServerTls | None = None,
         checks: tuple[Check, ...] = (),
         grace_s: float = 5.0,
     ) -> None:
-        admit = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
-        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[Door(check) for check in admit])
+        self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
+        self.limits = {OPEN: SMALL_BYTES}  # prefix of a method's path -> most bytes of its request message; for registrants
+        admission = Admission(self._checks, self.limits)
+        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[admission])
         self.address = address  # with the port that was bound, once started
         self.services: list[str] = []
         self._tls = tls
@@ -50,17 +53,18 @@ class RpcServer:
 
     async def start(self) -> None:
         """Listen. ConfigurationError if the address is taken or cannot be bound."""
-        names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
-        reflection.enable_server_reflection(names, self.grpc)
+        if self._checks or _is_loopback(self.address):  # never to everybody: reflection is behind the checks of the server
+            names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
+            reflection.enable_server_reflection(names, self.grpc)
         self.address = f"{self.address.rpartition(':')[0]}:{self._bind()}"
         await self.set_ready(False)
-        await self._health.set("", SERVING)
+        await self._health.set("", HEALTHY)
         await self.grpc.start()
 
     async def set_ready(self, ready: bool) -> None:
         """What health answers for every registered service."""
         for name in self.services:
-            await self._health.set(name, SERVING if ready else NOT_SERVING)
+            await self._health.set(name, HEALTHY if ready else UNHEALTHY)
 
     async def wait(self) -> None:
         """Until the server has stopped."""
@@ -94,3 +98,8 @@ class RpcServer:
         if self._tls is None:
             return self.grpc.add_insecure_port(self.address)
         return self.grpc.add_secure_port(self.address, server_credentials(self._tls))
+
+
+def _is_loopback(address: str) -> bool:
+    host = address.rpartition(":")[0].strip("[]")
+    return host == "localhost" or host == "::1" or host.startswith("127.") or address.startswith("unix:")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from rootward.wire.channel import DRAFTING, MOST_PINGS, PUBLIC, Transport
+from rootward.wire.channel import DRAFTING, MOST_PINGS, SERVING, Transport
 from rootward.wire.server import RpcServer
 
 pytestmark = pytest.mark.services
@@ -53,13 +53,13 @@ async def answers(transport: Transport, pings: int) -> tuple[int, bytes]:
     return answered, last_words
 
 
-@pytest.mark.parametrize("transport", [DRAFTING, PUBLIC])
+@pytest.mark.parametrize("transport", [DRAFTING, SERVING])
 async def test_a_burst_of_pings_is_answered(transport: Transport) -> None:
     """The fourth used to end the connection, and with it every tree that grew over it."""
     assert await answers(transport, 20) == (20, b"")
 
 
 async def test_a_flood_of_pings_ends_the_connection() -> None:
-    answered, last_words = await answers(PUBLIC, 3 * MOST_PINGS)
+    answered, last_words = await answers(SERVING, 3 * MOST_PINGS)
     assert answered < 3 * MOST_PINGS
     assert last_words == b"too_many_pings"

@@ -6,6 +6,7 @@ import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import httpx
@@ -133,6 +134,25 @@ def test_keys(guarded: Guarded, key, kind, status, code, words) -> None:
     for line, path in zip(refusals(guarded.gateway)[before:], ("GenerateStream", "/v1/completions"), strict=True):
         assert words in line
         assert path in line
+
+
+def peak_bytes(service: Service) -> int:
+    """The most memory that its process has had resident."""
+    assert service.process is not None
+    status = Path(f"/proc/{service.process.pid}/status").read_text()
+    return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))) << 10
+
+
+def test_large_messages_of_callers_without_a_key_cost_no_memory(guarded: Guarded) -> None:
+    """Decoded, each of these would take ten times its size."""
+    before = peak_bytes(guarded.gateway)
+    trust, options = guarded.trust(guarded.roles["client"]), [("grpc.max_send_message_length", -1)]
+    with grpc.secure_channel(guarded.gateway.address, trust, options) as channel:
+        detokenize = channel.unary_unary("/rootward.v1.Inference/Detokenize")
+        calls = [detokenize.future(b"\x12\x80\x80\x80\x0f" + bytes(30 << 20), timeout=60) for _ in range(4)]
+        codes = {call.code() for call in calls}
+    assert codes == {grpc.StatusCode.UNAUTHENTICATED}
+    assert peak_bytes(guarded.gateway) - before < 64 << 20
 
 
 def test_a_scope_that_is_missing(guarded: Guarded) -> None:
