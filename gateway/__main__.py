@@ -40,9 +40,7 @@ async def serve(settings: GatewaySettings) -> None:
         service = await _service(settings, stack)
         checks = (access.check_rpc,) if access else ()
         transport = public(settings.max_request_bytes)
-        server = RpcServer(
-            settings.listen, transport=transport, tls=settings.server_tls, checks=checks, grace_s=1.0
-        )
+        server = RpcServer(settings.listen, transport=transport, tls=settings.server_tls, checks=checks, grace_s=1.0)
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()

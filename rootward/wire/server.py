@@ -41,7 +41,9 @@ class RpcServer:
         grace_s: float = 5.0,
     ) -> None:
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
-        self.limits = {OPEN: SMALL_BYTES}  # prefix of a method's path -> most bytes of its request message; for registrants
+        self.limits = {
+            OPEN: SMALL_BYTES
+        }  # prefix of a method's path -> most bytes of its request message; for registrants
         admission = Admission(self._checks, self.limits)
         self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[admission])
         self.address = address  # with the port that was bound, once started
@@ -53,7 +55,9 @@ class RpcServer:
 
     async def start(self) -> None:
         """Listen. ConfigurationError if the address is taken or cannot be bound."""
-        if self._checks or _is_loopback(self.address):  # never to everybody: reflection is behind the checks of the server
+        if self._checks or _is_loopback(
+            self.address
+        ):  # never to everybody: reflection is behind the checks of the server
             names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self.grpc)
         self.address = f"{self.address.rpartition(':')[0]}:{self._bind()}"

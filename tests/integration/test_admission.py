@@ -112,8 +112,7 @@ async def lists_services(address: str) -> bool:
         await listed.write(b"\x3a\x00")  # list_services
         try:
             return b"grpc.health.v1.Health" in await listed.read()
-        except grpc.RpcError as error:
-            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        except grpc.RpcError:  # UNIMPLEMENTED
             return False
         finally:
             listed.cancel()
