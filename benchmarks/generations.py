@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from rootward.clock import SystemClock
 from rootward.core.requests import Sampling, Speculation, SpeculationStats, Stopping, VerifierRequest
@@ -37,7 +36,6 @@ class Outcome:
     rounds: int
     tree_rounds: int
     accepted: int
-    gaps_s: tuple[float, ...] = ()  # between runs
 
     @property
     def block_efficiency(self) -> float:
@@ -53,20 +51,19 @@ async def measured(verifier: Verifier, load: Load) -> Outcome:
     """All sessions of a load, started together."""
     async with asyncio.timeout(LONGEST_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(_session(verifier, load, number)) for number in range(load.sessions)]
-    rates, stats, gaps = zip(*(task.result() for task in tasks), strict=True)
+    rates, stats = zip(*(task.result() for task in tasks), strict=True)
     return Outcome(
         sum(rates) / len(rates),
         sum(s.num_spec_steps + s.num_plain_steps for s in stats),
         sum(s.num_spec_steps for s in stats),
         sum(s.num_accepted_draft_tokens for s in stats),
-        tuple(gap for some in gaps for gap in some),
     )
 
 
-async def _session(verifier: Verifier, load: Load, number: int) -> tuple[float, SpeculationStats, list[float]]:
-    """Tokens per second after the first run, statistics, seconds between runs."""
+async def _session(verifier: Verifier, load: Load, number: int) -> tuple[float, SpeculationStats]:
+    """Tokens per second after the first run, statistics."""
     clock, tokens, stats = SystemClock(), 0, SpeculationStats()
-    times: list[float] = []
+    first = last = 0.0
     request = VerifierRequest(
         f"{load.name}-{number}",
         load.prompt,
@@ -76,9 +73,8 @@ async def _session(verifier: Verifier, load: Load, number: int) -> tuple[float, 
         seed=load.seed + number,
     )
     async for run in verifier.generate(request):
-        tokens += len(run.tokens) if times else 0
-        times.append(clock.now())
+        last = clock.now()
+        tokens += len(run.tokens) if first else 0
+        first = first or last
         stats = run.finish.stats if run.finish is not None else stats
-    seconds = times[-1] - times[0]
-    gaps = [later - earlier for earlier, later in pairwise(times)]
-    return tokens / seconds if seconds > 0 else 0.0, stats, gaps
+    return tokens / (last - first) if last > first else 0.0, stats

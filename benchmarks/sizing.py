@@ -1,4 +1,4 @@
-"""How many sessions one card drafts for, computed: `python -m benchmarks.sizing --fit rounds-tables.json`.
+"""How many sessions one card drafts for, computed: `python -m benchmarks.sizing --levels 5.5 --width 3.1`.
 
 From the measured rounds (levels of a tree, rows a session fills while it drafts) and the published figures of a card; no card is asked.
 
@@ -11,9 +11,7 @@ From the measured rounds (levels of a tree, rows a session fills while it drafts
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 BYTES = 2  # of a weight
 BANDWIDTH_USED, FLOPS_USED, ROWS_USED = 0.8, 0.5, 0.7
@@ -70,17 +68,13 @@ def table(tree: Tree) -> str:
     return "\n".join(lines)
 
 
-def measured(path: Path) -> Tree:
-    """From what `rootward bench rounds` wrote about tables: there a level takes a set time."""
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return Tree(1e3 * found["fit"]["draft_s"] / found["settings"]["draft_ms"], found["fit"]["width"])
-
-
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--fit", type=Path, required=True, help="rounds-tables.json of `rootward bench rounds`")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--levels", type=float, required=True, help="draft levels of a round: S / time of a level")
+    parser.add_argument("--width", type=float, required=True, help="rows that one session fills: A / S")
     return parser
 
 
 if __name__ == "__main__":
-    print(table(measured(parser().parse_args().fit)))
+    given = parser().parse_args()
+    print(table(Tree(given.levels, given.width)))

@@ -8,7 +8,7 @@ import typer.main
 import yaml
 from support.helm import CHART, ROOT
 
-from benchmarks import rounds, scaling_report, sizing
+from benchmarks import rounds, sizing
 from drafter_service.settings import DrafterSettings
 from gateway.settings import GatewaySettings
 from rootward.cli.main import app
@@ -45,8 +45,8 @@ def test_links_of_the_pages_lead_somewhere():
 
 
 SETTINGS = {"gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
-PARSERS = {"rounds": rounds._parser, "scaling_report": scaling_report.parser, "sizing": sizing.parser}
-COMMAND = re.compile(r"(?:^|[`;] *)(rootward [a-z-]+|python -m rootward\.bench\.\w+)([^\n`#>;]*)", re.M)
+PARSERS = {"rounds": rounds._parser, "sizing": sizing.parser}
+COMMAND = re.compile(r"(?:^|[`;] *)(rootward [a-z-]+|python -m benchmarks\.\w+)([^\n`#>;]*)", re.M)
 
 
 def commands() -> list[tuple[str, list[str]]]:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.helm import CHART
 from support.processes import drafter, free_port, gateway, verifier, wait_until
 
-from benchmarks.scaling import Plan, Pool, Seen, Work
+from benchmarks.autoscaling import Plan, Pool, Seen, Work
 from rootward import AsyncClient, SamplingParams, Speculation
 from rootward.demand import Reading, signals
 

@@ -1,20 +1,30 @@
-"""Discrete-event simulation of a pool of drafters under an autoscaler: sessions, pods, queues, scrapes, syncs.
+"""Autoscaling signals for drafters compared by discrete-event simulation: sessions, pods, queues, scrapes, syncs.
 
-A session goes round and round: its drafter grows a tree (S seconds, one row of a pod), the verifier checks it (Z). In lock-step one follows
-the other; where drafting overlaps verifying the round lasts as long as the longer of the two. Stall is what queueing at the drafter adds to
-a round. Sessions are placed on the pod with the fewest, and move when theirs is full and another has room (`Plan.rebalance`).
+    python -m benchmarks.autoscaling --out FOLDER
+
+Load: 12 sessions, 96 from 300 s, 12 again from 1 200 s. Every signal drives the same model of the HPA (`hpa.py`) with the chart's rules.
+
+A session repeats rounds: its drafter grows a tree (S seconds, one row of a pod), the verifier checks it (Z). In lock-step one follows the
+other; where drafting overlaps verification a round takes the longer of both. Stall is the time that queueing at the drafter adds to a
+round. Sessions are placed on the pod with the fewest, and move when theirs is full and another has room (`Plan.rebalance`).
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
+import json
+import math
 import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
+from statistics import mean
 
-from benchmarks.hpa import Autoscaler
+from benchmarks.environment import described
+from benchmarks.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
 
 SCRAPE_S = 15.0
 WINDOW_S = 60.0
@@ -22,9 +32,8 @@ WINDOW_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: of a pod, dealt alike to the sessions
-    it drafts for; width: rows that a session fills if it gets them; draft_crowd: what each further session of a pod adds to drafting, as a
-    share; together: the share of a pod's sessions that draft at the same time, for a verifier commits many in one step."""
+    """Times of a round in seconds; the fixed share of each is constant, the rest exponential. rows: sessions that a pod drafts for at
+    the same time; width: rows that a session fills while it drafts."""
 
     draft_s: float = 0.2
     draft_fixed: float = 0.5
@@ -33,8 +42,6 @@ class Work:
     rows: int = 4
     overlap: bool = False
     width: float = 1.0
-    draft_crowd: float = 0.0
-    together: float = 0.0
 
     def draw(self, mean: float, fixed: float, rng: random.Random) -> float:
         return mean * (fixed + (1 - fixed) * rng.expovariate(1.0))
@@ -300,19 +307,15 @@ class Pool:
 
     def _grow(self, session: Session, pod: Pod, since_s: float) -> None:
         pod.busy += 1
-        others = max(0, pod.sessions - 1)
-        draft_s = self.work.draft_s * (1 + self.work.draft_crowd * others)
-        seconds = self.work.draw(draft_s, self.work.draft_fixed, self.rng) + session.extra_s
-        drafting = max(pod.busy, self.work.together * pod.sessions)
-        width = max(1.0, min(self.work.width, self.work.rows / drafting))
+        seconds = self.work.draw(self.work.draft_s, self.work.draft_fixed, self.rng) + session.extra_s
         session.extra_s = 0.0
         self.counters.queue_s += self.now_s - since_s
         session.grown_s = since_s + seconds
-        self.at(self.now_s + seconds, lambda: self._grown(session, pod, seconds, width))
+        self.at(self.now_s + seconds, lambda: self._grown(session, pod, seconds))
 
-    def _grown(self, session: Session, pod: Pod, seconds: float, width: float) -> None:
+    def _grown(self, session: Session, pod: Pod, seconds: float) -> None:
         pod.busy -= 1
-        self.counters.row_s += width * seconds
+        self.counters.row_s += self.work.width * seconds
         self.counters.growths += 1
         if pod.queue:
             waiting, since_s = pod.queue.popleft()
@@ -330,3 +333,139 @@ class Pool:
         c.round_s += took_s
         c.stall_s += max(0.0, took_s - base_s)
         self.begin(session)
+
+
+DOWN = Rules(180, (Policy("Pods", 2, 60), Policy("Percent", 20, 60)), "Min")
+PEAK, REST = 96, 12
+UTILISATION = 0.7
+MOST = 40
+
+
+def step(now_s: float) -> int:
+    return PEAK if 300 <= now_s < 1200 else REST
+
+
+def ramp(now_s: float) -> int:
+    """Ten minutes up, ten down."""
+    return round(REST + (PEAK - REST) * max(0.0, min(1.0, (now_s - 300) / 600, (2100 - now_s) / 600)))
+
+
+def wave(now_s: float) -> int:
+    """A period of ten minutes."""
+    return round((PEAK + REST) / 2 - (PEAK - REST) / 2 * math.cos(2 * math.pi * now_s / 600))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way to scale: what is measured, against which targets."""
+
+    name: str
+    signal: Signal | None
+    targets: tuple[Target, ...] = ()
+    rebalance: bool = True
+    pods: int = 2
+    emptiest_goes: bool = False
+
+
+def schemes(work: Work) -> list[Scheme]:
+    demand, busy, stall = Target("AverageValue", work.rows * UTILISATION), Target("Value", 0.85), Target("Value", 0.10)
+
+    def drafting(seen: Seen) -> float:
+        """Rows in flight; growth ahead of the verdict fills them where drafting overlaps verifying."""
+        return seen.new.sessions if work.overlap else seen.new.busy
+
+    return [
+        Scheme("D = N·A/R0", lambda s: [s.demand], (demand,)),
+        Scheme("D + both guards (default)", lambda s: [s.demand, s.busy, s.stall], (demand, busy, stall)),
+        Scheme("rows busy alone", lambda s: [s.busy], (Target("Value", UTILISATION),)),
+        Scheme("in flight + queued", lambda s: [drafting(s) + s.new.queued], (demand,)),
+        Scheme("queue depth ÷ 5", lambda s: [float(s.new.queued)], (Target("AverageValue", 5.0),)),
+        Scheme("mean queue time, S/10", lambda s: [s.queue_s], (Target("Value", work.draft_s / 10),)),
+        Scheme("mean queue time, S/2", lambda s: [s.queue_s], (Target("Value", work.draft_s / 2),)),
+        Scheme("stall ratio alone", lambda s: [s.stall], (stall,)),
+        Scheme("D, sessions pinned", lambda s: [s.demand], (demand,), rebalance=False),
+        Scheme("D, the emptiest goes first", lambda s: [s.demand], (demand,), emptiest_goes=True),
+    ]
+
+
+def fixed(pods: int) -> Scheme:
+    return Scheme(f"{pods} fixed", None, pods=pods)
+
+
+def run(scheme: Scheme, work: Work, seed: int, load: Callable[[float], int] = step, end_s: float = 2400.0) -> Outcome:
+    autoscaler = Autoscaler(Spec(scheme.targets, 1, MOST, DEFAULT_UP, DOWN)) if scheme.signal else None
+    plan = Plan(load, end_s, pods=scheme.pods, rebalance=scheme.rebalance, emptiest_goes=scheme.emptiest_goes)
+    return Pool(work, plan, autoscaler, scheme.signal, seed).run()
+
+
+def optimum(work: Work) -> int:
+    """The fewest pods at the peak with which demand fills no more than u of their rows."""
+    for pods in range(1, MOST):
+        pool = Pool(work, Plan(lambda now_s: PEAK, 300.0, pods=pods), None, None, 0)
+        pool.run()
+        demand = Seen(pool.scrapes[0], pool.scrapes[-1], work).demand
+        if demand is not None and demand <= pods * work.rows * UTILISATION:
+            return pods
+    return MOST
+
+
+def row(scheme: Scheme, work: Work, seeds: range, best: int, load: Callable[[float], int] = step) -> dict[str, float]:
+    """Means over seeds."""
+    outcomes = [run(scheme, work, seed, load) for seed in seeds]
+    return {
+        "peak": mean(max(o.wanted) for o in outcomes),
+        "short_s": mean(o.short_s(best, PEAK) for o in outcomes),
+        "changes": mean(o.changes for o in outcomes),
+        "swings": mean(o.swings for o in outcomes),
+        "pod_s": mean(o.pod_s for o in outcomes),
+        "stall_ms": mean(o.stall_ms for o in outcomes),
+        "rounds": mean(o.rounds for o in outcomes),
+    }
+
+
+def table(rows: dict[str, dict[str, float]]) -> str:
+    lines = [
+        "| signal | peak | short s | changes | swings | pod-s | stall ms | rounds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, r in rows.items():
+        cells = [f"{r['peak']:.3g}", f"{r['short_s']:.0f}", f"{r['changes']:.1f}", f"{r['swings']:.1f}"]
+        cells += [f"{r['pod_s'] / 1e3:.1f} k", f"{r['stall_ms']:.0f}", f"{r['rounds'] / 1e3:.1f} k"]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def report(work: Work, seeds: range, title: str) -> tuple[str, dict[str, object]]:
+    """(tables, their values) of one way to draft."""
+    best = optimum(work)
+    every = (*schemes(work), *(fixed(n) for n in (2, 4, 6, 9, 12, 16, 24)))
+    rows = {s.name: row(s, work, seeds, best) for s in every}
+    for load in (ramp, wave):
+        rows |= {f"{s.name}, {load.__name__}": row(s, work, seeds, best, load) for s in schemes(work)[:2]}
+    text = f"## {title}: optimum at the peak {best} pods\n\n{table(rows)}\n"
+    return text, {"work": repr(work), "optimum": best, "rows": rows}
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.autoscaling", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of tables.md and autoscaling.json")
+    parser.add_argument("--seeds", type=int, default=2, help="runs of each signal (default 2)")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    text, data = [], {}
+    for title, overlap in (("lock-step", False), ("overlap", True)):
+        tables, data[title] = report(Work(overlap=overlap), range(options.seeds), title)
+        text.append(tables)
+    (options.out / "tables.md").write_text("\n".join(text), encoding="utf-8")
+    values = json.dumps({"environment": described(), **data}, indent=1)
+    (options.out / "autoscaling.json").write_text(values + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

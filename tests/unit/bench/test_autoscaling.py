@@ -5,8 +5,8 @@ from functools import lru_cache
 
 import pytest
 
-from benchmarks import scaling_report as report
-from benchmarks.scaling import Plan, Pool, Work
+from benchmarks import autoscaling
+from benchmarks.autoscaling import Plan, Pool, Work
 
 WORK = Work()
 
@@ -17,8 +17,8 @@ def step(now_s: float) -> int:
 
 @lru_cache
 def outcome(name: str):
-    scheme = next((s for s in report.schemes(WORK) if s.name == name), None) or report.fixed(int(name))
-    return report.run(replace(scheme, pods=1) if scheme.signal else scheme, WORK, 1, step, 1650.0)
+    scheme = next((s for s in autoscaling.schemes(WORK) if s.name == name), None) or autoscaling.fixed(int(name))
+    return autoscaling.run(replace(scheme, pods=1) if scheme.signal else scheme, WORK, 1, step, 1650.0)
 
 
 def test_demand_goes_up_once_and_down_once_to_the_optimum():

@@ -1,0 +1,92 @@
+"""Tables of `benchmarks.peers`: on the terminal, as Markdown, and between the markers of README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- peers: begin, written by benchmarks.peers -->", "<!-- peers: end -->"
+NAMES = {"rootward": "Rootward", "transformers": "transformers", "llama.cpp": "llama.cpp", "vllm": "vLLM"}
+
+
+def settings_of(report: dict[str, Any]) -> list[tuple[float, int]]:
+    """(temperature, batch) of every column."""
+    return sorted({(series["temperature"], series["batch"]) for series in report["series"]})
+
+
+def rows_of(report: dict[str, Any], value: str, digits: int) -> list[list[str]]:
+    """System and mode, then one value per setting; the best of each column in bold."""
+    by_row: dict[tuple[str, str], dict[tuple[float, int], float]] = {}
+    for series in report["series"]:
+        by_row.setdefault((series["system"], series["mode"]), {})[series["temperature"], series["batch"]] = series[
+            value
+        ]
+    choose = max if value == "tokens_per_s" else min
+    best = {key: choose(row[key] for row in by_row.values() if key in row) for key in settings_of(report)}
+    rows = []
+    for (system, mode), values in by_row.items():
+        cells = [f"{values[key]:.{digits}f}" if key in values else "" for key in settings_of(report)]
+        bold = [f"**{cell}**" if values.get(key) == best[key] else cell for cell, key in zip(cells, best, strict=True)]
+        rows.append([f"{NAMES[system]}, {mode}", *bold])
+    return rows
+
+
+def print_tables(report: dict[str, Any]) -> None:
+    """Tokens per second and time to first token, on the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for title, value, digits in (("tokens/s", "tokens_per_s", 1), ("time to first token, ms", "first_token_ms", 0)):
+        table = Table(title=f"{report['model']}, {report['dtype']}, {report['hardware']}: {title}")
+        table.add_column("")
+        for temperature, batch in settings_of(report):
+            table.add_column(f"T = {temperature:g}\nbatch {batch}", justify="right")
+        for name, *cells in rows_of(report, value, digits):
+            styled = (f"[bold]{cell.strip('*')}[/bold]" if cell.startswith("**") else cell for cell in cells)
+            table.add_row(name, *styled)
+        console.print(table)
+    for system, why in report["missing"].items():
+        console.print(f"{system} is missing: {why}")
+
+
+def markdown_table(report: dict[str, Any], value: str, digits: int, first: str) -> str:
+    header = [first, *(f"T = {temperature:g}, {batch}" for temperature, batch in settings_of(report))]
+    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows_of(report, value, digits)])
+
+
+def heading(report: dict[str, Any]) -> str:
+    """Model, precision, hardware, commit, versions in one sentence."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "rootward")
+    speculation = f"draft model {report['draft']}" if report["draft"] else "n-gram speculation"
+    return (
+        f"{report['model']}, {report['dtype']}, {speculation}, {report['max_tokens']} tokens per answer, "
+        f"medians of {report['repeats']} interleaved runs. "
+        f"{report['hardware']}, {report['threads']} threads per engine, {report['date']}, commit {report['commit']}; {versions}."
+    )
+
+
+def as_markdown(reports: Sequence[dict[str, Any]]) -> str:
+    """Both tables of every report."""
+    parts = []
+    for report in reports:
+        parts.append(heading(report))
+        parts.append(markdown_table(report, "tokens_per_s", 1, "tokens/s at T, requests at once"))
+        parts.append(markdown_table(report, "first_token_ms", 0, "time to first token in ms at T, requests at once"))
+        parts += [f"{NAMES[system]} was not installed." for system in report["missing"]]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_readme(path: Path, reports: Sequence[dict[str, Any]]) -> None:
+    """Replace what lies between the markers. ValueError without markers."""
+    text = path.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{path.name}: no markers {BEGIN!r} and {END!r}; add them where the tables belong")
+    parts = []
+    for report in reports:
+        parts += [heading(report), markdown_table(report, "tokens_per_s", 1, "tokens/s at T, requests at once")]
+    path.write_text(before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after, encoding="utf-8")

@@ -1,0 +1,124 @@
+"""`benchmarks.peers`: missing engines, requests, jobs and tables. Figures are not asserted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from benchmarks import peers, peers_report
+from rootward.demo import paths
+
+
+class CompletionServer(BaseHTTPRequestHandler):
+    """Streams as many tokens as requested, then the usage."""
+
+    bodies: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.send_response(200)
+        self.end_headers()
+        for _ in range(body["max_tokens"]):
+            self.wfile.write(b'data: {"choices": [{"text": "a"}]}\n\n')
+        usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        self.wfile.write(b"data: " + json.dumps(usage).encode() + b"\n\ndata: [DONE]\n\n")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    CompletionServer.bodies = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), CompletionServer) as found:
+        threading.Thread(target=found.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{found.server_port}"
+        found.shutdown()
+
+
+def report(**changes) -> dict:
+    series = [
+        {"system": system, "mode": mode, "temperature": 0.0, "batch": batch, "tokens_per_s": rate, "first_token_ms": 9}
+        for system, mode, batch, rate in (("rootward", "plain", 1, 30.0), ("vllm", "plain", 1, 20.0))
+    ]
+    head = {"model": "m", "draft": None, "dtype": "bfloat16", "hardware": "CPU, 2 cores", "threads": 2, "commit": "c"}
+    head |= {"date": "2026-01-02", "versions": {"torch": "2"}, "max_tokens": 8, "repeats": 3, "missing": {}}
+    return head | {"series": series} | changes
+
+
+def test_a_run_counts_the_tokens_of_all_requests(server):
+    engine = peers.HttpEngine("plain", server, "model", {"speculation": "disabled"})
+    run = asyncio.run(engine.run(peers.Job(("one", "two", "three"), 0.7, 5, seed=1)))
+    assert run.tokens == 15
+    assert 0 < run.first_token_s <= run.seconds
+    assert {body["prompt"] for body in CompletionServer.bodies} == {"one", "two", "three"}
+    for body in CompletionServer.bodies:
+        assert (body["temperature"], body["ignore_eos"], body["speculation"]) == (0.7, True, "disabled")
+
+
+def test_prompts_of_all_jobs_differ():
+    given = peers.parser().parse_args(["--model", str(paths().target), "--batches", "1", "32", "--repeats", "2"])
+    jobs = peers.jobs_of(given)
+    texts = [prompt for job in jobs for prompt in job.prompts]
+    assert [len(job.prompts) for job in jobs] == [1, 32] * 2 * 3
+    assert len(set(texts)) == len(texts)
+
+
+def test_every_engine_is_first_equally_often():
+    keys = [("a", "plain"), ("a", "speculative"), ("b", "plain")]
+    assert [peers.rotated(keys, turn)[0] for turn in range(6)] == keys * 2
+    assert all(sorted(peers.rotated(keys, turn)) == keys for turn in range(6))
+
+
+@pytest.mark.parametrize(
+    ("system", "flags", "command"),
+    [
+        ("llama.cpp", ["--llama-server", "no-such-binary"], "cmake"),
+        ("vllm", ["--vllm", "no-such-binary"], "pip install"),
+    ],
+)
+def test_a_missing_engine_is_reported_with_the_command_that_installs_it(system, flags, command):
+    given = peers.parser().parse_args(["--model", "m", "--systems", system, *flags])
+
+    async def start():
+        async with peers.STARTS[system](given):
+            pass
+
+    with pytest.raises(peers.MissingError, match=command):
+        asyncio.run(start())
+
+
+def test_markdown_names_processor_date_and_commit_and_marks_the_best():
+    text = peers_report.as_markdown([report(missing={"llama.cpp": "build it"})])
+    for words in (
+        "CPU, 2 cores",
+        "2026-01-02",
+        "commit c",
+        "llama.cpp was not installed",
+        "| Rootward, plain | **30.0** |",
+    ):
+        assert words in text
+
+
+def test_the_readme_table_replaces_the_one_between_the_markers(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{peers_report.BEGIN}\nold\n{peers_report.END}\nafter\n")
+    peers_report.write_readme(path, [report()])
+    text = path.read_text()
+    assert text.startswith(f"before\n{peers_report.BEGIN}\n")
+    assert text.endswith(f"{peers_report.END}\nafter\n")
+    assert "| vLLM, plain | 20.0 |" in text
+    assert "old" not in text
+
+
+def test_a_readme_without_markers_is_refused(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("no markers")
+    with pytest.raises(ValueError, match="no markers"):
+        peers_report.write_readme(path, [report()])
