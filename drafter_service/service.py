@@ -30,9 +30,8 @@ from drafter_service.turns import LOOP_TURNS, LevelCost
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import DraftMode
 from rootward.demand import DemandCollector
-from rootward.ports import DEFAULT_POOL, ModelInfo
+from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
 from rootward.watchdog import Watchdog
-from rootward.wire.info import DrafterInfo
 
 log = structlog.get_logger("drafter")
 

@@ -10,10 +10,9 @@ import grpc
 
 from rootward.core.frames import ToDrafter
 from rootward.errors import InvalidRequest, NotFound
-from rootward.ports import Drafter
+from rootward.ports import Drafter, DrafterInfo
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc
-from rootward.wire.codec import from_pb, to_pb
-from rootward.wire.info import DrafterInfo
+from rootward.wire.drafter_codec import FROM_DRAFTER, INFO, to_drafter_from_pb
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status, invalid_request
 from rootward.wire.streams import closing, parts
@@ -59,7 +58,7 @@ class _Inbound:
                 if message.HasField("hello") and message.hello.stream and not self._number:
                     self._number = message.hello.stream
                     self._streams[self._number] = self
-                await self.put(from_pb(message))
+                await self.put(to_drafter_from_pb(message))
         except ValueError as error:
             self.error = invalid_request(str(error))
         except Exception as error:  # bytes that gRPC itself could make no message of
@@ -86,7 +85,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         async with errors_as_status(context), _Inbound(request_iterator, self._streams) as inbound:
             async with closing(self._drafter.session(aiter(inbound))) as outbound:
                 async for frame in outbound:
-                    for part in parts(to_pb(frame)):
+                    for part in parts(FROM_DRAFTER.to_pb(frame)):
                         yield part
             if inbound.error is not None:
                 raise inbound.error
@@ -98,10 +97,10 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
                 raise NotFound(
                     "stream: no stream has this name; name it in the Hello, and send long Opens while it lasts"
                 )
-            await stream.put(from_pb(drafter_pb2.ToDrafter(opens=request.opens)))
+            await stream.put(to_drafter_from_pb(drafter_pb2.ToDrafter(opens=request.opens)))
         return drafter_pb2.OpenLongResponse()
 
     async def GetInfo(self, request: drafter_pb2.GetDrafterInfoRequest, context: Context) -> drafter_pb2.DrafterInfo:
         async with errors_as_status(context):
-            info = to_pb(self._info())
+            info = INFO.to_pb(self._info())
         return info

@@ -31,10 +31,15 @@ from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
-from rootward.wire.codec import to_pb
-from rootward.wire.codec_common import REASONS, stats_to_pb
-from rootward.wire.codec_sampling import logprobs_to_pb, processors_from_pb, structure_from_pb
 from rootward.wire.columns import pack_u32
+from rootward.wire.public_codec import (
+    MODEL,
+    REASONS,
+    logprobs_to_pb,
+    processors_from_pb,
+    stats_to_pb,
+    structure_from_pb,
+)
 from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import errors_as_status
 
@@ -243,7 +248,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
 
     def _model(self) -> control_pb2.ModelInfo:
         model: ModelInfo = self._service.model
-        message = to_pb(model)
+        message = MODEL.to_pb(model)
         message.name = self._service.served_model
         return message
 

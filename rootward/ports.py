@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.frames import FromDrafter, HelloAck, Load, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
 
 if TYPE_CHECKING:
@@ -154,6 +154,15 @@ class VerifierInfo:
     max_sessions: int = 0
     draining: bool = False
     stats: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterInfo:
+    """`ack` is what the drafter answers to a Hello that suits it; `load` is its heartbeat now."""
+
+    model: ModelInfo
+    ack: HelloAck
+    load: Load = field(default_factory=Load)
 
 
 @dataclass(frozen=True, slots=True)

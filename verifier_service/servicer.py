@@ -12,11 +12,11 @@ from rootward.core.requests import VerifierRequest
 from rootward.errors import Unavailable
 from rootward.ports import Verifier
 from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
-from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.feed import Feeds
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status, invalid_request
 from rootward.wire.streams import closing
+from rootward.wire.verifier_codec import INFO, request_from_pb
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -34,17 +34,14 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         verifier_pb2_grpc.add_VerifierServicer_to_server(self, server.grpc)
         server.services.append(NAME)
 
-    async def Generate(
+    async def Generate(  # type: ignore[override]  # a stream without messages: runs go to the feed
         self, request: verifier_pb2.VerifierRequest, context: Context
-    ) -> AsyncIterator[verifier_pb2.Committed]:
+    ) -> None:
+        """Ends with the generation. Everything that it commits goes to the feed that the request names."""
         async with (
             errors_as_status(context, request.request_id),
             closing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
         ):
-            if not request.feed:
-                async for run in runs:
-                    yield to_pb(run)
-                return
             feed, finished = self.feeds.get(request.feed), False
             async for run in runs:
                 feed.put(request.number, run)
@@ -61,7 +58,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         self, request: verifier_pb2.GetVerifierInfoRequest, context: Context
     ) -> verifier_pb2.VerifierInfo:
         async with errors_as_status(context):
-            info = to_pb(await self._verifier.get_info())
+            info = INFO.to_pb(await self._verifier.get_info())
         return info
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
@@ -72,7 +69,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
 def _decode(request: verifier_pb2.VerifierRequest) -> VerifierRequest:
     try:
-        return from_pb(request)
+        return request_from_pb(request)
     except ValueError as error:
         raise invalid_request(str(error)) from error
 

@@ -61,15 +61,16 @@ class VerifierServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Runs of committed tokens; the last message carries `finish`. Cancelling the call frees the slot at the next step.
+        """One attempt. What it commits comes on the feed that the request names; the call carries its errors, its deadline and its end, and never
+        a message. Cancelling it frees the slot at the next step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Feed(self, request, context):
-        """For a caller with many generations: what all those commit that name this feed, in one message per engine step. The first message is
-        empty and says that it is open. Generations that name it end with it.
+        """What all generations commit that name this feed, in one message per engine step. The first message is empty and says that it is open.
+        Generations that name it end with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -16,12 +16,11 @@ import grpc
 from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
 from rootward.errors import IncompatiblePair, ServiceError, Unavailable
-from rootward.ports import VerifierInfo
+from rootward.ports import DrafterInfo, VerifierInfo
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from rootward.wire import drafter_codec, verifier_codec
 from rootward.wire.channel import CALLING, DRAFTING, Transport, open_channel
-from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.feed import Arrived, FeedReader
-from rootward.wire.info import DrafterInfo
 from rootward.wire.outgoing import Outgoing
 from rootward.wire.status import from_rpc_error
 from rootward.wire.tls import ClientTls
@@ -110,7 +109,8 @@ class RemoteDrafter(_Remote):
 
     async def get_info(self) -> DrafterInfo:
         stub = drafter_pb2_grpc.DrafterStub(self._channel())
-        return from_pb(await _answer(stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)))
+        call = stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)
+        return drafter_codec.INFO.from_pb(await _answer(call))
 
 
 class RemoteVerifier(_Remote):
@@ -126,7 +126,7 @@ class RemoteVerifier(_Remote):
         deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
         feed = await self._opened_feed()
         with feed.subscribed(joining=not request.trees) as (number, arrived):
-            message = to_pb(request)
+            message = verifier_codec.request_to_pb(request)
             message.feed, message.number = feed.name, number
             stub = verifier_pb2_grpc.VerifierStub(self._channel())
             call = stub.Generate(message, timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
@@ -161,7 +161,8 @@ class RemoteVerifier(_Remote):
 
     async def get_info(self) -> VerifierInfo:
         stub = verifier_pb2_grpc.VerifierStub(self._channel())
-        return from_pb(await _answer(stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)))
+        call = stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)
+        return verifier_codec.INFO.from_pb(await _answer(call))
 
     async def drain(self, timeout_s: float = 0.0) -> int:
         """Ask the verifier to take no new work and end the rest within timeout_s (0 = its own limit).
@@ -217,6 +218,6 @@ def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
 
 def _decode(address: str, message: Any) -> Any:
     try:
-        return from_pb(message)
+        return drafter_codec.FROM_DRAFTER.from_pb(message)
     except ValueError as error:
         raise IncompatiblePair(f"{address} sent a message that cannot be read: {error}") from error

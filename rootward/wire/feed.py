@@ -18,9 +18,9 @@ from itertools import chain, count
 from rootward.core.requests import Committed
 from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.v1 import verifier_pb2
-from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.status import invalid_request
 from rootward.wire.streams import parts
+from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
 Frame = verifier_pb2.FeedFrame
 
@@ -34,7 +34,9 @@ class Feeds:
         self._open: dict[int, Feed] = {}
 
     def get(self, name: int) -> Feed:
-        """Unavailable if there is none (any more): whoever asks may open one and come again."""
+        """Unavailable if it is not open (any more): the caller may open another and try again. InvalidRequest for 0."""
+        if not name:
+            raise invalid_request("feed: 0 is no feed; open one with Verifier.Feed and name it in the request")
         if (feed := self._open.get(name)) is None:
             raise Unavailable(f"feed {name:x} is not open here")
         return feed
@@ -70,7 +72,7 @@ class Feed:
         """Unavailable once nobody reads it."""
         if self._ended:
             raise Unavailable("the feed has ended")
-        self._due.entries.add(number=number, run=to_pb(run))
+        self._due.entries.add(number=number, run=committed_to_pb(run))
         self._changed.set()
 
     def end(self) -> None:
@@ -191,6 +193,6 @@ class FeedReader:
 
     def _decoded(self, run: verifier_pb2.Committed) -> Committed | ServiceError:
         try:
-            return from_pb(run)
+            return committed_from_pb(run)
         except ValueError as error:
             return IncompatiblePair(f"{self._address} sent a message that cannot be read: {error}")

@@ -19,7 +19,7 @@ from rootward.core.frames import Close, Commit, Open, ToDrafter
 from rootward.core.merging import cumulative
 from rootward.errors import ServiceError
 from rootward.v1 import drafter_pb2
-from rootward.wire.codec import to_pb
+from rootward.wire.drafter_codec import to_drafter_to_pb
 from rootward.wire.streams import parts
 
 LONG_TOKENS = 4096  # 16 KiB: what a hot frame may hold
@@ -78,7 +78,7 @@ class Outgoing:
         )
 
     async def _open(self, message: Open) -> None:
-        opens = to_pb(ToDrafter(opens=(message,))).opens
+        opens = to_drafter_to_pb(ToDrafter(opens=(message,))).opens
         arrived = True
         try:
             await self._open_long(drafter_pb2.OpenLongRequest(stream=self._stream, opens=opens))
@@ -95,7 +95,7 @@ class Outgoing:
             return  # the stream is gone; its reader learns why
 
     async def _send(self, frame: ToDrafter) -> None:
-        message = to_pb(frame)
+        message = to_drafter_to_pb(frame)
         if frame.hello is not None:
             message.hello.stream = self._stream
         for part in parts(message):

@@ -7,13 +7,13 @@ from contextlib import aclosing, asynccontextmanager
 
 import grpc
 import pytest
+from support.codec import from_pb, to_pb
 
 from rootward.core.requests import Committed, Finish, FinishReason, Stopping, TokenLogprob, VerifierRequest
 from rootward.errors import Unavailable
 from rootward.v1 import verifier_pb2, verifier_pb2_grpc
 from rootward.wire.channel import open_channel
 from rootward.wire.clients import RemoteVerifier
-from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.server import RpcServer
 from verifier_service.servicer import VerifierServicer
 
@@ -203,11 +203,9 @@ async def test_feeds_that_are_not_open_zero_or_taken_are_refused():
         taken.cancel()
 
 
-async def test_a_caller_without_a_feed_gets_its_runs_on_the_call():
-    verifier = Steps()
-    async with served(verifier) as (_, server, _), open_channel(server.address) as channel:
-        call = verifier_pb2_grpc.VerifierStub(channel).Generate(to_pb(ask(1)))
-        await until(lambda: verifier.running)
-        for _ in range(NUM_STEPS):
-            verifier.step()
-        assert [from_pb(run).offset async for run in call] == list(range(NUM_STEPS))
+async def test_a_request_without_a_feed_is_refused() -> None:
+    async with served(Steps()) as (_, server, _), open_channel(server.address) as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await verifier_pb2_grpc.VerifierStub(channel).Generate(to_pb(ask(1))).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert caught.value.details().startswith("feed: 0 ")

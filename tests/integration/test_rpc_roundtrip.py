@@ -16,10 +16,9 @@ from drafter_service.servicer import DrafterServicer
 from rootward import errors
 from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, ToDrafter
 from rootward.core.requests import Committed, DraftMode, Finish, FinishReason, Sampling, Stopping, VerifierRequest
-from rootward.ports import ModelInfo, VerifierInfo
+from rootward.ports import DrafterInfo, ModelInfo, VerifierInfo
 from rootward.wire.channel import DRAFTING, open_channel
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
-from rootward.wire.info import DrafterInfo
 from rootward.wire.server import RpcServer
 from verifier_service.servicer import NAME as VERIFIER
 from verifier_service.servicer import VerifierServicer

@@ -11,11 +11,11 @@ from contextlib import aclosing, asynccontextmanager
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from support.codec import from_pb, to_pb
 
 from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.ports import Drafter
 from rootward.v1 import drafter_pb2
-from rootward.wire.codec import from_pb, to_pb
 
 NUMBERS = (0, 1, 2, 7, 255, 256, 65535, 2**24, 2**31, 2**32 - 1)
 SESSION = "/rootward.v1.Drafter/Session"

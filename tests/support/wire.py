@@ -36,8 +36,7 @@ from rootward.core.requests import (
     TokenLogprob,
     VerifierRequest,
 )
-from rootward.ports import ModelInfo, VerifierInfo
-from rootward.wire.info import DrafterInfo
+from rootward.ports import DrafterInfo, ModelInfo, VerifierInfo
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

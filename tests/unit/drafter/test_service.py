@@ -9,13 +9,13 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
 import pytest
+from support.codec import from_pb, to_pb
 from support.services import drafter_of, until
 from unit.drafter.test_growing import Counting, hash_of, opening
 
 import drafter_service.service as module
 from drafter_service.service import DrafterService
 from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
-from rootward.wire.codec import from_pb, to_pb
 
 HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.codec import to_pb
 
 from drafter_service.growing import Grower
 from drafter_service.streams import Stream
@@ -10,7 +11,6 @@ from rootward.core.frames import Commit, FromDrafter, Open, extend_hash
 from rootward.core.growth import Policy
 from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
-from rootward.wire.codec import to_pb
 
 NODES, ATOMS = 64, 32
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import wire
+from support.codec import from_pb, parse, to_pb
 
 from rootward.core.frames import FromDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
-from rootward.wire.codec import from_pb, parse, to_pb
 
 MESSAGES = [
     drafter_pb2.ToDrafter,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from support import wire
+from support.codec import from_pb, to_pb
 
 from rootward.core.frames import FromDrafter, ToDrafter
-from rootward.wire.codec import from_pb, to_pb
 from rootward.wire.streams import parts
 
 

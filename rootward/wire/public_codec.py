@@ -1,15 +1,34 @@
-"""Processors, the form of the output and log-probabilities ↔ protobuf."""
+"""generate.proto and control.proto: what the public API and the services between themselves say in the same messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
-from rootward.v1 import generate_pb2
+from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStats, Structure, TokenLogprob
+from rootward.ports import ModelInfo
+from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import pack_f32, pack_u32, unpack_f32, unpack_u32
+from rootward.wire.records import Record
+
+REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
+    FinishReason.STOP: generate_pb2.Finish.STOP,
+    FinishReason.LENGTH: generate_pb2.Finish.LENGTH,
+    FinishReason.ABORTED: generate_pb2.Finish.ABORTED,
+}
+
+MODEL = Record(ModelInfo, control_pb2.ModelInfo)
+STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
+
+
+def stats_to_pb(value: SpeculationStats) -> generate_pb2.SpeculationStats:
+    """The counts, and the two ratios that follow from them."""
+    drafted = value.num_draft_tokens
+    rate = value.num_accepted_draft_tokens / drafted if drafted else 0.0
+    return STATS.to_pb(value, mean_acceptance_length=value.mean_acceptance_length, draft_acceptance_rate=rate)
 
 
 def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
+    """The part of the processors that `Sampling` carries; the rest is in `decoding_to_pb`."""
     return generate_pb2.Sampling(temperature=value.temperature, top_k=value.top_k, top_p=value.top_p, min_p=value.min_p)
 
 
@@ -29,7 +48,7 @@ def decoding_to_pb(value: Sampling, structure: Structure | None = None) -> gener
 
 
 def sampling_from_pb(sampling: generate_pb2.Sampling, decoding: generate_pb2.Decoding) -> Sampling:
-    """Inside the service: seed and n have places of their own there, and words are tokens."""
+    """Between services, where seed, n and bad words have fields of their own. ValueError where they are set here."""
     if sampling.HasField("seed") or sampling.HasField("n") or decoding.bad_words:
         raise ValueError("sampling: seed, n and bad_words are not carried here; leave them unset")
     return processors_from_pb(sampling, decoding)
@@ -58,7 +77,7 @@ def structure_from_pb(decoding: generate_pb2.Decoding) -> Structure | None:
 
 
 def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
-    """One entry per token, all with the same number of top tokens."""
+    """One entry per token. ValueError unless all have the same number of top tokens."""
     if len({len(value.top) for value in values}) > 1:
         raise ValueError("logprobs: top: lengths differ between tokens; give the same number for each")
     return generate_pb2.Logprobs(
@@ -69,6 +88,7 @@ def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
 
 
 def logprobs_from_pb(pb: generate_pb2.Logprobs, num_tokens: int) -> tuple[TokenLogprob, ...]:
+    """One entry per token. ValueError if the columns do not fit that number."""
     emitted = unpack_f32(pb.emitted, "logprobs.emitted")
     ids = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids")
     top = unpack_f32(pb.top_logprobs, "logprobs.top_logprobs")

@@ -1,0 +1,207 @@
+"""drafter.proto: frames between verifier and drafter (`rootward.core.frames`).
+
+`Grow` is the most frequent message: a frame has one for every tree that grew, with a handful of nodes each, and the next level of
+growth waits until it is encoded. Decoding checks only what makes a frame readable (lengths, widths, one distribution per node).
+Whether its nodes make a tree is the verifier's to judge, so that a malformed tree costs its slot and not the stream.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from rootward.core.frames import (
+    Close,
+    Commit,
+    FromDrafter,
+    Grow,
+    Hello,
+    HelloAck,
+    Load,
+    NeedSync,
+    Open,
+    Reject,
+    ToDrafter,
+)
+from rootward.core.requests import DraftMode
+from rootward.ports import DrafterInfo
+from rootward.v1 import drafter_pb2
+from rootward.wire.columns import (
+    Ints,
+    pack_bits,
+    pack_column,
+    pack_references,
+    pack_small,
+    unpack_bits,
+    unpack_column,
+    unpack_references,
+    unpack_small,
+)
+from rootward.wire.public_codec import MODEL, decoding_to_pb, sampling_from_pb, sampling_to_pb
+from rootward.wire.records import Conversion, Record, enum, u32
+
+TOKEN_WIDTH = 3  # bytes, fixed: when a node arrives must not depend on which token it is
+
+Distributions = dict[int, tuple[Ints, Ints]]  # node -> token ids and their weights
+
+LAWS: dict[DraftMode, drafter_pb2.Law.ValueType] = {
+    DraftMode.SAMPLED: drafter_pb2.LAW_SAMPLED,
+    DraftMode.GREEDY: drafter_pb2.LAW_GREEDY,
+    DraftMode.TOP_K: drafter_pb2.LAW_TOP_K,
+    DraftMode.COUPLED: drafter_pb2.LAW_COUPLED,
+}
+_LAW_OF_NUMBER = {number: law for law, number in LAWS.items()}
+
+HELLO = Record(Hello, drafter_pb2.Hello)
+ACK = Record(
+    HelloAck,
+    drafter_pb2.HelloAck,
+    laws=Conversion(
+        lambda laws: [LAWS[law] for law in laws],
+        # A version that does not know a law never asks for it.
+        lambda numbers: tuple(_LAW_OF_NUMBER[number] for number in numbers if number in _LAW_OF_NUMBER),
+    ),
+)
+LOAD = Record(Load, drafter_pb2.Load)
+OPEN = Record(
+    Open,
+    drafter_pb2.Open,
+    custom=("sampling",),
+    prefix=u32("open.prefix"),
+    law=enum(LAWS, "open.law"),
+    prediction=u32("open.prediction"),
+)
+COMMIT = Record(Commit, drafter_pb2.Commit, tokens=u32("commit.tokens"))
+TO_DRAFTER = Record(
+    ToDrafter,
+    drafter_pb2.ToDrafter,
+    custom=("opens", "unreadable"),
+    hello=HELLO.optional,
+    commits=Conversion(
+        lambda commits: [COMMIT.to_pb(commit) for commit in commits],
+        lambda pbs: tuple(_commit_from_pb(pb) for pb in pbs),
+    ),
+    closes=Record(Close, drafter_pb2.Close).each,
+    load=LOAD.optional,
+)
+FROM_DRAFTER = Record(
+    FromDrafter,
+    drafter_pb2.FromDrafter,
+    ack=ACK.optional,
+    grows=Conversion(
+        lambda grows: [_grow_to_pb(grow) for grow in grows], lambda pbs: tuple(_grow_from_pb(pb) for pb in pbs)
+    ),
+    need_syncs=Record(NeedSync, drafter_pb2.NeedSync).each,
+    rejects=Record(Reject, drafter_pb2.Reject).each,
+    load=LOAD.optional,
+)
+INFO = Record(DrafterInfo, drafter_pb2.DrafterInfo, model=MODEL.one, ack=ACK.one, load=LOAD.one)
+
+
+def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
+    return TO_DRAFTER.to_pb(value, opens=[_open_to_pb(message) for message in value.opens])
+
+
+def to_drafter_from_pb(pb: drafter_pb2.ToDrafter) -> ToDrafter:
+    """An Open that cannot be read costs its slot; anything else that cannot is a ValueError."""
+    opens = [_open_or_reject(message) for message in pb.opens]
+    return TO_DRAFTER.from_pb(
+        pb,
+        opens=tuple(message for message in opens if isinstance(message, Open)),
+        unreadable=tuple(message for message in opens if isinstance(message, Reject)),
+    )
+
+
+def _open_to_pb(value: Open) -> drafter_pb2.Open:
+    return OPEN.to_pb(value, sampling=sampling_to_pb(value.sampling), decoding=decoding_to_pb(value.sampling))
+
+
+def _open_or_reject(pb: drafter_pb2.Open) -> Open | Reject:
+    try:
+        return OPEN.from_pb(pb, sampling=sampling_from_pb(pb.sampling, pb.decoding))
+    except ValueError as error:
+        return Reject(pb.slot, str(error))
+
+
+def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit:
+    commit = COMMIT.from_pb(pb)
+    runs, num_tokens = commit.runs, len(commit.tokens)
+    if runs and (sum(runs) != num_tokens or min(runs) < 1):
+        raise ValueError(f"commit.runs: {runs} for {num_tokens} tokens; give lengths of at least 1 that add up")
+    return commit
+
+
+def _grow_to_pb(grow: Grow) -> drafter_pb2.Grow:
+    num_nodes = len(grow.token)
+    guess = grow.sampled if grow.guess is None else grow.guess
+    if not num_nodes == len(grow.parent) == len(grow.sampled) == len(guess):
+        sizes = sorted({len(grow.parent), len(grow.sampled), len(guess)})
+        raise ValueError(f"grow: {num_nodes} tokens, but columns of {sizes}; give one entry per node")
+    parent_base, parent = pack_references(grow.parent.tolist(), "grow.parent")
+    return drafter_pb2.Grow(
+        slot=grow.slot,
+        base_len=grow.base_len,
+        base_hash=grow.base_hash,
+        first_node=grow.first_node,
+        num_nodes=num_nodes,
+        parent_base=parent_base,
+        parent=parent,
+        token=pack_small(grow.token.tolist(), "grow.token", TOKEN_WIDTH),
+        sampled=pack_bits(grow.sampled),
+        rows=_distributions_to_pb(grow.rows) if grow.rows else None,
+        at_rest=grow.at_rest,
+        draft_us=grow.draft_us,
+        queue_us=grow.queue_us,
+        guess=b"" if grow.guess is None else pack_bits(grow.guess),
+    )
+
+
+def _grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
+    """What cannot be read is a malformed frame of its slot, and costs no other slot of the stream anything."""
+    try:
+        return Grow(
+            slot=pb.slot,
+            base_len=pb.base_len,
+            base_hash=pb.base_hash,
+            first_node=pb.first_node,
+            parent=np.array(unpack_references(pb.parent_base, pb.parent, pb.num_nodes, "grow.parent"), dtype=np.int64),
+            token=np.array(unpack_small(pb.token, pb.num_nodes, "grow.token"), dtype=np.int64),
+            sampled=unpack_bits(pb.sampled, pb.num_nodes, "grow.sampled"),
+            rows=_distributions_from_pb(pb.rows) if pb.HasField("rows") else {},
+            at_rest=pb.at_rest,
+            draft_us=pb.draft_us,
+            queue_us=pb.queue_us,
+            guess=unpack_bits(pb.guess, pb.num_nodes, "grow.guess") if pb.guess else None,
+        )
+    except ValueError as fault:
+        none = np.empty(0, dtype=np.int64)
+        return Grow(pb.slot, pb.base_len, pb.base_hash, pb.first_node, none, none, none.astype(bool), fault=str(fault))
+
+
+def _distributions_to_pb(rows: Distributions) -> drafter_pb2.GrowRows:
+    for node, (ids, weights) in rows.items():
+        if len(ids) != len(weights):
+            raise ValueError(f"grow.rows: node {node} has {len(ids)} ids and {len(weights)} weights")
+    node_base, nodes = pack_references(list(rows), "grow.rows.node")
+    return drafter_pb2.GrowRows(
+        num_rows=len(rows),
+        node_base=node_base,
+        node=nodes,
+        length=pack_small([len(ids) for ids, _ in rows.values()], "grow.rows.length"),
+        ids=pack_column(np.concatenate([ids for ids, _ in rows.values()]), "grow.rows.ids"),
+        weights=pack_column(np.concatenate([weights for _, weights in rows.values()]), "grow.rows.weights"),
+    )
+
+
+def _distributions_from_pb(pb: drafter_pb2.GrowRows) -> Distributions:
+    nodes = unpack_references(pb.node_base, pb.node, pb.num_rows, "grow.rows.node")
+    ends = list(accumulate(unpack_small(pb.length, pb.num_rows, "grow.rows.length"), initial=0))
+    ids = unpack_column(pb.ids, ends[-1], "grow.rows.ids")
+    weights = unpack_column(pb.weights, ends[-1], "grow.rows.weights")
+    rows = {
+        node: (ids[start:end], weights[start:end]) for node, (start, end) in zip(nodes, pairwise(ends), strict=True)
+    }
+    if len(rows) != len(nodes):
+        raise ValueError("grow.rows.node: a node appears twice; send the distribution of a node once")
+    return rows
