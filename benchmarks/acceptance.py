@@ -114,8 +114,8 @@ def _writable(out: Path) -> None:
 
 
 def _metadata(options: Options) -> dict[str, Any]:
-    from benchmarks.environment import described
     from benchmarks.grid import NUM_VERDICTS
+    from benchmarks.results import described
 
     return {
         **described(),

@@ -23,8 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.environment import described
 from benchmarks.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
+from benchmarks.results import described
 
 SCRAPE_S = 15.0
 WINDOW_S = 60.0

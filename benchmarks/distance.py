@@ -25,9 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.generations import Load, measured
-from benchmarks.intervals import Interval, interval
-from benchmarks.processes import free_port, scraped, service
+from benchmarks.results import Interval, interval
+from benchmarks.services import Load, free_port, measured, scraped, service
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import ConfigurationError
 from rootward.testing.slow_link import Conditions, SlowLink
@@ -168,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(given: argparse.Namespace, found: list[Point], told: dict[str, dict[str, Interval]]) -> None:
-    from benchmarks.environment import described
+    from benchmarks.results import described
 
     given.out.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(given).items() if name != "out"}

@@ -29,9 +29,9 @@ from typing import Any, Protocol
 import httpx
 
 from benchmarks.contexts import read_prompts
-from benchmarks.environment import described
 from benchmarks.peers_report import as_markdown, print_tables, write_readme
-from benchmarks.processes import free_port, service
+from benchmarks.results import described
+from benchmarks.services import free_port, service
 from rootward.errors import ConfigurationError
 
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")

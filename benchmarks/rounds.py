@@ -19,9 +19,8 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.environment import described
-from benchmarks.generations import Load, Outcome, measured
-from benchmarks.processes import free_port, scraped, service
+from benchmarks.results import described
+from benchmarks.services import Load, Outcome, free_port, measured, scraped, service
 from rootward import demo
 from rootward.core.requests import Speculation, SpeculationMode
 from rootward.errors import ConfigurationError

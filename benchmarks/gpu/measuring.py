@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.environment import described
 from benchmarks.gpu.large import LARGE, TINY, Network, random_network
+from benchmarks.results import described
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key

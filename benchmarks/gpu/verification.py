@@ -12,20 +12,58 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.environment import described
 from benchmarks.gpu.measuring import seconds
-from benchmarks.micro.verification import NUM_ATOMS, NUM_NODES, Example, example
+from benchmarks.results import described
+from rootward.core.distribution import quantise
+from rootward.core.tree import TokenTree
 from rootward.core.verification import batched, gather
 from rootward.engine import verification
 
+NUM_NODES, NUM_ATOMS = 64, 64
 ALGORITHMS = ("token", "traversal")
 TOLERANCE, MOST_OTHER = 1e-5, 1 / 32  # error of a law; share of trees that may be decided otherwise
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tree, drawn without replacement below random parents, with the rows of the nodes that have children."""
+
+    tree: TokenTree
+    target: np.ndarray  # float64[N, V]
+    draft: np.ndarray  # float64[N, V]
+    atoms: np.ndarray  # int64[N, K]
+    weight: np.ndarray  # int64[N, K]
+
+
+def example(rng: np.random.Generator, vocab: int) -> Example:
+    logits = 2.0 * rng.gumbel(size=(NUM_NODES, vocab))
+    target, q = softmax(logits), softmax(logits + rng.normal(size=logits.shape))
+    rows = [quantise(row, NUM_ATOMS) for row in q]
+    taken: list[set[int]] = [set() for _ in range(NUM_NODES)]
+    token, parent = [0], [-1]
+    for node in range(1, NUM_NODES):
+        v = int(rng.integers(max(0, node - 16), node))
+        left = rows[v].without(taken[v])
+        token.append(int(rng.choice(left.ids, p=left.law)))
+        parent.append(v)
+        taken[v].add(token[-1])
+    tree = TokenTree(token, parent, [True] * NUM_NODES)
+    given = np.isin(np.arange(NUM_NODES), parent)[:, None]
+    draft = given * np.stack([row.dense(vocab) for row in rows])
+    atoms = np.where(given, np.stack([row.ids for row in rows]), -1)
+    return Example(tree, target, draft, atoms, given * np.stack([row.weight for row in rows]))
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    mass = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return mass / mass.sum(axis=-1, keepdims=True)
 
 
 def compared(examples: list[Example], algorithm: str, device: str, repeats: int) -> dict[str, Any]:

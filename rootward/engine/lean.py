@@ -1,7 +1,7 @@
 """A small network of the Llama kind in about half of the operations, for float32 on a CPU.
 
 A forward of a network whose weights are small takes as long as its operations take to call, and a draft model is called once per level
-of a tree. Two layers are 170 operations in transformers and 93 here (`benchmarks/micro/lean_forward.py`): one product for queries, keys
+of a tree. Two layers are 170 operations in transformers and 93 here: one product for queries, keys
 and values and one for gate and up, normalisation in one call, rotations from a table, keys and values written as they come.
 
 What a short probe cannot see (a scale that only long texts get) is excluded by name: KINDS are the architectures of transformers that

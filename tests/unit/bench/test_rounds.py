@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import sizing
-from benchmarks.generations import Outcome
 from benchmarks.rounds import point_of, table
+from benchmarks.services import Outcome
 
 
 def test_a_point_has_the_means_of_the_counted_rounds():

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from benchmarks.intervals import interval
+from benchmarks.results import interval
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 15])
