@@ -1,10 +1,10 @@
-"""`rootward bench acceptance`: tokens per round in closed form, for any pair of models: draft strategies × verification rules × node budgets.
+"""`rootward bench acceptance`: tokens per round in closed form, by draft strategy, verification rule and number of nodes.
 
     python -m benchmarks.acceptance --out FOLDER
     python -m benchmarks.acceptance --strategies best_first rsd_s:4,4 --rules traversal token --nodes 8 16 --temperatures 1
 
-Contexts are positions in the target's own continuations of the prompts. At each of them every strategy of `rootward.core.growth` (the objects
-that the drafter service runs) grows one tree; the draft rows are cut to K atoms in integer weights, as on the wire. The law of
+Contexts are positions in the target's own continuations of the prompts. At each of them every strategy of `rootward.core.growth` (the
+objects that the drafter service runs) grows one tree; the draft rows are cut to K atoms in integer weights, as on the wire. The law of
 `rootward.core.verification` then gives the expected tokens of the round without tossing a coin. Coupled trees share their noise with the
 target, so there one verdict per tree is drawn. Intervals are 95 % over contexts. At temperature 0 every rule takes the longest match.
 
@@ -325,8 +325,8 @@ def as_markdown(report: dict[str, Any]) -> str:
     lines = [
         f"# Tokens per round: {report['target']} with {report['draft']}",
         "",
-        f"{report['date']}, {report['hardware']}, commit {report['commit']}. {report['num_contexts']} contexts per temperature, draft rows of "
-        f"{report['num_atoms']} atoms, V = {report['vocabulary']}. Closed form, bonus token included, ± 95 % over contexts.",
+        f"{report['date']}, {report['hardware']}, commit {report['commit']}. {report['num_contexts']} contexts per temperature, "
+        f"draft rows of {report['num_atoms']} atoms, V = {report['vocabulary']}. Closed form, bonus token included, ± 95 % over contexts.",
     ]
     cells = [Cell(**cell) for cell in report["cells"]]
     for temperature in sorted({cell.temperature for cell in cells}):

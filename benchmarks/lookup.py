@@ -111,10 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(str(wrong).splitlines()[0], file=sys.stderr)
         return wrong.exit_code
     if given.out is not None:
-        from benchmarks.measuring import short_name
         from benchmarks.results import described
 
-        name = short_name(given.model) if given.model else "demo/target"
+        name = Path(given.model).name if given.model else "demo/target"
         report = {**described(), "model": name, "seed": given.seed, "length": given.length, "results": results}
         given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return 0
