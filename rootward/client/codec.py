@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TypeVar
@@ -13,7 +14,9 @@ from google.protobuf.message import Message
 from rootward.client.types import (
     GenerationResult,
     Load,
+    Messages,
     ModelCard,
+    Prompt,
     SamplingParams,
     ServerInfo,
     SessionEvent,
@@ -29,29 +32,38 @@ from rootward.client.types import (
 from rootward.errors import APIError
 from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import unpack_f32, unpack_u32
+from rootward.wire.records import Record
 
 T = TypeVar("T")
-Prompt = str | Sequence[int]
-Messages = Sequence[Mapping[str, str]]
+
+USAGE = Record(Usage, generate_pb2.Usage)
+STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
+TIMING = Record(Timing, generate_pb2.Timing)
+MODEL = Record(ModelCard, control_pb2.ModelInfo)
+WORKER = Record(Worker, control_pb2.WorkerInfo)
+SERVER_INFO = Record(ServerInfo, control_pb2.ServerInfo, models=MODEL.each, verifiers=WORKER.each, drafters=WORKER.each)
+LOAD = Record(Load, control_pb2.LoadInfo, verifiers=Record(VerifierLoad, control_pb2.VerifierLoad).each)
 
 _MODES = {"auto": "AUTO", "disabled": "DISABLED", "required": "REQUIRED"}
 _VERIFICATIONS = {"traversal": "TRAVERSAL", "coupled": "COUPLED", "token": "TOKEN"}
 
 
 def request_to_pb(
-    prompt: Prompt | None,
-    messages: Messages | None,
-    sampling: SamplingParams,
-    speculation: Speculation | str | bool | None,
+    prompt: Prompt | None = None,
     *,
-    model: str,
-    request_id: str,
-    session_id: str,
+    messages: Messages | None = None,
+    sampling: SamplingParams | None = None,
+    speculation: Speculation | str | bool | None = None,
+    model: str = "",
+    request_id: str = "",
+    session_id: str = "",
     priority: int = 0,
     cache_salt: str = "",
 ) -> generate_pb2.GenerateRequest:
     """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
-    message = generate_pb2.GenerateRequest(request_id=request_id, model=model, session_id=session_id)
+    message = generate_pb2.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex, model=model, session_id=session_id
+    )
     if (prompt is None) == (messages is None):
         raise TypeError("give either prompt or messages")
     if isinstance(prompt, str):
@@ -62,7 +74,7 @@ def request_to_pb(
         message.chat.CopyFrom(_chat_to_pb(messages or ()))
     _set(message, "priority", priority)
     _set(message.cache, "cache_salt", cache_salt or None)
-    _sampling_to_pb(sampling, message)
+    _sampling_to_pb(sampling or SamplingParams(), message)
     message.speculation.CopyFrom(_speculation_to_pb(speculation))
     message.response.speculation_detail = True  # text of every token, for spans
     return message
@@ -118,61 +130,33 @@ class Received:
         if self.last is None or not self.last.HasField("finish"):
             return so_far
         finish = self.last.finish
-        stop, timing = finish.WhichOneof("stop"), finish.timing
+        stop = finish.WhichOneof("stop")
         return replace(
             so_far,
             finish_reason=generate_pb2.Finish.Reason.Name(finish.reason).lower(),
             stop=getattr(finish, stop) if stop else None,
-            usage=_usage_from_pb(usage),
-            speculation=_stats_from_pb(finish.speculation),
-            timing=Timing(timing.queue_ms, timing.ttft_ms, timing.decode_ms, timing.total_ms),
+            usage=USAGE.from_pb(usage),
+            speculation=STATS.from_pb(finish.speculation),
+            timing=TIMING.from_pb(finish.timing),
             warnings=tuple(finish.warnings),
         )
 
 
-def server_info_from_pb(message: control_pb2.ServerInfo) -> ServerInfo:
-    return ServerInfo(
-        message.version,
-        message.role,
-        message.worker,
-        tuple(_model_from_pb(m) for m in message.models),
-        tuple(_worker_from_pb(w) for w in message.verifiers),
-        tuple(_worker_from_pb(w) for w in message.drafters),
-        tuple(message.features),
-        message.uptime_s,
-    )
-
-
-def load_from_pb(message: control_pb2.LoadInfo) -> Load:
-    return Load(
-        message.num_running,
-        message.num_waiting,
-        message.max_sessions,
-        message.draining,
-        message.num_requests,
-        message.num_tokens,
-        message.num_rounds,
-        message.uptime_s,
-        tuple(
-            VerifierLoad(v.name, v.ready, v.num_running, v.num_waiting, v.max_sessions, dict(v.stats))
-            for v in message.verifiers
-        ),
-    )
-
-
 def event_from_pb(message: control_pb2.SessionEvent) -> SessionEvent:
-    kind = message.WhichOneof("event") or ""
-    about = (message.request_id, message.session_id, message.tenant, message.elapsed_s, message.num_missed)
-    begun, sent, run, ended = message.begun, message.sent, message.round, message.ended
+    begun, ended = message.begun, message.ended
     return SessionEvent(
-        kind,
-        *about,
+        kind=message.WhichOneof("event") or "",
+        request_id=message.request_id,
+        session_id=message.session_id,
+        tenant=message.tenant,
+        elapsed_s=message.elapsed_s,
+        num_missed=message.num_missed,
         num_prompt_tokens=begun.num_prompt_tokens,
-        num_tokens=begun.num_known_tokens or run.num_tokens or ended.num_tokens,  # one of them is there
-        num_accepted=run.num_accepted,
-        offset=run.offset,
-        verifier=sent.verifier,
-        epoch=sent.epoch,
+        num_tokens=begun.num_known_tokens or message.round.num_tokens or ended.num_tokens,  # at most one is set
+        num_accepted=message.round.num_accepted,
+        offset=message.round.offset,
+        verifier=message.sent.verifier,
+        epoch=message.sent.epoch,
         finish_reason=generate_pb2.Finish.Reason.Name(ended.reason).lower() if ended.reason else "",
         error=ended.error,
     )
@@ -254,31 +238,3 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
     for name in ("max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
-
-
-def _usage_from_pb(usage: generate_pb2.Usage) -> Usage:
-    predicted = usage.HasField("accepted_prediction_tokens")
-    pair = (usage.accepted_prediction_tokens, usage.rejected_prediction_tokens) if predicted else (None, None)
-    return Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, *pair)
-
-
-def _stats_from_pb(stats: generate_pb2.SpeculationStats) -> SpeculationStats:
-    return SpeculationStats(
-        stats.num_spec_steps,
-        stats.num_plain_steps,
-        stats.num_draft_tokens,
-        stats.num_accepted_draft_tokens,
-        stats.num_drafter_misses,
-        tuple(stats.acceptance_histogram),
-        stats.drafter,
-        stats.verification,
-        stats.seed,
-    )
-
-
-def _model_from_pb(m: control_pb2.ModelInfo) -> ModelCard:
-    return ModelCard(m.name, m.vocab_size, m.max_positions, tuple(m.eos_ids), m.num_parameters, m.supports_trees)
-
-
-def _worker_from_pb(w: control_pb2.WorkerInfo) -> Worker:
-    return Worker(w.name, w.address, w.model, w.ready, w.draining)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 import grpc
 
+from rootward.backoff import backoff_s
 from rootward.client.types import KeepAlive
 from rootward.errors import (
     APIConnectionError,
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 ApiKey = str | Callable[[], str]
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 8.0
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
 RESUME_ATTEMPTS, RESUME_BACKOFF_S = 10, 0.1
 LONGEST_RETRY_AFTER_S = 60.0
 
@@ -97,15 +97,15 @@ class Retries:
 
     def __init__(self, timeout_s: float, max_retries: int):
         self._timeout_s, self._max = timeout_s, max_retries
-        self._left, self._backoff_s = max_retries, FIRST_BACKOFF_S
+        self._left, self._num_waits, self._first_backoff_s = max_retries, 0, FIRST_BACKOFF_S
         self._deadline: float | None = None
 
     def resumes(self, error: APIError) -> bool:
         """Whether a stream that broke after something was received goes on elsewhere. Then there are more attempts, and sooner:
         a generation waits."""
-        if not self._max or self._wait_s(error, 0.0) is None:
+        if not self._max or self._wait_s(error) is None:
             return False
-        self._left, self._backoff_s = RESUME_ATTEMPTS, RESUME_BACKOFF_S
+        self._left, self._num_waits, self._first_backoff_s = RESUME_ATTEMPTS, 0, RESUME_BACKOFF_S
         return True
 
     async def first(self, attempt: Callable[[float], Awaitable[T]]) -> T:
@@ -118,14 +118,14 @@ class Retries:
             try:
                 return await attempt(left_s)
             except APIError as error:
-                wait_s = self._wait_s(error, self._backoff_s)
+                wait_s = self._wait_s(error)
                 if wait_s is None or self._left <= 0 or time.monotonic() + wait_s >= deadline:
                     raise
             self._left -= 1
-            self._backoff_s = min(2 * self._backoff_s, LAST_BACKOFF_S)
+            self._num_waits += 1
             await asyncio.sleep(wait_s)
 
-    def _wait_s(self, error: APIError, backoff_s: float) -> float | None:
+    def _wait_s(self, error: APIError) -> float | None:
         """Seconds until the next attempt; None for an error that would come again."""
         again = isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
         if isinstance(error, APITimeoutError) or not again:
@@ -133,7 +133,7 @@ class Retries:
         asked = error.retry_after_s if isinstance(error, APIStatusError) else None
         if asked is not None:
             return asked if asked <= LONGEST_RETRY_AFTER_S else None
-        return backoff_s * random.uniform(0.5, 1.0)
+        return backoff_s(self._num_waits, self._first_backoff_s, LONGEST_BACKOFF_S, id(self))
 
 
 def parse_target(target: str) -> tuple[list[str], bool]:

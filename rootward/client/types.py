@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypedDict
+
+Prompt = str | Sequence[int]  # text or token ids
+Messages = Sequence[Mapping[str, str]]  # of a conversation: role, content, and perhaps name
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,19 @@ class Speculation:
     num_draft_tokens: int | None = None  # nodes per round
     drafter: str | None = None  # a pool of drafters of the server, or "ngram"
     prediction: str | None = None  # the text you expect, one more source of drafts; changes speed, not the text
+
+
+class RequestOptions(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`. Either a prompt or `messages` is given."""
+
+    messages: Messages | None  # go through the model's chat template
+    sampling: SamplingParams | None
+    speculation: Speculation | str | bool | None  # a mode is enough; False disables it
+    model: str  # served name; "": the only one
+    request_id: str  # idempotency key; "": a random one
+    session_id: str  # turns of one conversation: their KV is found again
+    priority: int  # lower runs earlier
+    cache_salt: str  # prompts with different ones never share cached prefixes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,275 @@
+"""`AsyncClient`: the calls of a gateway, and a generation as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from rootward.client.codec import LOAD, SERVER_INFO, Received, delta_from_pb, event_from_pb, request_to_pb
+from rootward.client.connection import ApiKey, Connection, Retries
+from rootward.client.types import (
+    GenerationResult,
+    KeepAlive,
+    Load,
+    Prompt,
+    RequestOptions,
+    ServerInfo,
+    SessionEvent,
+    TokenDelta,
+)
+from rootward.errors import APIConnectionError, APIError, APITimeoutError, StreamInterruptedError, UnavailableError
+from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
+from rootward.wire.status import api_error
+
+DEFAULT_TARGET = "127.0.0.1:50051"
+SHORT_TIMEOUT_S = 30.0  # of calls that do not generate
+
+Chunk = generate_pb2.GenerateChunk
+
+
+class AsyncClient:
+    """A gateway. Opens connections on first use; close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        api_key: ApiKey | None = None,
+        timeout: float = 600.0,
+        connect_timeout: float = 5.0,
+        max_retries: int = 2,
+        tls: grpc.ChannelCredentials | None = None,
+        keepalive: KeepAlive | None = None,
+        channels: int = 2,
+        channel_options: Mapping[str, str | int] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ):
+        """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port; several gateways have commas between,
+        as in "one:50051,two:50051": what one leaves unfinished another finishes. Times in seconds.
+        """
+        self._connection = Connection(
+            target,
+            api_key=api_key,
+            connect_timeout_s=connect_timeout,
+            tls=tls,
+            keepalive=keepalive or KeepAlive(),
+            num_channels=channels,
+            channel_options=channel_options or {},
+            metadata=metadata or {},
+        )
+        self._timeout_s, self._max_retries = timeout, max_retries
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    def with_options(self, *, timeout: float | None = None, max_retries: int | None = None) -> Self:
+        """The same client, on the same connections, with other limits."""
+        other = copy.copy(self)
+        other._timeout_s = self._timeout_s if timeout is None else timeout
+        other._max_retries = self._max_retries if max_retries is None else max_retries
+        return other
+
+    def stream(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> AsyncStream:
+        """Text as it becomes final. The prompt is text or token ids; options: see `RequestOptions`."""
+        return AsyncStream(self._connection, request_to_pb(prompt, **options), self._retries(self._timeout_s))
+
+    async def generate(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> GenerationResult:
+        """The whole text at once; otherwise as `stream`."""
+        async with self.stream(prompt, **options) as stream:
+            return await stream.get_final_result()
+
+    async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
+        """Token ids as the server makes them of a prompt, or with special tokens or without if that is said."""
+        request = generate_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        return tuple((await self._call(self._inference().Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
+        request = generate_pb2.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return str((await self._call(self._inference().Detokenize, request)).text)
+
+    async def server_info(self) -> ServerInfo:
+        """Version, models, verifiers and drafters."""
+        request = control_pb2.GetServerInfoRequest()
+        return SERVER_INFO.from_pb(await self._call(self._control().GetServerInfo, request))
+
+    async def load(self) -> Load:
+        """How busy the gateway is."""
+        return LOAD.from_pb(await self._call(self._control().GetLoad, control_pb2.GetLoadRequest()))
+
+    async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
+        """What becomes of the requests of a session, until the loop is left, or of one request, until it ends.
+
+        What runs already is told of first. Of several gateways one is heard, and it tells what it drives itself. Where the gateway has
+        keys this needs one with the scope "admin"; it then sees all tenants.
+        """
+        wanted = {"session_id": session_id} if session_id else {"request_id": request_id}
+        request = control_pb2.WatchSessionRequest(**wanted)
+        call = self._control().WatchSession(request, metadata=self._connection.metadata())
+        try:
+            async for message in call:
+                yield event_from_pb(message)
+        except grpc.RpcError as error:
+            raise api_error(error) from error
+        finally:
+            call.cancel()
+
+    async def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
+        """End generations; returns the ids that were running."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        return tuple((await self._call(self._control().Abort, control_pb2.AbortRequest(request_ids=ids))).aborted)
+
+    def _inference(self) -> Any:
+        return generate_pb2_grpc.InferenceStub(self._connection.channel())
+
+    def _control(self) -> Any:
+        return control_pb2_grpc.ControlStub(self._connection.channel())
+
+    def _retries(self, timeout_s: float) -> Retries:
+        return Retries(timeout_s, self._max_retries)
+
+    async def _call(self, method: Any, request: object) -> Any:
+        async def attempt(timeout_s: float) -> Any:
+            try:
+                return await method(request, timeout=timeout_s, metadata=self._connection.metadata())
+            except grpc.RpcError as error:
+                raise api_error(error) from error
+
+        return await self._retries(min(self._timeout_s, SHORT_TIMEOUT_S)).first(attempt)
+
+
+class AsyncStream:
+    """Deltas of one generation. Iterate once; leaving the loop or the context cancels the generation."""
+
+    def __init__(self, connection: Connection, request: generate_pb2.GenerateRequest, retries: Retries):
+        self._connection, self._request, self._retries = connection, request, retries
+        self._call: Any = None
+        self._over = self._attempted = False
+        self._received = [Received(index) for index in range(max(1, request.sampling.n))]
+        self._usage = generate_pb2.Usage()
+
+    @property
+    def request_id(self) -> str:
+        return self._request.request_id
+
+    @property
+    def over(self) -> bool:
+        """Nothing more comes."""
+        return self._over
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        try:
+            while (chunk := await self._next()) is not None:
+                yield delta_from_pb(chunk)
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """End the generation on the server; what came so far stays in `get_final_result`."""
+        self._over = True
+        if self._call is not None:
+            self._call.cancel()
+
+    async def get_final_result(self) -> GenerationResult:
+        """Read what is left, then the whole generation. `finish_reason` is "cancelled" if it was."""
+        while await self._next() is not None:
+            pass
+        return self._result()
+
+    async def _next(self) -> Chunk | None:
+        """The next chunk, or None at the end."""
+        if self._over:
+            return None
+        try:
+            chunk = await self._chunk()
+        except BaseException as error:
+            self.cancel()
+            if self._begun and isinstance(error, APIError):
+                raise self._interrupted(error) from error
+            raise
+        if chunk is None:
+            self._over = True
+        else:
+            self._take(chunk)
+        return chunk
+
+    async def _chunk(self) -> Chunk | None:
+        if self._call is None:
+            return await self._retries.first(self._begin)
+        try:
+            return await _read(self._call)
+        except APIError as error:
+            if self._request.sampling.n > 1 or not self._retries.resumes(error):
+                raise
+            return await self._retries.first(self._begin)
+
+    async def _begin(self, timeout_s: float) -> Chunk | None:
+        """One attempt, up to its first chunk. Whatever came before the attempt is never generated anew: the request goes on by its id."""
+        if self._attempted:
+            held = self._received[0].token_ids
+            self._request.resume_offset = len(held)
+            self._request.resume_tokens.ids[:] = held
+        self._attempted = self._request.sampling.n <= 1
+        stub = generate_pb2_grpc.InferenceStub(self._connection.channel())
+        call: Any = stub.GenerateStream(self._request, timeout=timeout_s, metadata=self._connection.metadata())
+        try:
+            chunk = await _read(call)
+        except BaseException:
+            call.cancel()
+            raise
+        self._call = call
+        return chunk
+
+    @property
+    def _begun(self) -> bool:
+        return any(one.last is not None for one in self._received)
+
+    def _take(self, chunk: Chunk) -> None:
+        if chunk.index >= len(self._received):
+            raise APIError(f"the server sent choice {chunk.index} of {len(self._received)}")
+        self._received[chunk.index].take(chunk)
+        if chunk.HasField("usage"):
+            self._usage = chunk.usage
+
+    def _result(self) -> GenerationResult:
+        choices = tuple(one.result(self._usage, self.request_id) for one in self._received)
+        return replace(choices[0], choices=choices)
+
+    def _interrupted(self, error: APIError) -> APIError:
+        lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
+        return StreamInterruptedError(str(error), self._result()) if lost else error
+
+
+async def _read(call: Any) -> Chunk | None:
+    """The next message of a call, None at its end and when it was cancelled here. APIError for a failed status."""
+    try:
+        message = await call.read()
+    except grpc.RpcError as error:
+        raise api_error(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return None
+    return message if isinstance(message, Chunk) else None
