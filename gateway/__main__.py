@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
+from gateway.app import build_app
 from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
-from gateway.http_api import build_app
 from gateway.redis_store import open_store
 from gateway.router import Upstreams
 from gateway.service import ABORT_S, GatewayService

@@ -36,8 +36,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
 
-from gateway.http_bodies import send_error
-from gateway.http_errors import http_error
+from gateway.http_errors import error_response
 from rootward.clock import Clock, SystemClock
 from rootward.errors import ConfigurationError, PermissionDenied, ServiceError, Unauthenticated
 from rootward.file_watch import WatchedFiles
@@ -215,7 +214,7 @@ class Access:
                 except ServiceError as error:
                     peer = ":".join(map(str, scope.get("client") or ()))
                     log.warning("call_refused", path=scope["path"], peer=peer, reason=error.reason, error=str(error))
-                    await send_error(http_error(error), {}, scope, receive, send)
+                    await error_response(error)(scope, receive, send)
                     return
             await app(scope, receive, send)
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import format_tb
+from typing import Any
 
-from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated
+import orjson
+import structlog
+from starlette.responses import Response
+
+from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated, UnsupportedParameter
+
+log = structlog.get_logger()
+
+_INDICES = re.compile(r"(\[\d+\])+$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +53,34 @@ _NAMES = {
 }
 _BUG = (500, "internal_server_error", "internal_error")
 
+# pydantic's error type -> the fix, with the bounds that pydantic gives.
+_FIXES = {
+    "missing": "is missing; send it",
+    "greater_than_equal": "is below {ge}",
+    "greater_than": "is not above {gt}",
+    "less_than_equal": "is above {le}",
+    "less_than": "is not below {lt}",
+    "literal_error": "is unknown; use {expected}",
+    "finite_number": "is not a finite number",
+    "string_unicode": "is not valid Unicode; send no lone surrogates",
+    "string_too_short": "is empty",
+    "too_short": "has fewer than {min_length} entries",
+    "refused": "",
+    "unsupported": "",
+}
+# Errors of type -> the type that was expected; the members of a union have one each.
+_VALUE_TYPES = {
+    "string_type": "a string",
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "a boolean (true or false)",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+}
+
 
 def http_error(error: Exception) -> HttpError:
     """What the client is told. Of a bug it learns that it is one."""
@@ -74,3 +114,63 @@ def _headers(error: ServiceError) -> dict[str, str]:
     if isinstance(error, DeadlineExceeded) and int(error.metadata.get("emitted", "0")):
         headers["x-should-retry"] = "false"
     return headers
+
+
+def json_response(body: Mapping[str, object], *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), status, headers, "application/json")
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    """The answer to a request that failed; a bug is logged."""
+    log_bug(error)
+    known = http_error(error)
+    return json_response(known.body, status=known.status, headers={**(headers or {}), **known.headers})
+
+
+def log_bug(error: Exception) -> None:
+    """Where it happened, without values: those may be prompts."""
+    if http_error(error).status == 500:
+        log.error("http_handler_failed", error=type(error).__name__, trace="".join(format_tb(error.__traceback__)))
+
+
+def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
+    """The first of pydantic's errors, in the form of all others. Of a union the errors of the member that came furthest count."""
+    if errors[0]["type"] == "json_invalid":
+        return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
+    depth = max(len(error["loc"]) for error in errors)
+    furthest = [error for error in errors if len(error["loc"]) == depth]
+    error = furthest[0]
+    path, kind, value = _path(error), error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        return UnsupportedParameter(path, _short(value), "is not supported by this server; leave it out")
+    if kind == "missing":
+        value = None
+    kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]
+    if kinds:
+        fix = f"is not {' or '.join(dict.fromkeys(kinds))}"
+    else:
+        fix = _FIXES.get(kind, "").format_map(error.get("ctx", {})) or error["msg"]
+    return (UnsupportedParameter if kind == "unsupported" else InvalidRequest)(path, _short(value), fix)
+
+
+def _path(error: Mapping[str, Any]) -> str:
+    """Where the value stands in the body, such as messages[0].content. Names of members of a union are no part of it, nor is the
+    place in a list of scalars."""
+    at = list(error["loc"][1:])
+    if at and at[-1] == "[key]":
+        del at[-2:]
+    last = at.pop() if at and error["type"] == "extra_forbidden" else None  # a name of the client's
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in at if not _is_member(part))
+    path = _INDICES.sub("", path)
+    return (path if last is None else f"{path}.{str(last)[:32]}").lstrip(".") or "body"
+
+
+def _is_member(part: str | int) -> bool:
+    return isinstance(part, str) and (part == "str" or part.endswith("]"))
+
+
+def _short(value: object) -> object:
+    """A value that is fit for a message: scalars as they are, texts cut, the rest by its type."""
+    if isinstance(value, str):
+        return value[:32]
+    return value if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -1,4 +1,4 @@
-"""What clients ask of the gateway and what they get, as values. Wire (servicer.py) and HTTP (http_api.py) translate to these."""
+"""What clients ask of the gateway and what they get, as values. Wire (servicer.py) and HTTP (schemas.py) translate to these."""
 
 from __future__ import annotations
 

@@ -87,21 +87,28 @@ EVERYWHERE = {"body", "model", "x-request-id", "request_id", "session_id", "x-se
 
 def properties_of(case) -> set[str]:
     """Fields that the description has for the body of an operation, at any depth."""
-    body = case.operation.definition.raw.get("requestBody", {"content": {"application/json": {"schema": {}}}})
-    schema = body["content"]["application/json"]["schema"]
-    return set(names_in(schema))
+    described = case.operation.schema.raw_schema
+    body = described["paths"][case.operation.path][case.operation.method].get("requestBody", {})
+    return set(names_in(body, described))
 
 
-def names_in(schema: object) -> Iterator[str]:
+def names_in(schema: object, described: dict) -> Iterator[str]:
     if isinstance(schema, dict):
         yield from schema.get("properties", ())
+        if "$ref" in schema:
+            yield from names_in(resolved(schema, described), described)
     for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from names_in(part)
+        yield from names_in(part, described)
+
+
+def resolved(schema: dict, described: dict) -> dict:
+    return described["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
 
 
 def jsonschema_of(case, name: str) -> Callable[[object], object]:
     """Checks a value against a schema of the description; the value."""
-    raw = case.operation.schema.raw_schema["components"]["schemas"][name]
+    components = case.operation.schema.raw_schema["components"]
+    raw = {"$ref": f"#/components/schemas/{name}", "components": components}
 
     def valid(value: object) -> object:
         jsonschema_rs.validate(raw, value)
@@ -165,7 +172,8 @@ def test_the_schema_names_every_field_that_is_read(stack) -> None:
         described = json.load(answer)
     for path in ("/v1/completions", "/v1/chat/completions"):
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-        assert {"temperature", "seed", "speculation", "prediction", "n", "stop"} <= set(body["properties"])
+        properties = resolved(body, described)["properties"]
+        assert {"temperature", "seed", "speculation", "prediction", "n", "stop"} <= set(properties)
 
 
 # -- gRPC ---------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from support.certificates import Authority, spiffe
 from unit.gateway.service_for_tests import serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway.app import build_app
 from gateway.auth import Access, Keys
-from gateway.http_api import build_app
 from gateway.servicer import register
 from rootward.cli import main as cli
 from rootward.client import AsyncClient

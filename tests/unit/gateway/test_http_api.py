@@ -10,7 +10,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
-from gateway.http_api import build_app
+from gateway.app import build_app
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.wire.http_server import HttpServer
 
@@ -90,7 +90,7 @@ async def test_extras_answer_when_asked():
 async def test_defaults_and_spellings():
     verifier = SpellingVerifier()
     async with api(verifier) as (_, client):
-        await client.post("/v1/completions", json={"prompt": ["a"], "unheard_of": {"x": 1}, "top_k": -1, "n": 1})
+        await client.post("/v1/completions", json={"prompt": ["a"], "unheard_of": None, "top_k": -1, "n": 1})
         got = verifier.requests[-1]
         assert (got.stopping.max_tokens, got.sampling.temperature, got.sampling.top_k) == (16, 1.0, 0)
         await client.post("/v1/completions", json={"prompt": [[5]], "seed": -1, "temperature": 0, "user": "me"})
@@ -193,7 +193,8 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
         ({"prompt": "a", "speculation": {"verification": "no"}}, 400, "invalid_value", "speculation.verification"),
         ({"prompt": "a", "speculation": {"drafter": 3}}, 400, "invalid_value", "speculation.drafter"),
         ({"prompt": "a", "speculation": {"often": 3}}, 400, "unsupported_parameter", "speculation.often"),
-        ({"prompt": "a", "speculation": {"topk": 0}}, 400, "invalid_value", "topk"),
+        ({"prompt": "a", "speculation": {"topk": 0}}, 400, "invalid_value", "speculation.topk"),
+        ({"prompt": "a", "unheard_of": {"x": 1}}, 400, "unsupported_parameter", "unheard_of"),
         ({"prompt": "a\ud800"}, 400, "invalid_value", "prompt"),
         ({"prompt": "a", "request_id": "a b"}, 400, "invalid_value", "request_id"),
         ([1], 400, "invalid_value", "body"),

@@ -10,14 +10,16 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
-from gateway.http_api import build_app
-from gateway.http_logprobs import Names, of_completion
-from gateway.http_requests import parse_completion
+from gateway.answers import TokenNames, completion_logprobs
+from gateway.app import build_app
+from gateway.http_errors import invalid_body
 from gateway.requests import GenerateRequest
+from gateway.schemas import CompletionRequest
 from gateway.tokenizer import Span
 from rootward.client import AsyncClient, SamplingParams
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
@@ -138,7 +140,7 @@ async def test_forms_over_the_sdk(given, wanted) -> None:
         ({"top_k": 10**30}, "top_k"),
         ({"structured_outputs": {"regex": "\ud800"}}, "regex"),
         ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"structured_outputs": {}}, "structured_outputs"),
@@ -232,7 +234,7 @@ def test_tokens_with_one_text_are_told_apart() -> None:
             return None
 
     spans = [Span(2, "x", True, TokenLogprob(-1.0, ((1, -0.5), (2, -1.0), (3, -float("inf")))))]
-    told = of_completion(spans, 10, Names(Texts()))
+    told = completion_logprobs(spans, 10, TokenNames(Texts()))
     assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
     assert told["text_offset"] == [10]
 
@@ -264,5 +266,10 @@ forms = st.fixed_dictionaries({}, optional={n: json_values for n in ("type", "js
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), json_values | forms | st.dictionaries(st.just("5"), json_values)))
 def test_any_body_is_a_request_or_an_invalid_request(body) -> None:
-    with suppress(InvalidRequest):
-        parse_completion(json.dumps({"prompt": "a"} | body).encode(), {})
+    value = json.loads(json.dumps({"prompt": "a"} | body))
+    try:
+        with suppress(InvalidRequest):
+            CompletionRequest.model_validate(value).request({})
+    except ValidationError as error:
+        located = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]  # as FastAPI tells them
+        assert invalid_body(located).field.partition(".")[0] in {*body, "prompt"}

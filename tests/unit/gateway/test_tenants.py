@@ -12,9 +12,9 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway import http_generate
+from gateway import streaming
 from gateway.admission import Rate, owed
-from gateway.http_api import build_app
+from gateway.app import build_app
 from gateway.requests import GenerateRequest, Resume, as_chosen, of_tenant
 from gateway.router import Upstreams
 from gateway.service import GatewayService
@@ -207,7 +207,7 @@ async def test_long_texts_leave_the_loop_free(call):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
-    monkeypatch.setattr(http_generate, "INLINE_TOKENS", 10)
+    monkeypatch.setattr(streaming, "INLINE_TOKENS", 10)
     slow, prompt = Slow(), list(range(40, 70))
     upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
     async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:

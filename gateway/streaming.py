@@ -1,27 +1,22 @@
-"""POST /v1/completions and /v1/chat/completions: a body in, an answer out, whole or as server-sent events."""
+"""A generation as an HTTP response: one JSON object, or server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
 import orjson
-from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 import rootward
+from gateway.answers import Answer, TokenNames, fingerprint
 from gateway.choices import in_runs, outputs, side_by_side, tokenised
-from gateway.http_answers import Answer, fingerprint
-from gateway.http_bodies import log_bug, read_body, respond, send_error
-from gateway.http_errors import http_error
-from gateway.http_logprobs import Names
-from gateway.http_requests import Parse, Wanted
-from gateway.http_shapes import Shape
-from gateway.planning import check_name
+from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
+from gateway.schemas import GenerationBody
 from gateway.service import INLINE_TOKENS, GatewayService
 from gateway.tokenizer import Output, Span
 
@@ -31,40 +26,38 @@ SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache",
 DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
 
 
-class Generations:
-    """An ASGI endpoint: it watches for a disconnect while it works, and then stops working."""
+class GenerationResponse(Response):
+    """Generates while it is sent; watches for a disconnect meanwhile, and then stops generating."""
 
-    def __init__(self, service: GatewayService, parse: Parse, shape: Shape, names: Names):
-        self._service, self._parse, self._shape, self._names = service, parse, shape, names
+    def __init__(
+        self,
+        service: GatewayService,
+        names: TokenNames,
+        *,
+        body: GenerationBody,
+        request: GenerateRequest,
+        kind: type[Answer],
+    ):
+        super().__init__()
+        self._service, self._names, self._body, self._request, self._kind = service, names, body, request, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        request = Request(scope, receive)
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-        headers = {"x-request-id": request_id}
-        try:
-            check_name("x-request-id", request_id)
-            wanted = self._parse(await read_body(request), {**request.headers, **headers})
-            check_name("request_id", wanted.request.request_id)
-        except ClientDisconnect:
-            return
-        except Exception as error:
-            log_bug(error)
-            await send_error(http_error(error), headers if request_id.isascii() else {}, scope, receive, send)
-            return
         limit_s = self._service.limits.request_timeout_s + SLOW_CLIENT_S
-        await _unless_disconnected(receive, self._answered(wanted, scope, receive, send), limit_s)
+        await _unless_disconnected(receive, self._answered(scope, receive, send), limit_s)
 
-    async def _answered(self, wanted: Wanted, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Headers of a stream go out with the first delta, so that a refusal still has its own status."""
-        headers = {"x-request-id": wanted.request.request_id}
+        headers = {"x-request-id": self._request.request_id}
         started = False
         try:
-            requests = await self._requests(wanted)
-            answer = self._begun(wanted, len(requests))
-            deltas = in_runs(side_by_side(self._service.generate, requests), wanted.stream_interval)
+            made = outputs(self._request, self._body.prompts)
+            requests = await tokenised(made, self._request.n, self._service.prompt_ids)
+            answer = self._begun(len(requests))
+            deltas = in_runs(side_by_side(self._service.generate, requests), self._body.stream_interval)
             async with aclosing(deltas):
-                if not wanted.stream:
-                    await respond(await self._collected(answer, deltas), headers, scope, receive, send)
+                if not self._body.stream:
+                    whole = await self._collected(answer, deltas)
+                    await json_response(whole, headers=headers)(scope, receive, send)
                     return
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
@@ -74,36 +67,32 @@ class Generations:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            log_bug(error)
             if not started:
-                await send_error(http_error(error), headers, scope, receive, send)
+                await error_response(error, headers)(scope, receive, send)
                 return
+            log_bug(error)
             await send({"type": "http.response.body", "body": _event(http_error(error).body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _requests(self, wanted: Wanted) -> list[GenerateRequest]:
-        """One per output."""
-        request = wanted.request
-        made = outputs(request, wanted.prompts)
-        return await tokenised(made, request.n, self._service.prompt_ids)
-
-    def _begun(self, wanted: Wanted, num_outputs: int) -> Answer:
-        return Answer(
-            self._shape,
-            wanted.request.request_id,
-            self._service.served_model,
-            fingerprint(self._service.model, rootward.__version__),
-            self._names if wanted.request.logprobs is not None else None,
-            self._names if wanted.prompt_logprobs else None,
-            wanted.request.n,
-            num_outputs,
-            self._echo if wanted.echo else None,
-            only_echo=wanted.only_echo,
-            return_token_ids=wanted.return_token_ids,
-            report_speculation=wanted.report_speculation,
-            tree_names=self._names if wanted.request.trees else None,
-            include_usage=wanted.include_usage,
-            continuous_usage=wanted.continuous_usage,
+    def _begun(self, num_outputs: int) -> Answer:
+        body, request = self._body, self._request
+        options = body.stream_options
+        return self._kind(
+            request_id=request.request_id,
+            model=self._service.served_model,
+            fingerprint=fingerprint(self._service.model, rootward.__version__),
+            names=self._names,
+            logprobs=request.logprobs is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+            num_choices=request.n,
+            num_outputs=num_outputs,
+            echo=self._echo if body.echoes else None,
+            only_echo=body.only_echoes,
+            return_token_ids=body.return_token_ids,
+            report_speculation=body.speculation is not None,  # the request speaks of speculation, so the answer does
+            return_trees=body.return_trees,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
         )
 
     def _echo(self, prompt: tuple[int, ...]) -> Sequence[Span]:

@@ -1,0 +1,346 @@
+"""Answers of the HTTP API as plain JSON values: OpenAI's objects, whole and in the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import ClassVar, Protocol
+
+from gateway.choices import Tally
+from gateway.requests import Delta, Ending, Seen, Usage
+from gateway.tokenizer import REPLACEMENT, Span
+from rootward.core.requests import SpeculationStats, TokenLogprob
+from rootward.ports import ModelInfo
+
+LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
+
+Json = dict[str, object]
+
+
+class TokenTexts(Protocol):
+    """What a tokenizer knows of single tokens."""
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenName:
+    """A token as people read it. A token that holds but a part of a character goes by its id."""
+
+    token: int
+    text: str
+    bytes: list[int] | None
+
+
+class TokenNames:
+    """Names of tokens, remembered: log-probabilities name the same ones again and again."""
+
+    def __init__(self, tokenizer: TokenTexts, max_size: int = 1 << 16):
+        self._tokenizer, self._max_size = tokenizer, max_size
+        self._known: dict[int, TokenName] = {}
+
+    def __getitem__(self, token: int) -> TokenName:
+        name = self._known.get(token)
+        if name is None:
+            if len(self._known) >= self._max_size:
+                self._known.clear()
+            name = self._known[token] = self._named(token)
+        return name
+
+    def _named(self, token: int) -> TokenName:
+        text, raw = self._tokenizer.decode([token], skip_special_tokens=False), self._tokenizer.token_bytes(token)
+        return TokenName(
+            token, f"token_id:{token}" if REPLACEMENT in text else text, None if raw is None else list(raw)
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """One answer in the making: the state of a stream, and what the request wants to be told."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    request_id: str
+    model: str
+    fingerprint: str
+    names: TokenNames
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    num_choices: int = 1
+    num_outputs: int = 1
+    echo: Callable[[tuple[int, ...]], Sequence[Span]] | None = (
+        None  # the prompt's spans, to be put in front of the text
+    )
+    only_echo: bool = False
+    return_token_ids: bool = False
+    report_speculation: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_trees: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+    tally: Tally = field(default_factory=Tally)
+    _num_sent: dict[int, int] = field(default_factory=dict)  # characters, by output
+
+    def __post_init__(self) -> None:
+        self.tally.num_choices = self.num_choices
+
+    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
+        """A choice of the whole answer, its index and token ids left out."""
+        raise NotImplementedError
+
+    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+        """The choices of a delta, one per chunk, that begins at character `text_at`; the first of them carries the tokens."""
+        raise NotImplementedError
+
+    @property
+    def tells_prompt(self) -> bool:
+        """Token by token, which takes time in its length."""
+        return self.echo is not None or self.prompt_logprobs
+
+    @property
+    def single(self) -> bool:
+        """A position in the text says where the stream is only if there is one text."""
+        return self.num_outputs == 1
+
+    def whole(self, spans: Mapping[int, Sequence[Span]]) -> Json:
+        """The whole answer, from the spans of every output; their endings are in the tally."""
+        choices = []
+        for index, ending in sorted(self.tally.endings.items()):
+            shown = self._with_echo(index, spans[index])
+            choices.append(self._numbered(index, shown, self._whole_choice(shown, ending) | self._about_prompt(index)))
+        return self._object(choices, self.whole_object) | {"usage": self._usage()} | self._metrics()
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """The next chunks of the stream; `usage` is null in them if a chunk of its own will have it."""
+        self.tally.add(delta)
+        index, first = delta.index, delta.index not in self._num_sent and not delta.offset
+        spans = self._with_echo(index, delta.spans) if first else () if self.only_echo else delta.spans
+        at = self._num_sent.get(index, 0)
+        self._num_sent[index] = at + len(text_of(spans))
+        choices = self._chunk_choices(spans, delta.ending, text_at=at, first=first)
+        if first and choices:
+            choices[0] |= self._about_prompt(index)
+        tokens = [spans, *[()] * len(choices)]
+        choices = [self._numbered(index, own, choice) for own, choice in zip(tokens, choices, strict=False)]
+        if self.return_trees and choices:
+            choices[0]["rounds"] = [round_object(one, self.names) for one in delta.rounds]
+        usage: Json = {}
+        if self.include_usage or self.continuous_usage:
+            usage = {"usage": self._usage() if self.continuous_usage else None}
+        return [self._object([choice], self.chunk_object) | usage for choice in choices]
+
+    def last(self) -> Json | None:
+        """The extra chunk that `stream_options.include_usage` asks for."""
+        if not self.include_usage:
+            return None
+        return self._object([], self.chunk_object) | {"usage": self._usage()} | self._metrics()
+
+    def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
+        """With the prompt, and the log-probabilities of all its tokens but the first where they are wanted."""
+        if self.echo is None:
+            return spans
+        echoed, logprobs = self.echo(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
+        if self.logprobs and logprobs:  # a resumed stream does not know those of its prompt any more
+            rest = (replace(span, logprob=of) for span, of in zip(echoed[1:], logprobs, strict=True))
+            echoed = [*echoed[:1], *rest]
+        return (*echoed, *(() if self.only_echo else spans))
+
+    def _object(self, choices: list[Json], kind: str) -> Json:
+        return {
+            "id": self.id_prefix + self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def _numbered(self, index: int, spans: Sequence[Span], choice: Json) -> Json:
+        ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
+        return {"index": index, **choice, **(ids if self.return_token_ids else {})}
+
+    def _about_prompt(self, index: int) -> Json:
+        """vLLM's `prompt_logprobs`."""
+        if not self.prompt_logprobs:
+            return {}
+        logprobs, prompt = self.tally.prompt_logprobs[index], self.tally.prompts[index]
+        return {"prompt_logprobs": prompt_logprobs(logprobs, prompt, self.names)}
+
+    def _usage(self) -> Json:
+        counts = self.tally.usage
+        return usage_object(replace(counts, completion_tokens=0) if self.only_echo else counts)
+
+    def _metrics(self) -> Json:
+        """Of a single output, as in vLLM."""
+        if not self.report_speculation:
+            return {}
+        ending = self.tally.only
+        return {"metrics": None if ending is None else {"speculative_decoding": speculation_object(ending.stats)}}
+
+
+class CompletionAnswer(Answer):
+    """/v1/completions."""
+
+    id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
+
+    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
+        return self._chunk_choices(spans, ending, text_at=0, first=True)[0]
+
+    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+        logprobs = completion_logprobs(spans, text_at, self.names) if self.logprobs else None
+        return [{"text": text_of(spans), "logprobs": logprobs, **finish(ending)}]
+
+
+class ChatAnswer(Answer):
+    """/v1/chat/completions. The first chunk tells the role, the last one how it ended and nothing else."""
+
+    id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
+        message = {"role": "assistant", "content": text_of(spans), "refusal": None}
+        return {"message": message, "logprobs": self._logprobs(spans), **finish(ending)}
+
+    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+        role = {"role": "assistant"} if first else {}
+        choices: list[Json] = []
+        if spans or first:
+            delta = {**role, "content": text_of(spans)}
+            choices.append({"delta": delta, "logprobs": self._logprobs(spans), **finish(None)})
+        if ending is not None:
+            choices.append({"delta": {}, "logprobs": None, **finish(ending)})
+        return choices
+
+    def _logprobs(self, spans: Sequence[Span]) -> Json | None:
+        return chat_logprobs(spans, self.names) if self.logprobs else None
+
+
+def text_of(spans: Sequence[Span]) -> str:
+    return "".join(span.text for span in spans)
+
+
+def finish(ending: Ending | None) -> Json:
+    """`stop_reason` is vLLM's: the stop string or token of the client that ended it."""
+    if ending is None:
+        return {"finish_reason": None, "stop_reason": None}
+    stop = ending.stop_string if ending.stop_token_id is None else ending.stop_token_id
+    return {"finish_reason": ending.reason.value, "stop_reason": stop}
+
+
+def round_object(one: Seen, names: TokenNames) -> Json:
+    """Node i of the tree is entry i - 1 of `nodes`; node 0 is the last token before. The last of `tokens` is the bonus token."""
+    tree = one.tree
+    nodes = zip(tree.tokens, tree.parents, strict=True) if tree is not None else ()
+    return {
+        "nodes": [{"token": names[token].text, "parent": parent} for token, parent in nodes],
+        "path": [] if tree is None else list(tree.path),
+        "tokens": [names[token].text for token in one.tokens],
+    }
+
+
+def usage_object(counts: Usage) -> Json:
+    details = {"reasoning_tokens": 0}
+    if counts.predicted is not None:
+        accepted, rejected = counts.predicted
+        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    return {
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
+        "completion_tokens_details": details,
+    }
+
+
+def speculation_object(stats: SpeculationStats) -> Json:
+    """Names and meanings of vLLM: the acceptance length counts the bonus token."""
+    rate = stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0.0
+    return {
+        "num_spec_steps": stats.num_spec_steps,
+        "num_plain_steps": stats.num_plain_steps,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "draft_acceptance_rate": rate,
+        "block_efficiency": stats.block_efficiency,
+        "acceptance_histogram": list(stats.acceptance_histogram),
+        "num_drafter_misses": stats.num_drafter_misses,
+        "drafter": stats.drafter,
+        "verification": stats.verification,
+        "seed": stats.seed,
+    }
+
+
+def model_card(name: str, model: ModelInfo, created: int) -> Json:
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "rootward",
+        "root": model.name,
+        "parent": None,
+        "max_model_len": model.max_positions,
+        "rootward": {"tree": model.supports_trees, "verification": ["traversal", "coupled", "token"]},
+    }
+
+
+def fingerprint(model: ModelInfo, version: str) -> str:
+    """Same weights, software and promise: same fingerprint."""
+    return f"rw-{version}-{model.fingerprint[:12] or 'unknown'}-distribution"
+
+
+# -- Log-probabilities --------------------------------------------------------------------------------------------------
+
+
+def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) -> Json:
+    """One entry per token, null where there is none (the first token of an echoed prompt). The emitted token is always among its
+    top ones."""
+    return {
+        "tokens": [names[span.token].text for span in spans],
+        "token_logprobs": [None if s.logprob is None else _number(s.logprob.logprob) for s in spans],
+        "top_logprobs": [None if s.logprob is None else _top_by_text(s.token, s.logprob, names) for s in spans],
+        "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
+    }
+
+
+def chat_logprobs(spans: Sequence[Span], names: TokenNames) -> Json:
+    content = []
+    for span in spans:
+        if span.logprob is not None:
+            top = [_entry(token, logprob, names) for token, logprob in span.logprob.top]
+            content.append(_entry(span.token, span.logprob.logprob, names) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], names: TokenNames) -> list[Json | None]:
+    """vLLM's shape: by token id, of every prompt token; the first has none."""
+    entries: list[Json | None] = [None]
+    for token, of in zip(prompt[1:], logprobs, strict=False):
+        pairs = {**dict(of.top), token: of.logprob}
+        entries.append({str(t): {"logprob": _number(p), "decoded_token": names[t].text} for t, p in pairs.items()})
+    return entries
+
+
+def _top_by_text(token: int, of: TokenLogprob, names: TokenNames) -> dict[str, float]:
+    """Of two tokens with the same text the later one goes by its id."""
+    seen: dict[str, tuple[int, float]] = {}
+    for candidate, logprob in [*of.top, (token, of.logprob)]:
+        text = names[candidate].text
+        if seen.get(text, (candidate, 0.0))[0] != candidate:
+            text = f"token_id:{candidate}"
+        seen[text] = candidate, _number(logprob)
+    return {text: logprob for text, (_, logprob) in seen.items()}
+
+
+def _entry(token: int, logprob: float, names: TokenNames) -> Json:
+    name = names[token]
+    return {"token": name.text, "logprob": _number(logprob), "bytes": name.bytes}
+
+
+def _number(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

@@ -1,0 +1,196 @@
+"""The HTTP API: its routes, the page at `/`, and everything that is answered at once. FastAPI writes `/openapi.json`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
+
+import rootward
+from gateway import schemas
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, model_card
+from gateway.http_errors import error_response, invalid_body, json_response, simple_error
+from gateway.planning import check_model, check_name
+from gateway.service import GatewayService
+from gateway.streaming import GenerationResponse
+from rootward.errors import InvalidRequest, ServiceError
+
+PAGE = Path(__file__).parent / "page"
+PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+REFUSAL: dict[int | str, dict[str, Any]] = {
+    "default": {"model": schemas.Error, "description": "A refusal or a failure."}
+}
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}  # of Completion or ChatChunk, then [DONE]
+
+
+def build_app(service: GatewayService) -> FastAPI:
+    """The ASGI application of a gateway."""
+    names, created = TokenNames(service.tokenizer), int(time.time())
+    app = FastAPI(
+        title="Rootward",
+        version=rootward.__version__,
+        docs_url=None,
+        redoc_url=None,
+        responses=REFUSAL,
+        strict_content_type=False,
+    )
+    app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
+    for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
+        app.add_exception_handler(kind, _refused)
+
+    def generation(request: Request, body: schemas.GenerationBody, kind: type[Answer]) -> Response:
+        headers = {**request.headers, "x-request-id": _request_id(request)}
+        wanted = body.request(headers)
+        check_name("request_id", wanted.request_id)
+        return GenerationResponse(service, names, body=body, request=wanted, kind=kind)
+
+    @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
+    async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
+        return generation(request, body, CompletionAnswer)
+
+    @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
+    async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
+        return generation(request, body, ChatAnswer)
+
+    @app.get("/v1/models", responses=_answers(schemas.ModelList))
+    async def models() -> Response:
+        return json_response({"object": "list", "data": [model_card(service.served_model, service.model, created)]})
+
+    @app.get("/v1/models/{name:path}", responses=_answers(schemas.ModelCard))
+    async def model(name: str) -> Response:
+        check_model(name, service.served_model)
+        return json_response(model_card(service.served_model, service.model, created))
+
+    @app.post("/tokenize", responses=_answers(schemas.Tokens))
+    async def tokenize(body: schemas.TokenizeRequest) -> Response:
+        """Token ids of a prompt or of messages; the texts of the tokens if `return_token_strs`."""
+        ids = await service.tokenize(body.text_or_chat, model=body.model, add_special_tokens=body.add_special_tokens)
+        texts = await service.token_texts(ids) if body.return_token_strs else None
+        length = service.model.max_positions
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": length, "token_strs": texts})
+
+    @app.post("/detokenize", responses=_answers(schemas.Text))
+    async def detokenize(body: schemas.DetokenizeRequest) -> Response:
+        text = await service.detokenize(
+            body.tokens, model=body.model, skip_special_tokens=body.skip_special_tokens, field="tokens"
+        )
+        return json_response({"prompt": text})
+
+    @app.get("/health/live", include_in_schema=False)
+    async def live() -> Response:
+        return json_response({"status": "live"})
+
+    @app.get("/health", include_in_schema=False)
+    @app.get("/health/ready", include_in_schema=False)
+    async def ready() -> Response:
+        """503 when no verifier is ready or the gateway is draining. A missing drafter does not count."""
+        status = (200, "ready") if service.ready else (503, "not ready")
+        return json_response({"status": status[1]}, status=status[0])
+
+    @app.get("/load", responses=_answers(schemas.Load))
+    async def load() -> Response:
+        """How busy the gateway is. `server_load` is vLLM's name of the requests in it."""
+        admission = service.admission
+        return json_response(
+            {
+                "server_load": admission.num_running + admission.num_waiting,
+                "num_running": admission.num_running,
+                "num_waiting": admission.num_waiting,
+                "max_num_seqs": admission.max_num_seqs,
+                "draining": admission.draining,
+            }
+        )
+
+    @app.get("/version", responses=_answers(schemas.Version))
+    async def version() -> Response:
+        return json_response({"version": rootward.__version__})
+
+    @app.get("/tokenizer_info", include_in_schema=False)
+    async def tokenizer_info() -> Response:
+        """vLLM's: special tokens and template, for clients that tokenise over /tokenize (lm-eval does)."""
+        return json_response(service.tokenizer.special_texts)
+
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """Type a prompt, watch the trees: static files that ask the API for everything else."""
+        return FileResponse(PAGE / "index.html", headers=PAGE_HEADERS)
+
+    app.mount("/page", _PageFiles(directory=PAGE))
+    return app
+
+
+class _PageFiles(StaticFiles):
+    """StaticFiles with our headers."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers.update(PAGE_HEADERS)
+        return response
+
+
+def _answers(model: type[schemas.Object], more: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
+    """What a route answers, for the description: the routes make plain dicts."""
+    return {200: {"model": model, "content": more or {}}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's description without the 422 that this server never answers, with the events of chat streams, which no route returns."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in made["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        chunk = schemas.ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+        components = made["components"]["schemas"]
+        components |= {**chunk.pop("$defs"), "ChatChunk": chunk}
+        for name in ("HTTPValidationError", "ValidationError"):
+            components.pop(name, None)
+        app.openapi_schema = made
+    return app.openapi_schema
+
+
+def _request_id(request: Request) -> str:
+    """That of the client, or a new one. InvalidRequest for one that is no name."""
+    request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+    check_name("x-request-id", request_id)
+    return request_id
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Every error in OpenAI's form, with the request's id."""
+    try:
+        headers = {"x-request-id": _request_id(request)}
+    except InvalidRequest as bad_id:
+        return error_response(bad_id)
+    if isinstance(error, RequestValidationError):
+        error = invalid_body(error.errors())
+    elif isinstance(error, HTTPException):
+        if error.status_code == 400:  # FastAPI's words for a body that json does not parse
+            error = InvalidRequest(
+                "body", request.headers.get("content-length"), "bytes are no JSON; send a JSON object"
+            )
+        else:
+            known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {error.detail}")
+            return json_response(known.body, status=known.status, headers=headers)
+    return error_response(error, headers)
