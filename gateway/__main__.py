@@ -11,6 +11,7 @@ from functools import partial
 from gateway.app import build_app
 from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
+from gateway.http_guard import RequestGuard
 from gateway.redis_store import open_store
 from gateway.router import Upstreams
 from gateway.service import ABORT_S, GatewayService
@@ -34,7 +35,7 @@ FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if
 async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
     async with AsyncExitStack() as stack:
-        http = HttpServer(settings.http_listen, tls=settings.server_tls)
+        http = HttpServer(settings.http_listen, tls=settings.server_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         access = Access(Keys(settings.api_keys), settings.name) if settings.api_keys else None
         service = await _service(settings, stack)
@@ -46,7 +47,12 @@ async def serve(settings: GatewaySettings) -> None:
         await server.start()
         await stack.enter_async_context(scaler_port(settings))
         async with asyncio.TaskGroup() as group:
-            app = build_app(service)
+            app = RequestGuard(
+                build_app(service),
+                max_body_bytes=settings.max_request_bytes,
+                max_bytes_in_flight=settings.max_http_bytes_in_flight,
+                hosts=settings.http_hosts,
+            )
             group.create_task(http.run_until_stopped(access.around(app) if access else app))
             readiness = group.create_task(_keep_ready(service, server))
             await service.upstreams.wait_ready(FIRST_VERIFIER_S)

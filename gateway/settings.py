@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from gateway.admission import Rate
+from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings
@@ -51,8 +52,12 @@ class GatewaySettings(ProcessSettings):
     api_keys: Path | None = Field(None, description="YAML file of API keys, see 'rootward keys' (default: open to all)")
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     max_request_bytes: int = Field(
-        MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC request message, in bytes"
+        MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC message or HTTP body of a request"
     )
+    max_http_bytes_in_flight: int = Field(
+        256 << 20, ge=1, description="bytes of all HTTP bodies whose requests are not answered yet"
+    )
+    max_http_connections: int = Field(1024, ge=1, description="HTTP connections at one time")
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")
@@ -95,6 +100,13 @@ class GatewaySettings(ProcessSettings):
         """Clients need a certificate only where tls_peers names those admitted."""
         files = self.certificates
         return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers)) if files else None
+
+    @property
+    def http_hosts(self) -> frozenset[str] | None:
+        """The only names that requests may call the server by, where it is open to everybody on this machine."""
+        host = self.http_listen.rpartition(":")[0].strip("[]")
+        loopback = host in LOCAL_HOSTS or host.startswith("127.")
+        return LOCAL_HOSTS | {host} if loopback and self.api_keys is None else None
 
     @property
     def name(self) -> str:

@@ -17,13 +17,26 @@ from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
 RENEW_S = 1.0  # between two looks at the certificate
+HEAD_S = 10.0  # for the head of a request to arrive, from its first byte or from the beginning of the connection
+MAX_CONNECTIONS = 1024
 
 
 class HttpServer:
     """Binds at once, so that a port in use is found at start; serves an application until `stop`."""
 
-    def __init__(self, address: str, *, setting: str = "http_listen", tls: ServerTls | None = None):
+    def __init__(
+        self,
+        address: str,
+        *,
+        setting: str = "http_listen",
+        tls: ServerTls | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        head_timeout_s: float = HEAD_S,
+    ):
         self._tls = tls
+        self._protocol = _protocol(
+            tls.peers if tls else (), max_connections=max_connections, head_timeout_s=head_timeout_s
+        )
         self._socket = bind(address, setting)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -38,7 +51,7 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-            http=_admitting(self._tls.peers) if self._tls and self._tls.peers else "auto",
+            http=self._protocol,
         )
         self._server = _Server(config)
         if self._tls is None:
@@ -69,17 +82,40 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def _admitting(peers: tuple[str, ...]) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which hangs up on certificates without one of these names: the rule of `peers_only`, for the other face."""
+def _protocol(peers: tuple[str, ...], *, max_connections: int, head_timeout_s: float) -> type[asyncio.Protocol]:
+    """uvicorn's protocol, which closes connections beyond a number, those whose request does not arrive, and, where there are `peers`,
+    those of certificates without one of these names: the rule of `peers_only`, for HTTP."""
 
-    class Admitting(AutoHTTPProtocol):  # type: ignore[misc]
+    class Guarded(AutoHTTPProtocol):  # type: ignore[misc]
+        _late: asyncio.TimerHandle | None = None  # while a head is awaited
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            certificate = transport.get_extra_info("peercert") or {}
-            if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
+            self._late = self.loop.call_later(head_timeout_s, transport.abort)
+            if len(self.connections) > max_connections:
                 transport.abort()
+            elif peers:
+                certificate = transport.get_extra_info("peercert") or {}
+                if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
+                    transport.abort()
 
-    return Admitting
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+            elif self._late is None:  # the first bytes of another request of this connection
+                self._late = self.loop.call_later(head_timeout_s, self.transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            super().connection_lost(exc)
+
+        def _stop_waiting(self) -> None:
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return Guarded
 
 
 def _tls_context(tls: ServerTls) -> ssl.SSLContext:

@@ -1,0 +1,224 @@
+"""Requests that are refused before the application sees them, and what they may hold until then."""
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from starlette.responses import Response
+
+from gateway.http_guard import LOCAL_HOSTS, MAX_CONTAINERS, RequestGuard
+from gateway.settings import GatewaySettings
+from rootward.wire.http_server import HttpServer
+
+PATH = "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+class App:
+    """Answers with the length of the body once `free` is set."""
+
+    def __init__(self):
+        self.free, self.num_calls = asyncio.Event(), 0
+        self.free.set()
+
+    async def __call__(self, scope, receive, send):
+        self.num_calls += 1
+        message = await receive()
+        await self.free.wait()
+        await Response(str(len(message["body"])))(scope, receive, send)
+
+
+def guarded(app=None, *, limit=1000, budget=10_000, hosts=None):
+    return RequestGuard(app or App(), max_body_bytes=limit, max_bytes_in_flight=budget, hosts=hosts)
+
+
+async def post(guard, content=b"{}", headers=JSON, url="http://gateway"):
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url=url) as client:
+        return await client.post(PATH, content=content, headers=headers)
+
+
+def refusal(answer):
+    error = answer.json()["error"]
+    assert error["message"].startswith(error["param"])
+    return answer.status_code, error["code"], error["param"]
+
+
+async def test_a_body_reaches_the_application_up_to_its_limit():
+    guard = guarded()
+    assert (await post(guard, b"x" * 1000)).text == "1000"
+    assert refusal(await post(guard, b"x" * 1001)) == (400, "invalid_value", "body")
+    assert guard.bytes_in_flight == 0
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_that_is_too_long_is_not_read_to_its_end(declared):
+    """Without a declared length at most one part beyond the limit is read, with one nothing."""
+    app, num_read, sent = App(), 0, []
+    length = [(b"content-length", b"1000000000")] if declared else []
+
+    async def receive():
+        nonlocal num_read
+        num_read += 1
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": PATH,
+        "headers": [(b"content-type", b"application/json"), *length],
+    }
+    guard = guarded(app)
+    await guard(scope, receive, send)
+    assert (sent[0]["status"], app.num_calls, guard.bytes_in_flight) == (400, 0, 0)
+    assert num_read == (0 if declared else 11)
+
+
+async def test_bodies_in_flight_share_a_budget_until_they_are_answered():
+    app = App()
+    guard = guarded(app, budget=1500)
+    app.free.clear()
+    first = asyncio.create_task(post(guard, b"x" * 1000))
+    while not app.num_calls:
+        await asyncio.sleep(0)
+    assert guard.bytes_in_flight == 1000
+    busy = await post(guard, b"x" * 501)
+    assert (busy.status_code, busy.json()["error"]["code"], busy.headers["retry-after"]) == (
+        429,
+        "server_overloaded",
+        "1",
+    )
+    app.free.set()
+    assert (await first).text == "1000"
+    assert guard.bytes_in_flight == 0
+    assert (await post(guard, b"x" * 501)).text == "501"
+
+
+async def test_bodies_of_many_arrays_are_refused_before_they_are_parsed():
+    app = App()
+    guard = guarded(app, limit=1 << 21, budget=1 << 24)
+    bomb = b"[" + b"[]," * MAX_CONTAINERS + b"[]]"
+    assert refusal(await post(guard, bomb)) == (400, "invalid_value", "body")
+    assert app.num_calls == 0
+    assert (await post(guard, json.dumps({"prompt": [1] * 400_000}).encode())).status_code == 200
+
+
+async def test_a_body_is_json_by_its_type():
+    guard = guarded()
+    for kind in ("application/json", "application/json; charset=utf-8", "Application/problem+json"):
+        assert (await post(guard, headers={"content-type": kind})).status_code == 200
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        assert refusal(await post(guard, headers={"content-type": kind})) == (400, "invalid_value", "content-type")
+    assert (
+        await post(guard, headers={})
+    ).status_code == 200  # who may call at all has shown a key, or is no browser's page
+
+
+async def test_web_pages_cannot_drive_a_gateway_on_loopback():
+    """Neither by a name of their own that resolves to it, nor by a request that browsers send without asking."""
+    guard = guarded(hosts=LOCAL_HOSTS)
+    for url in ("http://localhost:8000", "http://127.0.0.1:8000", "http://[::1]:8000", "http://LOCALHOST"):
+        assert (await post(guard, url=url)).status_code == 200
+    for url in ("http://evil.example:8000", "http://localhost.evil.example", "http://192.168.0.1"):
+        assert refusal(await post(guard, url=url)) == (403, "permission_denied", "host")
+    assert refusal(await post(guard, headers={}, url="http://localhost")) == (400, "invalid_value", "content-type")
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://evil.example") as client:
+        assert (await client.get("/v1/models")).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("listen", "more", "guarded_names"),
+    [
+        ("127.0.0.1:8000", [], LOCAL_HOSTS),
+        ("127.0.0.2:8000", [], LOCAL_HOSTS | {"127.0.0.2"}),
+        ("[::1]:8000", [], LOCAL_HOSTS),
+        ("0.0.0.0:8000", [], None),
+        ("127.0.0.1:8000", ["--api-keys", "keys.yaml"], None),
+    ],
+)
+def test_names_are_checked_where_anybody_on_the_machine_may_call(listen, more, guarded_names):
+    settings = GatewaySettings.load(["--model", "tabular:x", "--http-listen", listen, *more], prog="gateway")
+    assert settings.http_hosts == guarded_names
+
+
+async def closed(reader):
+    """The server has closed the connection."""
+    try:
+        return await asyncio.wait_for(reader.read(), 20) == b""
+    except ConnectionError:
+        return True
+
+
+async def served(**options):
+    """(address, stop) of a real server."""
+    server = HttpServer("127.0.0.1:0", **options)
+    running = asyncio.create_task(server.run_until_stopped(guarded()))
+    host, _, port = server.address.rpartition(":")
+    while server._server is None or not server._server.started:
+        await asyncio.sleep(0.01)
+
+    async def stop():
+        server.stop()
+        await running
+
+    return (host, int(port)), stop
+
+
+WHOLE = b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "half"), [(b"", b""), (b"", b"POST /v1/comp"), (b"", WHOLE[:-2]), (WHOLE, b"POST"), (WHOLE, WHOLE[:-2])]
+)
+async def test_half_a_head_does_not_keep_a_connection(before, half):
+    """Neither of the first request nor of a later one."""
+    address, stop = await served(head_timeout_s=0.2)
+    reader, writer = await asyncio.open_connection(*address)
+    if before:
+        writer.write(before)
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n0")
+    writer.write(half)
+    assert await closed(reader)
+    writer.close()
+    await stop()
+
+
+async def test_a_slow_answer_is_no_half_request():
+    app = App()
+    app.free.clear()
+    server = HttpServer("127.0.0.1:0", head_timeout_s=0.1)
+    running = asyncio.create_task(server.run_until_stopped(guarded(app)))
+    async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=20) as client:
+        asking = asyncio.create_task(client.post(PATH, content=b"{}", headers=JSON))
+        while not app.num_calls:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # three times as long as a head may take
+        app.free.set()
+        assert (await asking).text == "2"
+    server.stop()
+    await running
+
+
+async def test_connections_beyond_the_limit_are_closed():
+    address, stop = await served(max_connections=3)
+    held = [await asyncio.open_connection(*address) for _ in range(3)]
+    for _, writer in held:
+        writer.write(WHOLE[:-2])
+    extra, _ = await asyncio.open_connection(*address)
+    assert await closed(extra)
+    held[0][1].close()
+    for _ in range(100):  # until the server has seen that, too
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(WHOLE)
+        try:
+            if b"200" in await reader.readline():
+                break
+        except ConnectionError:
+            pass
+        await asyncio.sleep(0.05)
+    else:
+        raise AssertionError("a place that became free is not given again")
+    await stop()
