@@ -67,7 +67,12 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayService:
-    tokenizer = await asyncio.to_thread(load_tokenizer, settings.model, add_special_tokens=settings.add_special_tokens)
+    tokenizer = await asyncio.to_thread(
+        load_tokenizer,
+        settings.model,
+        add_special_tokens=settings.add_special_tokens,
+        special_tokens_in_messages=settings.special_tokens_in_messages,
+    )
     store = await open_store(settings.redis_url)
     found = await stack.enter_async_context(open_sources(settings.sources, "verifier", redis_url=settings.redis_url))
     dial = partial(RemoteVerifier, tls=settings.client_tls)

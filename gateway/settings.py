@@ -51,6 +51,9 @@ class GatewaySettings(ProcessSettings):
     )
     api_keys: Path | None = Field(None, description="YAML file of API keys, see 'rootward keys' (default: open to all)")
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
+    special_tokens_in_messages: bool = Field(
+        False, description="texts of special tokens in messages become control tokens (default: they stay text)"
+    )
     max_request_bytes: int = Field(
         MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC message or HTTP body of a request"
     )

@@ -66,7 +66,9 @@ class Tokenizer(Protocol):
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer: ...
 
 
-def load_tokenizer(model: str, *, add_special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    model: str, *, add_special_tokens: bool = False, special_tokens_in_messages: bool = False
+) -> Tokenizer:
     """The tokenizer in a folder or of a hub name. ConfigurationError when there is none."""
     if model.startswith("tabular:"):
         return TokenNumbers()
@@ -79,17 +81,27 @@ def load_tokenizer(model: str, *, add_special_tokens: bool = False) -> Tokenizer
     except Exception as error:  # transformers raises many kinds, and none is a bug of ours
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigurationError(f"model: {model!r} has no usable tokenizer ({first_line})") from error
-    return HuggingFaceTokenizer(tokenizer, add_special_tokens=add_special_tokens)
+    return HuggingFaceTokenizer(
+        tokenizer, add_special_tokens=add_special_tokens, special_tokens_in_messages=special_tokens_in_messages
+    )
 
 
 class HuggingFaceTokenizer:
     """A Hugging Face tokenizer behind the five calls that the gateway needs."""
 
-    def __init__(self, tokenizer: Any, *, add_special_tokens: bool = False):
+    def __init__(self, tokenizer: Any, *, add_special_tokens: bool = False, special_tokens_in_messages: bool = False):
+        """special_tokens_in_messages: texts of special tokens in messages become those tokens; otherwise they stay text, so that
+        what a user writes cannot end a turn or begin one of another role."""
         self._tokenizer, self._backend = tokenizer, _plain_backend(tokenizer)
         self._add_special_tokens = add_special_tokens
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
+        names = {str(tokenizer.convert_ids_to_tokens(i)) for i in self.special_ids}
+        escaped = "|".join(re.escape(name) for name in sorted(names) if len(name) > 1)
+        # Before every special token, also where two of them overlap.
+        self._special = (
+            re.compile(f"(?={escaped})(.)", re.DOTALL) if escaped and not special_tokens_in_messages else None
+        )
         self.num_ids = len(tokenizer)  # ids the tokenizer can decode; the model may have more (padding)
         self.bos_id: int | None = tokenizer.bos_token_id
 
@@ -126,6 +138,7 @@ class HuggingFaceTokenizer:
             raise UnsupportedParameter(
                 "messages", len(messages), "messages need a chat template, and this model has none; send text"
             )
+        messages, cut = self._without_special_tokens(messages)
         own = set(template_kwargs or {}) & _TEMPLATE_OPTIONS
         if own:
             raise InvalidRequest("chat.template_kwargs", min(own), "is no variable of the template; leave it out")
@@ -142,7 +155,18 @@ class HuggingFaceTokenizer:
                 "messages", len(messages), f"messages do not fit the chat template: {error}"
             ) from error
         _refuse_lone_surrogates("messages", text)
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+        parts = text.split(cut) if cut else [text]
+        return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
+
+    def _without_special_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[Mapping[str, str]], str]:
+        """The messages with a character that none of them has after the first character of every special token, and this character:
+        what is tokenised apart on both sides of it is no special token. ("" if there is nothing to cut.)"""
+        texts = "".join(value for message in messages for value in message.values())
+        if self._special is None or self._special.search(texts) is None:
+            return messages, ""
+        cut = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in texts)  # for private use: no template has one
+        marked = rf"\1{cut}"
+        return [{key: self._special.sub(marked, value) for key, value in message.items()} for message in messages], cut
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the tokenizer (padding of the vocabulary) decode to nothing."""
