@@ -22,9 +22,8 @@ from rootward.ports import LanguageModel, ModelInfo
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
-from rootward.wire.admin import Admin, admin_port
 from rootward.wire.channel import DRAFTING
-from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
 
 # A few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from rootward.gauges import Read, Readings
+from rootward.metrics import Gauges, Read
 
 READINGS = {
     "drafter_sessions_open": "Trees held.",
@@ -22,4 +22,4 @@ class Metrics:
 
     def watch(self, read: Read) -> None:
         """Where the values of READINGS come from."""
-        Readings(self.registry, READINGS, read)
+        Gauges(self.registry, READINGS, read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any, Self
 
 import grpc
@@ -12,10 +13,10 @@ from rootward.core.frames import ToDrafter
 from rootward.errors import InvalidRequest, NotFound
 from rootward.ports import Drafter, DrafterInfo
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc
+from rootward.wire.channel import parts
 from rootward.wire.drafter_codec import FROM_DRAFTER, INFO, to_drafter_from_pb
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status, invalid_request
-from rootward.wire.streams import closing, parts
 
 NAME = drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -83,7 +84,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
         self, request_iterator: AsyncIterator[drafter_pb2.ToDrafter], context: Context
     ) -> AsyncIterator[drafter_pb2.FromDrafter]:
         async with errors_as_status(context), _Inbound(request_iterator, self._streams) as inbound:
-            async with closing(self._drafter.session(aiter(inbound))) as outbound:
+            async with aclosing(self._drafter.session(aiter(inbound))) as outbound:
                 async for frame in outbound:
                     for part in parts(FROM_DRAFTER.to_pb(frame)):
                         yield part

@@ -21,11 +21,10 @@ from gateway.tokenizer import load_tokenizer
 from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
-from rootward.wire.admin import admin_port
 from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
-from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.process import admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
 
 READY_POLL_S = 0.2

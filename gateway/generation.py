@@ -33,7 +33,6 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
-from rootward.wire.streams import closing
 
 T = TypeVar("T")
 
@@ -218,7 +217,7 @@ class Generation:
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
         """Runs of one verifier, until aborted or the deadline. Unavailable when it ends without a finish."""
         with upstream.busy():
-            async with closing(upstream.verifier.generate(self._request())) as stream:
+            async with aclosing(upstream.verifier.generate(self._request())) as stream:
                 while (run := await self._next(stream)) is not None:
                     yield run
         if not self._cutoff.aborted:

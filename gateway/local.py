@@ -32,7 +32,7 @@ from rootward.client import AsyncClient
 from rootward.demo import paths
 from rootward.errors import APIError, ConfigurationError
 from rootward.telemetry import configure_logging
-from rootward.wire.lifecycle import announce, run_service
+from rootward.wire.process import announce, run_service
 
 ASK_EVERY_S = 0.05
 

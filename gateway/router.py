@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -30,7 +30,6 @@ from rootward.engine.prefix_keys import chain, first_key
 from rootward.errors import RootwardError
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
 from rootward.wire.clients import RemoteVerifier
-from rootward.wire.streams import closing
 
 KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
 HALF_WORTH_TOKENS = 128  # so many tokens are worth half of it
@@ -277,7 +276,7 @@ class Upstreams:
                 await verifier.close()
 
     async def _follow(self, number: int, source: Discovery) -> None:
-        async with closing(source.watch()) as changes:
+        async with aclosing(source.watch()) as changes:
             async for peers in changes:
                 self._found[number] = peers
                 self._note_found()

@@ -19,9 +19,8 @@ from rootward.ports import Discovery, Drafter, LanguageModel
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
-from rootward.wire.admin import Admin, admin_port
 from rootward.wire.clients import RemoteDrafter
-from rootward.wire.lifecycle import announce, run_service, until_stopped
+from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
 from verifier_service.cost import SIZES, StepCost, measure
 from verifier_service.metrics import Metrics

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
-from rootward.gauges import Read, Readings
+from rootward.metrics import Gauges, Read
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.runner import Outcome
 
@@ -79,7 +79,7 @@ class Metrics:
 
     def watch(self, read: Read, demand: Callable[[], Mapping[str, VerifierDemand]]) -> None:
         """Where the values of READINGS come from, and what is counted for the autoscaler."""
-        Readings(self.registry, READINGS, read)
+        Gauges(self.registry, READINGS, read)
         self.registry.register(DemandCollector(demand))
 
     def stepped(self, kind: str, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,6 @@ from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
 from rootward.wire.feed import Feeds
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status, invalid_request
-from rootward.wire.streams import closing
 from rootward.wire.verifier_codec import INFO, request_from_pb
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
@@ -40,7 +40,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         """Ends with the generation. Everything that it commits goes to the feed that the request names."""
         async with (
             errors_as_status(context, request.request_id),
-            closing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
+            aclosing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
         ):
             feed, finished = self.feeds.get(request.feed), False
             async for run in runs:
@@ -50,7 +50,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
                 raise Unavailable("the generation ended without a finish")
 
     async def Feed(self, request: verifier_pb2.FeedRequest, context: Context) -> AsyncIterator[verifier_pb2.FeedFrame]:
-        async with errors_as_status(context), closing(self.feeds.frames(request.feed)) as frames:
+        async with errors_as_status(context), aclosing(self.feeds.frames(request.feed)) as frames:
             async for frame in frames:
                 yield frame
 

@@ -1,17 +1,22 @@
-"""Options of every gRPC connection, in one place for both ends."""
+"""Limits and options of every gRPC connection, in one place for both ends."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from rootward.wire.tls import ClientTls, client_credentials
 
+M = TypeVar("M", bound=Message)
 Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
+FRAME_BYTES = MIB  # of one message of a stream of frames: a quarter of the limit of the drafting stream
 MOST_PINGS = 100  # too early ones in a row; more are a flood
 
 
@@ -74,6 +79,33 @@ def open_channel(address: str, transport: Transport = CALLING, tls: ClientTls | 
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, client_credentials(tls.certificates), options=[*options, *tls.options])
+
+
+def parts(message: M, limit_bytes: int = FRAME_BYTES) -> Iterator[M]:
+    """The message itself, or if it is too large the same content in several, order kept.
+
+    For messages whose fields are all messages: a frame that opens many long prompts at once. An item is never divided.
+    """
+    if message.ByteSize() <= limit_bytes:
+        yield message
+        return
+    part, size = type(message)(), 0
+    for name, item, repeated in _items(message):
+        item_bytes = item.ByteSize()
+        if size and size + item_bytes > limit_bytes:
+            yield part
+            part, size = type(message)(), 0
+        part.MergeFrom(type(message)(**{name: [item] if repeated else item}))
+        size += item_bytes
+    yield part
+
+
+def _items(message: Message) -> Iterator[tuple[str, Message, bool]]:
+    """(field, item, whether the field is repeated) in the order of the fields."""
+    for descriptor, value in message.ListFields():
+        repeated = not isinstance(value, Message)
+        for item in value if repeated else (value,):
+            yield descriptor.name, item, repeated
 
 
 def _common(transport: Transport) -> Options:

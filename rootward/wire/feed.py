@@ -18,8 +18,8 @@ from itertools import chain, count
 from rootward.core.requests import Committed
 from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.v1 import verifier_pb2
+from rootward.wire.channel import parts
 from rootward.wire.status import invalid_request
-from rootward.wire.streams import parts
 from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
 Frame = verifier_pb2.FeedFrame

@@ -19,8 +19,8 @@ from rootward.core.frames import Close, Commit, Open, ToDrafter
 from rootward.core.merging import cumulative
 from rootward.errors import ServiceError
 from rootward.v1 import drafter_pb2
+from rootward.wire.channel import parts
 from rootward.wire.drafter_codec import to_drafter_to_pb
-from rootward.wire.streams import parts
 
 LONG_TOKENS = 4096  # 16 KiB: what a hot frame may hold
 

@@ -4,7 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import Metrics as GatewayMetrics
-from rootward.vllm_names import RENAMED, SAME, VllmNames
+from rootward.metrics import RENAMED, SAME, VllmNames
 from verifier_service.metrics import READINGS
 from verifier_service.metrics import Metrics as VerifierMetrics
 

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter
 from rootward.clock import FakeClock
 from rootward.errors import ConfigurationError
 from rootward.watchdog import Watchdog
-from rootward.wire.admin import admin_port
+from rootward.wire.process import admin_port
 
 
 async def answers(admin) -> dict[str, int]:

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 
 from rootward.errors import ConfigurationError
-from rootward.wire.lifecycle import announce, run_service
+from rootward.wire.process import announce, run_service
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from support import wire
 from support.codec import from_pb, to_pb
 
 from rootward.core.frames import FromDrafter, ToDrafter
-from rootward.wire.streams import parts
+from rootward.wire.channel import parts
 
 
 def joined(frames):

@@ -1,17 +1,16 @@
-"""The metrics whose meaning is vLLM's under vLLM's names, for dashboards and routers that look for those.
-
-`VllmNames(registry)` exports them a second time, with the label `model_name` that vLLM puts on all of them. What differs in shape is
-turned into vLLM's: none of the values is computed anew.
-"""
+"""Collectors for Prometheus: values that a service has anyway, and metrics under vLLM's names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+
+Read = Callable[[], Mapping[str, float]]
 
 OURS, THEIRS = "rootward_", "vllm:"
 RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc", "iteration_tokens": "iteration_tokens_total"}
@@ -27,9 +26,27 @@ SAME = {
 }
 
 
+class Gauges(Collector):
+    """Names (without the prefix `rootward_`; counters end in `_total`) → values, read at every scrape."""
+
+    def __init__(self, registry: CollectorRegistry, meanings: Mapping[str, str], read: Read) -> None:
+        self._meanings, self._read = meanings, read
+        registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        values = self._read()
+        for name, meaning in self._meanings.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            yield family(f"rootward_{name}", meaning, value=values[name])
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []  # nothing is read at registration: the service is not complete yet
+
+
 @dataclass(frozen=True, slots=True)
 class VllmNames(Collector):
-    """Reads `source` at every scrape; itself to be registered in another registry."""
+    """Metrics of `source` whose meaning is vLLM's, once more under vLLM's names and with its label `model_name`, for dashboards and routers
+    that look for those. Only names and shapes change. To be registered in a registry of its own; reads `source` at every scrape."""
 
     source: CollectorRegistry
     model_name: str
