@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rootward.cli.generate import DEFAULT_URL, ApiKey, Url
+from rootward.cli.options import (
+    DEFAULT_URL,
+    ApiKey,
+    Model,
+    NoSpeculation,
+    Seed,
+    Stop,
+    Temperature,
+    Timeout,
+    TopP,
+    Url,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,17 +79,17 @@ class Conversation:
 def chat(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
-    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = "",
+    system: Annotated[str, typer.Option(help="System message before the conversation.")] = "",
     max_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens of an answer. (default: what is left of the context)")
+        int | None, typer.Option(help="Maximum number of tokens of an answer. (default: the rest of the context)")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Makes the answers repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")] = False,
-    model: Annotated[str, typer.Option(help="Served name. (default: the only one)")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds until giving up on an answer.")] = 600.0,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    no_speculation: NoSpeculation = False,
+    model: Model = "",
+    timeout: Timeout = 600.0,
 ) -> None:
     """Talk to the model: accepted draft tokens in green, bonus tokens in yellow. /help lists the commands.
 

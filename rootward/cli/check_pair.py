@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rootward.cli.generate import Output, OutputFormat
+from rootward.cli.options import Output, OutputFormat
 from rootward.errors import ConfigurationError
 
 if TYPE_CHECKING:

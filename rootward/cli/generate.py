@@ -3,57 +3,61 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from typing import Annotated
 
 import typer
 
-DEFAULT_URL = "127.0.0.1:50051"
-
-
-class OutputFormat(str, Enum):
-    text = "text"
-    json = "json"
-
-
-Url = Annotated[str, typer.Option("--url", help="The gateway: host:port, grpc://host:port or grpcs://host:port.")]
-ApiKey = Annotated[
-    str,
-    typer.Option("--api-key", envvar="ROOTWARD_API_KEY", help="Of a gateway that asks for one.", show_default=False),
-]
-Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one object at the end.")]
+from rootward.cli.options import (
+    DEFAULT_URL,
+    ApiKey,
+    Model,
+    NoSpeculation,
+    Output,
+    OutputFormat,
+    Seed,
+    Stop,
+    Temperature,
+    Timeout,
+    TopP,
+    Url,
+)
 
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")] = None,
-    top_k: Annotated[int, typer.Option(help="Keep that many most likely tokens; 0 keeps all.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.")] = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: Annotated[int, typer.Option(help="Keep only this many of the most likely tokens; 0 keeps all.")] = 0,
     min_p: Annotated[float, typer.Option(help="Least probability relative to the most likely token.")] = 0.0,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="For tokens of prompt and text; 1 is off. (default: 1)")
+        float | None, typer.Option(help="Penalty for tokens of prompt and text; 1 is off. (default: 1)")
     ] = None,
-    presence_penalty: Annotated[float, typer.Option(help="For tokens that the text has, from -2 to 2.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Once for each time the text has them.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes the text repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    min_tokens: Annotated[int, typer.Option(help="No end before this many tokens.")] = 0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Penalty for tokens that the text has already, from -2 to 2.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="The same, once for each time that the text has the token.")
+    ] = 0.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    min_tokens: Annotated[int, typer.Option(help="Minimum number of tokens before the text may end.")] = 0,
     json_schema: Annotated[
-        typer.FileText | None, typer.Option(help="File with a JSON schema that the text must follow; - reads it.")
+        typer.FileText | None,
+        typer.Option(help="File with a JSON schema that the text must follow; - reads standard input."),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="Expression that the whole text must match.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole text must match.")] = None,
     logprobs: Annotated[
-        int | None, typer.Option(help="Tell log-probabilities of so many likely tokens; shown with --output json.")
+        int | None, typer.Option(help="Log-probabilities of this many likely tokens per position; needs --output json.")
     ] = None,
-    no_speculation: Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")] = False,
+    no_speculation: NoSpeculation = False,
     verification: Annotated[
         str | None, typer.Option(help="traversal, coupled or token. (default: the server's)")
     ] = None,
-    model: Annotated[str, typer.Option(help="Served name. (default: the only one)")] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds until giving up.")] = 600.0,
+    model: Model = "",
+    timeout: Timeout = 600.0,
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times at the end.")] = False,
     output: Output = OutputFormat.text,
 ) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rootward.cli.generate import DEFAULT_URL, ApiKey, Output, OutputFormat, Url
+from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Output, OutputFormat, Url
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rootward.client.types import Load, ServerInfo
-
-TIMEOUT_S = 5.0
 
 
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
@@ -21,7 +19,7 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = Output
     from rootward.client import Client
     from rootward.errors import UnavailableError
 
-    with Client(url, api_key=api_key or None, timeout=TIMEOUT_S, max_retries=0) as client:
+    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
         info, load = client.server_info(), client.load()
     if output is OutputFormat.json:
         print(_as_json(info, load))

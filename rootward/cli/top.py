@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rootward.cli.generate import DEFAULT_URL, ApiKey, Output, OutputFormat, Url
+from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Output, OutputFormat, Url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rootward.client.types import Load, VerifierLoad
 
-TIMEOUT_S = 5.0
 SPEEDUP = "spec_decode_speedup_estimate"
 
 
@@ -44,7 +43,7 @@ def top(
 
     from rootward.client import Client
 
-    with Client(url, api_key=api_key or None, timeout=TIMEOUT_S, max_retries=0) as client:
+    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
         before = client.load()
         if once or output is OutputFormat.json:
             time.sleep(interval)

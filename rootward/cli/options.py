@@ -1,0 +1,31 @@
+"""Options that several subcommands share."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+DEFAULT_URL = "127.0.0.1:50051"
+STATUS_TIMEOUT_S = 5.0  # of commands that only look at a gateway
+
+
+class OutputFormat(str, Enum):
+    text = "text"
+    json = "json"
+
+
+Url = Annotated[str, typer.Option("--url", help="The gateway: host:port, grpc://host:port or grpcs://host:port.")]
+ApiKey = Annotated[
+    str,
+    typer.Option("--api-key", envvar="ROOTWARD_API_KEY", help="Key of a gateway that needs one.", show_default=False),
+]
+Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one object at the end.")]
+Temperature = Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")]
+Model = Annotated[str, typer.Option(help="Served name. (default: the only one)")]
+Timeout = Annotated[float, typer.Option(help="Seconds to wait for the whole text.")]
