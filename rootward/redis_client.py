@@ -30,25 +30,31 @@ SENTINEL_PORT, SERVER_PORT = 26379, 6379
 
 def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
     """A client that has not connected yet, answers in text, and gives every command `timeout_s`. ConfigurationError for a wrong URL."""
-    scheme = urlsplit(url).scheme
     try:
-        if scheme not in SCHEMES:
-            raise ValueError(f"scheme {scheme!r}")
+        scheme = urlsplit(url).scheme
+        if scheme not in SCHEMES or "@" in urlsplit(url).path:
+            raise ValueError
         plain, _, kind = scheme.partition("+")
         if kind == "sentinel":
             return _sentinel(url, plain, _common(timeout_s))
         if kind == "cluster":
             return _cluster(url, plain, _common(timeout_s))
         return Redis.from_url(url, **_common(timeout_s))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):  # whose message may have a part of the password: it is not chained
         example = "redis://host:port/0, redis+sentinel://host:port/name or redis+cluster://host:port"
-        raise ConfigurationError(f"redis_url: {redacted(url)!r} is no Redis URL; write {example}") from error
+        quoting = "and / ? # @ in a password as %2F %3F %23 %40"
+        raise ConfigurationError(f"redis_url: {redacted(url)!r} is no Redis URL; write {example}, {quoting}") from None
 
 
 def redacted(url: str) -> str:
-    """The URL without users, passwords and options."""
-    parts = urlsplit(url)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query=""))
+    """The URL without users, passwords and options; without anything but the scheme where a password might be in another part."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "…"
+    if "@" in parts.path + parts.query + parts.fragment:
+        return f"{parts.scheme}://…"
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
 def _common(timeout_s: float) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import RedisClusterException, RedisError
 
 from rootward.clock import Clock, SystemClock
+from rootward.discovery.static import polled
 from rootward.errors import Unavailable
 from rootward.ports import Peer
 from rootward.redis_client import open_redis
@@ -184,21 +185,16 @@ class RegistryDiscovery:
         self._registry, self._role, self._name = registry, role, name
         self._ask_s, self._clock = ask_s, clock or SystemClock()
 
-    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        known: tuple[Peer, ...] | None = None
-        answered = True
-        while True:
-            try:
-                found = peers_of(await self._registry.workers(self._role, self._name))
-                answered = True
-                if found != known:
-                    known = found
-                    yield found
-            except RegistryUnavailable as error:
-                if answered:
-                    log.warning("registry_away", error=str(error))
-                answered = False
-            await self._clock.sleep(self._ask_s)
+    def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        def complain(error: Exception) -> None:
+            log.warning("registry_away", error=str(error))
+
+        return polled(
+            self._ask, every_s=self._ask_s, clock=self._clock, failures=(RegistryUnavailable,), complain=complain
+        )
+
+    async def _ask(self) -> tuple[Peer, ...]:
+        return peers_of(await self._registry.workers(self._role, self._name))
 
 
 def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:

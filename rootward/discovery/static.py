@@ -39,23 +39,45 @@ class DnsDiscovery:
         self._host, self._port, self._ask_s = host, port, ask_s
         self._clock, self._resolve = clock or SystemClock(), resolve or addresses_of
 
-    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        known: tuple[Peer, ...] | None = None
-        answered = True
-        while True:
-            try:
-                async with asyncio.timeout(TIMEOUT_S):
-                    addresses = await self._resolve(self._host, self._port)
-                answered = True
-                found = tuple(Peer(address) for address in sorted(set(addresses)))
-                if found != known:
-                    known = found
-                    yield found
-            except (OSError, TimeoutError) as error:
-                if answered:
-                    log.warning("name_not_resolved", host=self._host, error=str(error) or type(error).__name__)
-                answered = False
-            await self._clock.sleep(self._ask_s)
+    def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        def complain(error: Exception) -> None:
+            log.warning("name_not_resolved", host=self._host, error=str(error) or type(error).__name__)
+
+        return polled(
+            self._ask, every_s=self._ask_s, clock=self._clock, failures=(OSError, TimeoutError), complain=complain
+        )
+
+    async def _ask(self) -> tuple[Peer, ...]:
+        async with asyncio.timeout(TIMEOUT_S):
+            addresses = await self._resolve(self._host, self._port)
+        return tuple(Peer(address) for address in sorted(set(addresses)))
+
+
+async def polled(
+    ask: Callable[[], Awaitable[tuple[Peer, ...]]],
+    *,
+    every_s: float,
+    clock: Clock,
+    failures: tuple[type[Exception], ...],
+    complain: Callable[[Exception], None],
+) -> AsyncGenerator[tuple[Peer, ...], None]:
+    """What `ask` returns, whenever it differs from the answer before, for ever. While it fails the last answer holds; `complain` is called
+    with the first failure in a row."""
+    known: tuple[Peer, ...] | None = None
+    answered = True
+    while True:
+        try:
+            found = await ask()
+        except failures as error:
+            if answered:
+                complain(error)
+            answered = False
+        else:
+            answered = True
+            if found != known:
+                known = found
+                yield found
+        await clock.sleep(every_s)
 
 
 async def addresses_of(host: str, port: int) -> list[str]:

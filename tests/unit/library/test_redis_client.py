@@ -1,5 +1,7 @@
 """URLs of Redis: which client they mean, and what is refused. That the clients work is tested on real servers."""
 
+import traceback
+
 import pytest
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.sentinel import SentinelConnectionPool
@@ -39,3 +41,15 @@ def test_what_is_no_url_is_a_usage_error_without_its_password(url):
 
 def test_redacted():
     assert redacted("redis://:p@h:1/2?ssl_keyfile=k") == "redis://h:1/2"
+
+
+@pytest.mark.parametrize("password", ["se/cret", "se?cret", "se#cret", "s@e/cret", "s@e?cret", "[se/cret", "se:cret/x"])
+def test_a_password_that_breaks_the_url_is_not_shown(password):
+    url = f"redis://me:{password}@h:1/2"
+    assert not any(part in redacted(url) for part in ("se", "cret"))
+    shown = ""
+    try:
+        open_redis(url, timeout_s=1)
+    except ConfigurationError as error:
+        shown = "".join(traceback.format_exception(error))
+    assert "cret" not in shown.replace(url, "")
