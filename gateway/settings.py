@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
-from pydantic_settings import NoDecode
 
 from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
 from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings
-from rootward.settings import ServiceSettings
+from rootward.settings import CommaSeparated, ServiceSettings
 from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import ServerTls
 
@@ -32,7 +31,7 @@ class GatewaySettings(ProcessSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
     model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
-    verifiers: Annotated[list[str], NoDecode] = Field(
+    verifiers: CommaSeparated = Field(
         default=["127.0.0.1:50052"],
         min_length=1,
         description="host:port, dns:name:port, redis: (the registry) or kubernetes:service, with commas between",
@@ -73,13 +72,6 @@ class GatewaySettings(ProcessSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
-
-    @field_validator("verifiers", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        if not isinstance(value, list):
-            value = [value]
-        return [address.strip() for item in value for address in str(item).split(",") if address.strip()]
 
     @field_validator("verifiers")
     @classmethod

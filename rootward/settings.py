@@ -1,8 +1,8 @@
 """Settings of every service: command line > environment > YAML file > defaults. The only reader of the environment.
 
-A service subclasses `ServiceSettings` and starts with `settings = VerifierSettings.load(argv)`. Field `max_num_seqs` is
-flag `--max-num-seqs`, variable `ROOTWARD_MAX_NUM_SEQS` (nesting by `__`) and key `max_num_seqs` of the file named by
-`--config`. The constructor itself reads nothing: `VerifierSettings(model="x")` is exactly that.
+A service subclasses `ServiceSettings` and starts with `settings = VerifierSettings.load(argv)`. Field `max_num_seqs` is flag
+`--max-num-seqs`, variable `ROOTWARD_MAX_NUM_SEQS` and key `max_num_seqs` of the file named by `--config`. The constructor itself
+reads nothing: `VerifierSettings(model="x")` is exactly that.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -58,7 +57,6 @@ class ServiceSettings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
-        env_nested_delimiter="__",
         extra="forbid",
         frozen=True,
         cli_kebab_case=True,
@@ -75,21 +73,13 @@ class ServiceSettings(BaseSettings):
 
         ConfigurationError (exit code 2) names field, value and fix in one line. `--help` prints and exits.
         """
-        values: Values = {}
-        for _, source in cls._sources(argv, prog):
-            values = _merged(values, source)
+        command_line = _command_line(cls, list(sys.argv[1:] if argv is None else argv), prog)
+        environment = EnvSettingsSource(cls)()
+        path = command_line.get("config") or environment.get("config")
         try:
-            return cls(**values)
+            return cls(**((_file(Path(path)) if path else {}) | environment | command_line))
         except ValidationError as error:
             raise ConfigurationError("; ".join(_explain(cls, e) for e in error.errors())) from None
-
-    @classmethod
-    def explain(cls, argv: Sequence[str] | None = None) -> dict[str, str]:
-        """Field → where its value comes from: "command line", "environment", "file" or "default"."""
-        origin = dict.fromkeys(cls.model_fields, "default")
-        for name, source in cls._sources(argv, None):
-            origin.update(dict.fromkeys(source, name))
-        return origin
 
     @classmethod
     def settings_customise_sources(
@@ -101,18 +91,6 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
-
-    @classmethod
-    def _sources(cls, argv: Sequence[str] | None, prog: str | None) -> list[tuple[str, Values]]:
-        """Name and values of every source, the weakest first."""
-        command_line = _command_line(cls, list(sys.argv[1:] if argv is None else argv), prog)
-        environment = _environment(cls)
-        path = command_line.get("config") or environment.get("config")
-        return [
-            ("file", _file(Path(path)) if path else {}),
-            ("environment", environment),
-            ("command line", command_line),
-        ]
 
 
 def launched_rank() -> tuple[int, int] | None:
@@ -135,24 +113,6 @@ def _command_line(settings: type[ServiceSettings], argv: list[str], prog: str | 
         raise ConfigurationError(_explain_flags(str(error), source.root_parser)) from None
 
 
-class _Environment(EnvSettingsSource):
-    """Variables of the service; lists may be written with commas. Unknown ones are left alone: roles share them."""
-
-    def decode_complex_value(self, field_name: str, field: FieldInfo, value: Any) -> Any:
-        if isinstance(value, str) and not value.lstrip().startswith(("[", "{")):
-            return [item.strip() for item in value.split(",") if item.strip()]
-        return super().decode_complex_value(field_name, field, value)
-
-
-def _environment(settings: type[ServiceSettings]) -> Values:
-    try:
-        return dict(_Environment(settings)())
-    except SettingsError as error:
-        field = re.search(r'field "([^"]+)"', str(error))
-        name = field[1] if field else "environment"
-        raise ConfigurationError(f"{name}: {PREFIX}{name.upper()} is not valid JSON; correct or unset it") from None
-
-
 def _file(path: Path) -> Values:
     """The mapping in a YAML file; dashes in its keys mean underscores, as in vLLM's files."""
     import yaml  # type: ignore[import-untyped]  # only needed with --config
@@ -168,25 +128,16 @@ def _file(path: Path) -> Values:
     return {str(key).replace("-", "_"): value for key, value in (content or {}).items()}
 
 
-def _merged(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> Values:
-    """Both mappings, the stronger winning key by key at every depth."""
-    result = dict(weak)
-    for key, value in strong.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = _merged(result[key], value) if both else value
-    return result
-
-
 def _explain(settings: type[ServiceSettings], error: ErrorDetails) -> str:
     """One line: field, value, fix."""
-    name = ".".join(str(part) for part in error["loc"]) or "settings"
+    name = str(error["loc"][0]) if error["loc"] else "settings"
     if error["type"] == "missing":
-        variable = PREFIX + name.upper().replace(".", "__")
-        return f"{name}: is required; give --{name.replace('_', '-')}, {variable} or a line in --config"
+        return f"{name}: is required; give --{name.replace('_', '-')}, {PREFIX}{name.upper()} or a line in --config"
     if error["type"] == "extra_forbidden":
-        return f"{name}: unknown setting{_suggestion(str(error['loc'][-1]), _names(settings, error['loc'][:-1]))}"
+        return f"{name}: unknown setting{_suggestion(name, list(settings.model_fields))}"
     message = _one_line(error["msg"].removeprefix("Value error, "))
-    value = "(secret)" if _is_secret(settings, name) else repr(error["input"])
+    secret = name in settings.model_fields and "Secret" in str(settings.model_fields[name].annotation)
+    value = "(secret)" if secret else repr(error["input"])
     return f"{name}: {value} is not valid: {message[:1].lower()}{message[1:]}"
 
 
@@ -201,21 +152,6 @@ def _explain_flags(message: str, parser: Any) -> str:
         return f"{flag}: unexpected argument; see --help"
     known = [option for action in parser._actions for option in action.option_strings]
     return f"{flag}: unknown flag{_suggestion(flag, known)}"
-
-
-def _names(settings: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    """Field names of the (nested) model at `path`."""
-    model: Any = settings
-    for part in path:
-        model = model.model_fields[part].annotation if isinstance(part, str) and part in model.model_fields else None
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            return []
-    return list(model.model_fields)
-
-
-def _is_secret(settings: type[ServiceSettings], name: str) -> bool:
-    top = settings.model_fields.get(name.partition(".")[0])
-    return top is not None and "Secret" in str(top.annotation)
 
 
 def _suggestion(name: str, known: Sequence[str]) -> str:

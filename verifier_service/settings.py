@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import NoDecode
 
 from rootward.core.requests import DraftMode
 from rootward.discovery.sources import parse_sources
 from rootward.process_settings import ProcessSettings
+from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 
@@ -23,7 +23,7 @@ class VerifierSettings(ProcessSettings):
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
-    drafters: Annotated[list[str], NoDecode] = Field(
+    drafters: CommaSeparated = Field(
         default=[],
         description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "
         "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: plain decoding",
@@ -71,14 +71,11 @@ class VerifierSettings(ProcessSettings):
     num_threads: int = Field(1, ge=1, description="CPU threads of the model")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
 
-    @field_validator("drafters", mode="before")
+    @field_validator("drafters")
     @classmethod
-    def _split(cls, value: object) -> object:
-        if not isinstance(value, list):
-            value = [value]
-        entries = [entry.strip() for item in value for entry in str(item).split(",") if entry.strip()]
-        parse_sources(entries)
-        return entries
+    def _check(cls, value: list[str]) -> list[str]:
+        parse_sources(value)
+        return value
 
     @field_validator("num_ahead_tokens")
     @classmethod
