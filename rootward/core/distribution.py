@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -46,7 +46,7 @@ class DraftDistribution:
         order = np.lexsort((atoms, -weights))
         self._set(atoms[order], weights[order])
 
-    def _set(self, ids: Ints, weight: Ints) -> None:
+    def _set(self, ids: Ints, weight: NDArray[Any]) -> None:
         for name, array in (("ids", ids), ("weight", weight)):
             read_only(array)
             object.__setattr__(self, name, array)
@@ -63,13 +63,21 @@ class DraftDistribution:
         return hash((self.ids.tobytes(), self.weight.tobytes()))
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
+        """Of the weights; an int here."""
         return int(self.weight.sum())
+
+    def draw(self, words: Iterable[int]) -> int:
+        """One token from exactly weight / total."""
+        if len(self) == 0:
+            raise ValueError("row: empty; nothing is left to draw")
+        cumulative = np.cumsum(self.weight)
+        return int(self.ids[np.searchsorted(cumulative, below(int(cumulative[-1]), _integers(words)), side="right")])
 
     @property
     def law(self) -> Floats:
         """float64[k]: probabilities of ids."""
-        return self.weight / max(self.total, 1)
+        return self.weight / self.total if len(self) else np.zeros(0)
 
     def dense(self, vocabulary: int) -> Floats:
         """float64[V]: the law over the vocabulary."""
@@ -82,14 +90,42 @@ class DraftDistribution:
         keep = np.ones(len(self.ids), dtype=np.bool_)
         for token in tokens:
             keep &= self.ids != token
-        return _ordered(self.ids[keep], self.weight[keep])
+        return self._of(self.ids[keep], self.weight[keep])
+
+    def after(self, num_atoms: int) -> DraftDistribution:
+        """The row without its most likely atoms."""
+        return self._of(self.ids[num_atoms:].copy(), self.weight[num_atoms:].copy())
+
+    @classmethod
+    def _of(cls, ids: Ints, weight: NDArray[Any]) -> DraftDistribution:
+        """A row from arrays that are known to be valid and in order."""
+        row = object.__new__(cls)
+        row._set(ids, weight)
+        return row
 
 
-def _ordered(ids: Ints, weight: Ints) -> DraftDistribution:
-    """A row from arrays that are known to be valid and in order."""
-    row = object.__new__(DraftDistribution)
-    row._set(ids, weight)
-    return row
+class DenseDistribution(DraftDistribution):
+    """A draft law with float masses, as mathematics has it; services declare integers. weight float64[k] sums to 1 at first."""
+
+    def __init__(self, law: ArrayLike) -> None:
+        row = np.asarray(law, dtype=np.float64)
+        ids = top(row, len(row))
+        self._set(ids, row[ids])
+
+    @property
+    def total(self) -> float:
+        return float(self.weight.sum())
+
+    def draw(self, words: Iterable[int]) -> int:
+        """One token by inverse distribution function from the high 53 bits of a word."""
+        cumulative = np.cumsum(self.weight)
+        uniform = (next(_integers(words)) >> 11) * 2.0**-53
+        place = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+        return int(self.ids[min(place, len(self) - 1)])
+
+
+def _integers(words: Iterable[int]) -> Iterator[int]:
+    return iter(words.tolist() if isinstance(words, np.ndarray) else words)
 
 
 class GreedyFamily(NamedTuple):
@@ -127,7 +163,7 @@ def quantise_top(ids: ArrayLike, probs: ArrayLike) -> tuple[Ints, Ints]:
 def rows_of(ids_BK: Ints, weight_BK: Ints, most: Iterable[int]) -> list[DraftDistribution]:
     """What `quantise_top` gives as rows, each of at most so many atoms."""
     support = np.minimum((weight_BK > 0).sum(axis=1), np.fromiter(most, dtype=np.int64)).tolist()
-    return [_ordered(ids_BK[i, :k], weight_BK[i, :k]) for i, k in enumerate(support)]
+    return [DraftDistribution._of(ids_BK[i, :k], weight_BK[i, :k]) for i, k in enumerate(support)]
 
 
 def top(law: Floats, k: int) -> Ints:
@@ -160,20 +196,13 @@ def below(bound: int, words: Iterator[int], bits: int = 64) -> int:
     raise ValueError("words: used up by rejections; give a few more than there are draws")
 
 
-def draw(row: DraftDistribution, words: Iterator[int], bits: int = 64) -> int:
-    """One token from exactly weight / total."""
-    if len(row) == 0:
-        raise ValueError("row: empty; nothing is left to draw")
-    return int(row.ids[np.searchsorted(np.cumsum(row.weight), below(row.total, words, bits), side="right")])
-
-
 def draw_children(row: DraftDistribution, num_children: int, words: Iterable[int], bits: int = 64) -> Ints:
     """int64[m]: tokens drawn without replacement, in draw order; fewer if the support is smaller.
 
     words: uniform integers, e.g. `rng.draw_words(...)`; one per child and a spare or two (a word is rejected with
     probability < 2⁻³⁶ at 64 bits and K ≤ 4096).
     """
-    source = iter(words.tolist() if isinstance(words, np.ndarray) else words)
+    source = _integers(words)
     weight, tokens = row.weight.copy(), []
     for _ in range(min(num_children, len(row))):
         cumulative = np.cumsum(weight)
@@ -183,14 +212,13 @@ def draw_children(row: DraftDistribution, num_children: int, words: Iterable[int
     return np.array(tokens, dtype=np.int64)
 
 
-def greedy_family(row: DraftDistribution, num_children: int, words: Iterable[int], bits: int = 64) -> GreedyFamily:
+def greedy_family(row: DraftDistribution, num_children: int, words: Iterable[int]) -> GreedyFamily:
     """k children: one drawn from q′ = q without its k−1 most likely tokens D, then D ("Towards Optimal Multi-draft
     Speculative Decoding", 2502.18779). Support not larger than k−1: all of it is chosen and nothing drawn (q′ is
     empty)."""
     if num_children < 1:
         raise ValueError(f"num_children: {num_children}; a family has at least one child")
-    chosen = row.ids[: num_children - 1]
-    rest = _ordered(row.ids[num_children - 1 :].copy(), row.weight[num_children - 1 :].copy())
-    drawn = draw_children(rest, 1, words, bits)
+    chosen, rest = row.ids[: num_children - 1], row.after(num_children - 1)
+    drawn = [rest.draw(words)] if len(rest) else []
     sampled = np.arange(len(drawn) + len(chosen)) < len(drawn)
-    return GreedyFamily(np.concatenate([drawn, chosen]), sampled, rest)
+    return GreedyFamily(np.array([*drawn, *chosen], dtype=np.int64), sampled, rest)

@@ -79,6 +79,7 @@ class LivingTree:
 
     length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: what a frame must respect.
     node_cap: most nodes of the root's component; ahead_cap: of all others.
+    restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token (drawn with replacement).
     """
 
     def __init__(
@@ -91,8 +92,11 @@ class LivingTree:
         max_atoms: int = 65536,
         eos_ids: Iterable[int] = (),
         ahead_cap: int = 0,
+        restarts: bool = False,
+        copies: bool = False,
     ) -> None:
         self.length = length
+        self.restarts, self.copies = restarts, copies
         self.vocab_size, self.max_atoms = vocab_size, max_atoms
         self.node_cap, self.ahead_cap = node_cap, ahead_cap
         self.eos_ids = frozenset(eos_ids)
@@ -136,6 +140,10 @@ class LivingTree:
         for token in tokens:
             walked.append(self._step(int(token)))
         self._ends.append(self.length)
+        if self.restarts:
+            self.root, self.root_id = Node(-1, self.root.token, False, depth=self.length), ROOT
+            self.nodes, self._spine = {}, {}
+            return walked
         live = self._below_root(self.root.head)
         if len(live) != len(self.nodes):
             self.nodes = live
@@ -253,7 +261,7 @@ class LivingTree:
                 self._attach(node, ROOT if place == self.length else parent, token, sampled, guess)
                 kept += 1
             else:
-                if place is not None and not live and self._walked(place, token, guess):
+                if place is not None and not live and not self.restarts and self._walked(place, token, guess):
                     self._spell(node, place + 1)
                 stale += 1
         for parent, row in rows.items():
@@ -307,7 +315,7 @@ class LivingTree:
             raise MalformedFrame(
                 f"guess: node {node} is drawn, or a guess below a guess; choose it below the root's component"
             )
-        if any(self.nodes[c].token == token for c in above.children):
+        if not self.copies and any(self.nodes[c].token == token for c in above.children):
             raise MalformedFrame(f"token: node {node} repeats token {token} of a sibling")
         if sampled and (above.row is None or token not in above.row[0]):
             raise MalformedFrame(f"token: node {node} was drawn as {token}, to which its declared row gives no mass")

@@ -3,7 +3,7 @@
     check_pair("rsd_c", "traversal")                       passes
     check_pair("rsd_c", "traversal", replacement=True)     ValueError: … declares another law than its siblings were drawn from …
 
-A row is a way trees come about: a builder of `rootward.core.drafting`, a law of `requests.DraftMode`, or something done to a tree.
+A row is a way trees come about: a draft strategy (`requests.DraftStrategy`), a `requests.DraftMode`, or something done to a tree.
 Every cell was decided by exact enumeration; tests/statistical repeats it.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rootward.core.requests import DraftMode, Rule
+from rootward.core.requests import DraftMode, DraftStrategy, Rule
 
 Column = tuple[str, bool]  # (algorithm, replacement)
 
@@ -52,15 +52,15 @@ _WITHOUT = Construction("children drawn without replacement in draw order", WITH
 _CHOSEN = Construction("chosen children, one-hot laws", WITHOUT | {BLOCK})
 _LOOKED = Construction("nodes dropped or reordered by what was drawn", frozenset({MATCH}), LOOKED)
 
+_COUPLED = Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE)
+
 TABLE: dict[str, Construction] = {
     "chain": _CHAIN,
     # drawn without replacement
+    "best_first": _WITHOUT,
     "rsd_c": _WITHOUT,
     "rsd_s": _WITHOUT,
     "iid_paths": _WITHOUT,
-    "delayed": _WITHOUT,
-    "fixed_shape": _WITHOUT,
-    "best_first_drawn": _WITHOUT,
     DraftMode.SAMPLED.value: _WITHOUT,
     # drawn and chosen
     "greedy": Construction("one drawn child first, then chosen ones", WITHOUT),
@@ -71,14 +71,10 @@ TABLE: dict[str, Construction] = {
     "iid_shuffled": Construction("independent copies in random order", COPIES | {MULTI_STEP}),
     # chosen
     "top_k": _CHOSEN,
-    "best_first": _CHOSEN,
-    "eagle2": _CHOSEN,
-    "opt_tree": _CHOSEN,
-    "independent_marginals": _CHOSEN,
+    "marginals": _CHOSEN,
     "n_gram": _CHOSEN,
     # only the target's own tokens may decide
-    "coupled_children": Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
-    DraftMode.COUPLED.value: Construction("children under shared noise", frozenset({MATCH}), SHARED_NOISE),
+    "coupled": _COUPLED,
     "pruned": _LOOKED,
     "shuffled": _LOOKED,
     "chosen_called_drawn": Construction("chosen children tested by p/q", frozenset({MATCH}), DECLARED),
@@ -114,9 +110,16 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
     raise ValueError(f"algorithm: {law} is not lossless for {construction} ({row.what}); it {reason}")
 
 
-def check_rule(law: DraftMode, rule: Rule) -> None:
-    """`check_pair` for what a request names: how its drafter makes children, how its verifier decides."""
-    check_pair(law.value, rule.value)
+def check_rule(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> None:
+    """`check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
+    construction = strategy.name if mode.ratio and strategy.name != "best_first" else mode.value
+    if mode is DraftMode.IID and rule in (Rule.TOKEN, Rule.TRAVERSAL):
+        raise ValueError(f"rule: {rule.value} of copies is not served; use multi_step for {strategy}")
+    if rule is Rule.BLOCK and strategy.name != "chain":
+        raise ValueError(f"rule: block is not lossless for {strategy}; it {NEEDS_CHAIN}, or draft_strategy chain:K")
+    if rule is Rule.MULTI_STEP and mode is not DraftMode.IID:
+        raise ValueError(f"rule: multi_step is not lossless for {strategy}; it {RANDOM_ORDER}; use iid:B1,B2,...")
+    check_pair(construction, rule.value, replacement=mode is DraftMode.IID)
 
 
 def _row(construction: str) -> Construction:

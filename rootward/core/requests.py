@@ -33,10 +33,16 @@ _SMALLEST = (
 _FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the output"}
 
 
+def _require(ok: bool, name: str, value: object, fix: str) -> None:
+    if not ok:
+        raise ValueError(f"{name}: {value!r} {fix}")
+
+
 class DraftMode(str, Enum):
     """How a drafter makes children (algorithms.md, table 5)."""
 
     SAMPLED = "sampled"  # drawn without replacement from the declared row: ratio tests
+    IID = "iid"  # drawn with replacement, copies kept: ratio tests for copies
     GREEDY = "greedy"  # k-1 chosen + 1 drawn first: ratio tests
     TOP_K = "top_k"  # chosen, most likely first: verified by target matching
     COUPLED = "coupled"  # shared Gumbel noise: verified by target matching
@@ -44,7 +50,7 @@ class DraftMode(str, Enum):
     @property
     def ratio(self) -> bool:
         """Its trees are verified by ratio tests."""
-        return self in (DraftMode.SAMPLED, DraftMode.GREEDY)
+        return self not in (DraftMode.TOP_K, DraftMode.COUPLED)
 
 
 class Rule(str, Enum):
@@ -52,7 +58,67 @@ class Rule(str, Enum):
 
     TRAVERSAL = "traversal"
     TOKEN = "token"
+    BLOCK = "block"  # of chains
+    MULTI_STEP = "multi_step"  # of copies, in random order
     MATCH = "match"  # target's own token per node; the rule of TOP_K and COUPLED trees
+
+
+MAX_BRANCHING, MAX_COPIES, MAX_LEVELS = 64, 8, 64  # of a draft strategy: children of a node, copies of a node, levels
+
+_STRATEGIES: dict[str, tuple[DraftMode | None, int, int, str]] = {  # mode, least and most numbers, form
+    "best_first": (None, 0, 0, "best_first"),
+    "chain": (DraftMode.SAMPLED, 1, 1, "chain:K"),
+    "iid": (DraftMode.IID, 1, MAX_LEVELS, "iid:B1,B2,..."),
+    "rsd_c": (DraftMode.SAMPLED, 1, MAX_LEVELS, "rsd_c:B1,B2,..."),
+    "rsd_s": (DraftMode.SAMPLED, 2, 2, "rsd_s:WIDTH,DEPTH"),
+    "greedy": (DraftMode.GREEDY, 0, MAX_LEVELS, "greedy or greedy:B1,B2,..."),
+    "top_k": (DraftMode.TOP_K, 0, MAX_LEVELS, "top_k or top_k:B1,B2,..."),
+    "coupled": (DraftMode.COUPLED, 0, MAX_LEVELS, "coupled or coupled:B1,B2,..."),
+    "marginals": (DraftMode.TOP_K, 0, 1, "marginals or marginals:DEPTH"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStrategy:
+    """Which trees a drafter grows, as settings and requests name it: `NAME` or `NAME:N1,N2,...` (docs/parameters.md)."""
+
+    name: str = "best_first"
+    numbers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.name in _STRATEGIES, "draft_strategy", self.name, f"is unknown; use one of {', '.join(STRATEGIES)}")
+        _, least, most, form = _STRATEGIES[self.name]
+        _require(least <= len(self.numbers) <= most, "draft_strategy", str(self), f"has another form; write {form}")
+        largest = MAX_COPIES if self.name == "iid" else MAX_BRANCHING
+        inside = all(1 <= number <= largest for number in self.numbers)
+        _require(inside, "draft_strategy", str(self), f"has a number outside [1, {largest}]; write {form}")
+
+    def __str__(self) -> str:
+        return f"{self.name}:{','.join(map(str, self.numbers))}" if self.numbers else self.name
+
+    @staticmethod
+    def parse(text: str) -> DraftStrategy:
+        """The strategy of this text; ValueError that names what is wrong."""
+        name, colon, numbers = text[:MAX_NAME].partition(":")
+        parts = numbers.split(",") if colon else []
+        whole = all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts)
+        _require(whole, "draft_strategy", text[:MAX_NAME], "has numbers that are none; write NAME or NAME:N1,N2,...")
+        return DraftStrategy(name, tuple(map(int, parts)))
+
+    @property
+    def mode(self) -> DraftMode | None:
+        """How its trees make children; None: as the verifier asks."""
+        return _STRATEGIES[self.name][0]
+
+    def check_mode(self, mode: DraftMode) -> None:
+        """ValueError unless it grows trees of this mode. Every strategy does for target matching."""
+        own = mode is not DraftMode.IID if self.mode is None else mode is self.mode
+        fix = f"grows {'no copies' if self.mode is None else f'{self.mode.value} trees'}, not {mode.value} ones"
+        _require(own or not mode.ratio, "draft_strategy", str(self), f"{fix}; leave the law out")
+
+
+STRATEGIES = tuple(form for _, _, _, form in _STRATEGIES.values())
+BEST_FIRST = DraftStrategy()
 
 
 class SpeculationMode(str, Enum):
@@ -70,11 +136,6 @@ class FinishReason(str, Enum):
 def is_text(value: str) -> bool:
     """Whether it can be written as UTF-8: a lone surrogate cannot."""
     return not any("\ud800" <= char <= "\udfff" for char in value)
-
-
-def _require(ok: bool, name: str, value: object, fix: str) -> None:
-    if not ok:
-        raise ValueError(f"{name}: {value!r} {fix}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +252,7 @@ class Speculation:
     drafter: str = (
         ""  # who shall grow its trees: a pool of drafters, or what the verifier looks up itself; "": the policy
     )
+    strategy: DraftStrategy | None = None  # None: what the drafters were started with
 
     def __post_init__(self) -> None:
         for name in ("num_draft_tokens", "max_depth", "topk"):
@@ -200,8 +262,10 @@ class Speculation:
         _require(n is None or d is None or d <= n, "max_depth", d, f"is larger than num_draft_tokens {n}")
         named = len(self.drafter) <= MAX_NAME and is_text(self.drafter)
         _require(named, "drafter", self.drafter[:32], f"is no text of at most {MAX_NAME} characters")
-        ratio = self.rule in (Rule.TRAVERSAL, Rule.TOKEN)
+        ratio = self.rule is not None and self.rule is not Rule.MATCH
         chosen = self.law in (DraftMode.TOP_K, DraftMode.COUPLED)
+        if self.strategy is not None and self.law is not None:
+            self.strategy.check_mode(self.law)
         _require(
             not (ratio and chosen), "law", self.law, "needs rule 'match': the target's own tokens decide on such trees"
         )

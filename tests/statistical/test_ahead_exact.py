@@ -11,15 +11,13 @@ import pytest
 from support.rounds import Chooser, Model, V, draw_by
 from support.shared_bonus import PROMPT, Session, error
 
-from rootward.core.ahead import Ahead, Bets
-from rootward.core.calibration import Calibration
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import Ahead, BestFirst, Bets, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 
 BETS = Bets(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
-SHAPE = {"node_cap": 2, "max_depth": 2, "topk": 3, "draws_per_level": 1, "family": (0.4, 0.3)}
+SHAPE = {"max_depth": 2, "topk": 3, "draws_per_level": 1, "root_family": (0.4, 0.3)}
 
 
 class Grown(Session):
@@ -28,14 +26,12 @@ class Grown(Session):
     law = DraftMode.SAMPLED
     levels = (2, 2, 1, 0)
     caps = (2, 2, 0)
-    calibrated = False
     rows = 8  # of a level
 
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         super().__init__(model, chooser, out)
         self.tree = LivingTree(len(PROMPT), 0, vocab_size=V, node_cap=8, ahead_cap=BETS.nodes)
-        self.learned = Calibration([[0.6, 0.5], [0.5, 0.5]], strength=0.3) if self.calibrated else None
-        own = Growth(self.tree, Policy(self.law, **SHAPE), calibration=self.learned)
+        own = Growth(self.tree, BestFirst(self.law, **SHAPE), node_cap=2)
         self.ahead = Ahead(own, BETS, self.choose)
 
     def choose(self, node: int, row: DraftDistribution) -> np.ndarray:
@@ -50,8 +46,6 @@ class Grown(Session):
             self.ahead.draw(lambda n: np.zeros(n, np.uint64))
 
     def commit(self, run: list[int]) -> None:
-        if self.learned is not None and run[0] in [self.tree.nodes[n].token for n in self.tree.snapshot(8).ids[1:]]:
-            self.learned.learn_stop(self.tree.snapshot(8).tree, 1)
         self.ahead.commit(run)
         self.text += run
 
@@ -85,11 +79,6 @@ class ThreeDeep(Grown):
     caps = (2, 8, 8)
 
 
-class Learning(Grown):
-    calibrated = True
-    levels = (2, 2, 1, 1)
-
-
 class InTurns(Grown):
     """One row a level: guesses take turns."""
 
@@ -107,7 +96,7 @@ class LooksAtAGuess(Grown):
         super().grow(1)
         token = self.peek(0)
         own = self.ahead.own
-        own.policy = Policy(self.law, **{**SHAPE, "max_depth": 1, "node_cap": 1 + (token == 0)})
+        own.strategy, own.node_cap = BestFirst(self.law, **SHAPE | {"max_depth": 1}), 1 + (token == 0)
         super().grow(1)
 
 
@@ -133,7 +122,7 @@ class PredictedGreedy(Predicted):
     law = DraftMode.GREEDY
 
 
-SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, Learning, InTurns, Predicted, PredictedGreedy]
+SESSIONS = [Grown, Greedy, PlainFirst, CutShort, ThreeDeep, InTurns, Predicted, PredictedGreedy]
 
 
 @pytest.mark.parametrize("session", [s for s in SESSIONS if s is not ThreeDeep], ids=lambda s: s.__name__)

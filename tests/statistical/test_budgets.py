@@ -19,15 +19,18 @@ from support.models import random_model, test_models
 from support.wrong_rules import Rounds
 
 from rootward.core import budgets
-from rootward.core.calibration import Calibration
 
 MODELS = [model for model in test_models() if model.vocab == 3]
 PAIRS = [(a, (a + 1) % len(MODELS)) for a in range(len(MODELS))]
 EXACT, SEEN = 1e-12, 1e-4
-ACCEPTANCE = Calibration([[0.8, 0.5], [0.6, 0.45]]).acceptance
+TABLE = ((0.8, 0.5), (0.6, 0.45))  # acceptance by (depth − 1, rank)
 RATIO = {name: enum.by(name) for name in ("token", "traversal")}
 
 Rule = Callable[[Rounds], Rounds]
+
+
+def ACCEPTANCE(rank: int, depth: int) -> float:
+    return TABLE[min(depth, 2) - 1][min(rank, 1)]
 
 
 def stopping(model) -> enum.Process:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_level, put, tail_law
 
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 from verifier_service.scheduler import Limits, Plan, View, schedule
@@ -130,7 +130,7 @@ def error(
 
     def program() -> None:
         tree = LivingTree(len(prompt), 0, vocab_size=V, eos_ids={2})
-        growth = Growth(tree, Policy(law, node_cap=CAP, max_depth=3, topk=draws, draws_per_level=draws))
+        growth = Growth(tree, BestFirst(law, max_depth=3, topk=draws, draws_per_level=draws), node_cap=CAP)
         cap = None
         for _ in range(levels):
             if cap is None:

@@ -13,7 +13,7 @@ from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_leve
 from support.shared_bonus import Session
 from support.shared_bonus import error as error_with_guesses
 
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
 from verifier_service.launching import launch_s
@@ -40,7 +40,7 @@ class Program:
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         self.model, self.chooser, self.out, self.text = model, chooser, out, [0, 1]
         self.tree = LivingTree(len(self.text), 0, vocab_size=V, eos_ids={2})
-        self.growth = Growth(self.tree, Policy(DraftMode.SAMPLED, node_cap=4, max_depth=4, topk=1, draws_per_level=1))
+        self.growth = Growth(self.tree, BestFirst(DraftMode.SAMPLED, max_depth=4, topk=1, draws_per_level=1), node_cap=4)
 
     def run(self) -> None:
         self.level()
@@ -99,7 +99,7 @@ class DrawnAnew(Program):
     def wait(self) -> int:
         if self.small:
             self.tree = LivingTree(len(self.text), 0, vocab_size=V, eos_ids={2})
-            self.growth = Growth(self.tree, self.growth.policy)
+            self.growth = Growth(self.tree, self.growth.strategy, node_cap=4)
         return super().wait()
 
 

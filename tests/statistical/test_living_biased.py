@@ -13,13 +13,8 @@ import numpy as np
 import pytest
 from support.rounds import Chooser
 
-from rootward.core import distribution as rows_module
-from rootward.core import growth as growth_module
-from rootward.core.calibration import Calibration
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import Growth, Policy
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import DraftMode
 from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 
 V, LENGTH, PROMPT = 3, 3, [0, 1]
@@ -264,51 +259,3 @@ def test_wrong_session_is_seen(session):
 def test_honest_twin_is_exact(session):
     for seed in range(8):
         assert error(session, seed) < EXACT, seed
-
-
-# ---- growth that learns from the verdicts
-
-
-class Calibrated(Session):
-    """Production growth whose acceptances learn from the budgets of the verdict, in between."""
-
-    made = DraftMode.SAMPLED
-    draws = (3, 2)  # levels of one node
-    first_cap = 2
-
-    def plant(self) -> None:
-        super().plant()
-        self.calibration = Calibration([[0.6, 0.5], [0.5, 0.5]], strength=0.3)
-        policy = Policy(self.made, node_cap=4, max_depth=3, topk=3, draws_per_level=1, family=(0.4, 0.3))
-        self.growth = Growth(self.tree, policy, calibration=self.calibration)
-
-    def after_commit(self, law: SparseLaw) -> None:
-        self.calibration.learn(law)
-        self.growth.rerooted()
-
-    def grow(self, num_draws: int) -> None:
-        for _ in range(num_draws):
-            at_root = [] if self.growth.root_expanded else [self.tree.root_id]
-            for node in at_root or self.growth.frontier(8):
-                row = self.model.q[tuple((self.text + self.path(node))[-2:])]
-                self.growth.expand(node, row)
-            self.growth.draw(lambda n: np.zeros(n, np.uint64))
-
-
-class CalibratedGreedy(Calibrated):
-    made = DraftMode.GREEDY
-
-
-@pytest.mark.parametrize("session", [Calibrated, CalibratedGreedy], ids=lambda s: s.__name__)
-def test_growth_that_learns_from_the_verdict_is_exact(session, monkeypatch):
-    for seed in range(8):
-        model, chooser, out = Model(seed), Chooser(), np.zeros((V,) * LENGTH)
-
-        def draw_one(row: DraftDistribution, num_children: int, words, bits: int = 64, chooser=chooser) -> np.ndarray:
-            return np.array([row.ids[chooser.choose(row.law)]] if len(row) else [], dtype=np.int64)
-
-        monkeypatch.setattr(growth_module, "draw_children", draw_one)
-        monkeypatch.setattr(rows_module, "draw_children", draw_one)
-        chooser.runs(lambda m=model, c=chooser, o=out: session(m, c, o).run())
-        assert out.sum() == pytest.approx(1.0, abs=1e-12)
-        assert np.abs(out - model.rest(PROMPT, 0)).max() < EXACT, seed

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.rounds import Chooser, Model, V, decide, draw_by, grow_level, put, tail_law
 
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from verifier_service.cost import StepCost
@@ -77,8 +77,8 @@ class Walk:
         if self.session.draft is None:
             tree = LivingTree(len(text), 0, vocab_size=V, eos_ids={2})
             self.session.draft = Draft(None, 1, tree)
-            shape = Policy(self.law, node_cap=4, max_depth=2, topk=2, draws_per_level=1, family=(0.4, 0.3))
-            self.growth = Growth(tree, shape)
+            shape = BestFirst(self.law, max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
+            self.growth = Growth(tree, shape, node_cap=4)
         self.session.draft.heard = drafter == "heard"
         for _ in range(self.levels):
             grow_level(self.model, self.session.draft.tree, self.growth, text)

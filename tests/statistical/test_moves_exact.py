@@ -14,7 +14,7 @@ import pytest
 from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_level, put, tail_law
 
 from rootward.core.frames import Hello, HelloAck
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from verifier_service.drafters import DrafterPool
@@ -31,9 +31,9 @@ def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> t
     link.ack = HelloAck(name, 2, "", V, 64, tuple(DraftMode), 4, V)
     pool.links.append(link)
     draft = link.open(session, Shape(atoms=V, node_cap=5, max_depth=3, topk=3))
-    policy = Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=1, family=(0.4, 0.3))
+    strategy = BestFirst(law, max_depth=3, topk=3, draws_per_level=1, root_family=(0.4, 0.3))
     draft.tree = LivingTree(len(PROMPT), session.hash, vocab_size=V)
-    return draft, Growth(draft.tree, policy)
+    return draft, Growth(draft.tree, strategy, node_cap=5)
 
 
 def commit(pool: DrafterPool, session: Session, run: list[int]) -> None:

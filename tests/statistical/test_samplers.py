@@ -44,7 +44,6 @@ CASES = {
     "greedy [3, 1]": (PLAIN, lambda m: enum.greedy(m, [3, 1]), lambda row, rng: drafting.greedy(row, [3, 1], rng)),
     "greedy, zeros": (SPARSE_Q, lambda m: enum.greedy(m, [2, 2]), lambda row, rng: drafting.greedy(row, [2, 2], rng)),
     "iid [2, 1]": (PLAIN, lambda m: copies(m, [2, 1]), lambda row, rng: drafting.iid(row, [2, 1], rng)),
-    "iid_paths": (PLAIN, lambda m: enum.merged_paths(m, 2, 2), lambda row, rng: drafting.iid_paths(row, 2, 2, rng)),
 }
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rootward.core import distribution as rows_module
-from rootward.core import growth as growth_module
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import Growth, Policy
+from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode
 from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
@@ -64,7 +62,7 @@ class Model:
 
 def start(text: list[int], law: DraftMode) -> tuple[LivingTree, Growth]:
     tree = LivingTree(len(text), 0, vocab_size=V)
-    return tree, Growth(tree, Policy(law, node_cap=5, max_depth=3, topk=3, draws_per_level=2, family=(0.4, 0.3)))
+    return tree, Growth(tree, BestFirst(law, max_depth=3, topk=3, draws_per_level=2, root_family=(0.4, 0.3)), node_cap=5)
 
 
 def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) -> None:
@@ -110,10 +108,4 @@ def put(out: np.ndarray, model: Model, text: list[int], base: int, mass: float) 
 def draw_by(chooser: Chooser, monkeypatch) -> None:
     """Every draw of the production code becomes a branch point."""
 
-    def oracle_draw(row: DraftDistribution, num_children: int, words, bits: int = 64) -> np.ndarray:
-        if not len(row):
-            return np.zeros(0, dtype=np.int64)
-        return np.array([row.ids[chooser.choose(row.law)]])
-
-    monkeypatch.setattr(growth_module, "draw_children", oracle_draw)
-    monkeypatch.setattr(rows_module, "draw_children", oracle_draw)
+    monkeypatch.setattr(DraftDistribution, "draw", lambda row, words: int(row.ids[chooser.choose(row.law)]))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from rootward.core import drafting, verification
-from rootward.core.drafting.stochastic_beam import conditioned_on_maximum
 
 V = 6
 TABLE = np.random.default_rng(0).dirichlet(np.ones(V), size=V)
@@ -30,7 +31,7 @@ BUILDERS = {
     "rsd_c": lambda r, seed=0: drafting.rsd_c(r, [3, 2], rng(seed)),
     "rsd_s": lambda r, seed=0: drafting.rsd_s(r, 3, 2, rng(seed)),
     "iid": lambda r, seed=0: drafting.iid(r, [2, 2], rng(seed)),
-    "iid_paths": lambda r, seed=0: drafting.iid_paths(r, 3, 2, rng(seed)),
+    "best_first": lambda r, seed=0: drafting.best_first(r, 6, rng(seed)),
     "greedy": lambda r, seed=0: drafting.greedy(r, [3, 2], rng(seed)),
     "top_k": lambda r, seed=0: drafting.top_k(r, [3, 2]),
 }
@@ -62,7 +63,7 @@ def test_shapes():
     assert np.bincount(BUILDERS["iid"](row)[0].depth).tolist() == [1, 2, 4]
 
 
-@pytest.mark.parametrize("name", ["rsd_c", "rsd_s", "iid_paths", "greedy", "top_k"])
+@pytest.mark.parametrize("name", ["rsd_c", "rsd_s", "best_first", "greedy", "top_k"])
 def test_siblings_differ(name):
     for seed in range(20):
         tree, _ = BUILDERS[name](row, seed)
@@ -95,20 +96,23 @@ def test_top_k_breaks_ties_by_id():
     assert not tree.sampled.any()
 
 
-def test_the_largest_of_a_family_keeps_its_value():
-    values = rng(3).gumbel(size=50)
-    shifted = conditioned_on_maximum(values, -1.25)
-    assert shifted.max() == shifted[values.argmax()] == -1.25
-    assert (np.argsort(shifted) == np.argsort(values)).all()
+def test_coupled_trees_take_the_largest_under_the_noise():
+    law, noise = np.array([0.5, 0.25, 0.25, 0.0]), np.array([0.0, 0.0, 5.0, 9.0])
+    tree, _ = drafting.coupled(lambda path: law, lambda path: noise, [2, 1])
+    assert tree.token.tolist() == [0, 2, 0, 2, 2]
+    assert not tree.sampled.any()
 
 
-def test_coupled_children():
-    ids, noise = [4, 8, 6], [0.0, 0.0, 5.0]
-    assert drafting.coupled_children(ids, [0.5, 0.5, 0.0], noise, 3).tolist() == [4, 8]
-    assert drafting.coupled_children(ids, [2, 1, 1], noise, 2).tolist() == [6, 4]
-    assert drafting.coupled_children(ids, [2, 1, 1], noise, 0).tolist() == []
-    with pytest.raises(ValueError, match="ids, probs, noise"):
-        drafting.coupled_children(ids, [1, 2], noise, 1)
+def test_marginals_are_the_best_rank_tuples():
+    rows = np.array([[0.5, 0.3, 0.2], [0.6, 0.3, 0.1], [0.9, 0.05, 0.05]])
+    paths = [p for d in range(1, 4) for p in itertools.product(range(3), repeat=d)]
+    mass = sorted((float(np.prod([rows[i, x] for i, x in enumerate(path)])) for path in paths), reverse=True)
+    for num_nodes in range(1, 15):
+        tree, _ = drafting.marginals(rows, num_nodes)
+        covered = sum(np.prod([rows[d, x] for d, x in enumerate(tree.path(i))]) for i in range(1, len(tree)))
+        assert len(tree) == num_nodes + 1
+        # the most likely path is there whole, as an autoregressive drafter reads one row per position from it
+        assert covered == pytest.approx(sum(mass[:num_nodes]), abs=1e-12) or num_nodes < 4
 
 
 @pytest.mark.parametrize(
@@ -118,7 +122,8 @@ def test_coupled_children():
         (lambda: drafting.rsd_c(row, [], rng()), "branching"),
         (lambda: drafting.rsd_c(row, [2, 0], rng()), "branching"),
         (lambda: drafting.rsd_s(row, 0, 2, rng()), "width, depth"),
-        (lambda: drafting.iid_paths(row, 2, 0, rng()), "paths, depth"),
+        (lambda: drafting.best_first(row, 0, rng()), "num_nodes"),
+        (lambda: drafting.marginals(TABLE[0], 3), "rows"),
         (lambda: drafting.rsd_c(lambda path: np.ones(3), [1], rng()), "row"),
         (lambda: drafting.rsd_s(lambda path: np.array([np.nan, 1.0]), 1, 1, rng()), "row"),
         (lambda: drafting.greedy(lambda path: np.array([-1.0, 2.0]), [1], rng()), "row"),

@@ -1,15 +1,61 @@
-"""How much a level draws."""
+"""How much a level draws, and how coupled growth is scored."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from rootward.core.growth import Policy
+from rootward.core.distribution import DraftDistribution
+from rootward.core.growth import BestFirst, Growth, MatchScale, match_probabilities
+from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
+
+EVEN = DraftDistribution([0, 1, 2, 3], [1, 1, 1, 1])
 
 
 @pytest.mark.parametrize(("cap", "draws"), [(1, 1), (5, 1), (7, 1), (8, 2), (12, 3), (16, 4), (64, 4)])
 def test_a_small_tree_has_at_least_so_many_levels_as_it_should(cap: int, draws: int) -> None:
-    policy = Policy(DraftMode.SAMPLED, node_cap=cap, draws_per_level=4, least_levels=4)
-    assert policy.draws == draws
-    assert cap < 4 or -(-cap // policy.draws) >= 4
+    strategy = BestFirst(draws_per_level=4, least_levels=4)
+    assert strategy.draws(cap) == draws
+    assert cap < 4 or -(-cap // strategy.draws(cap)) >= 4
+
+
+def grown(num_nodes: int, **strategy) -> LivingTree:
+    tree = LivingTree(3, 0, vocab_size=4)
+    growth = Growth(tree, BestFirst(max_depth=6, topk=4, draws_per_level=1, **strategy), node_cap=num_nodes)
+    words = np.random.default_rng(1)
+    while len(tree) < num_nodes:
+        for node in [*([] if growth.root_expanded else [tree.root_id]), *growth.frontier(99)]:
+            growth.expand(node, EVEN, np.array([3.0, 0.0, -1.0, -1.0]))
+        growth.draw(lambda n: words.integers(0, 2**63, n).astype(np.uint64))
+    return tree
+
+
+def test_acceptance_decides_between_depth_and_width():
+    assert grown(6, acceptance=0.95, later=0.1).snapshot(9).tree.depth.max() == 6
+    assert grown(6, acceptance=0.05, later=0.5).snapshot(9).tree.depth.tolist()[:5] == [0, 1, 1, 1, 1]
+
+
+def test_coupled_growth_scores_by_match_probability():
+    near = grown(5, mode=DraftMode.COUPLED, match_scale=0.3).snapshot(9).tree
+    assert near.depth.tolist() == [0, 1, 2, 3, 4, 5], "the largest value is nearly always the target's"
+    far = grown(5, mode=DraftMode.COUPLED, match_scale=50.0).snapshot(9).tree
+    assert far.depth.tolist() == [0, 1, 1, 1, 1, 2], "all children are about as likely"
+    with pytest.raises(ValueError, match="match_scale"):
+        BestFirst(DraftMode.COUPLED, match_scale=-1.0)
+
+
+def test_match_probabilities():
+    np.testing.assert_allclose(match_probabilities(np.log([0.5, 0.25, 0.25]), 1.0), [0.5, 0.25, 0.25])
+    assert match_probabilities([2.0, 1.0], 0.01)[0] == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="temperature"):
+        match_probabilities([1.0], 0.0)
+
+
+@pytest.mark.parametrize("true", [0.14, 0.4, 1.13])
+def test_the_scale_of_a_pair_is_found_from_what_its_target_takes(true: float) -> None:
+    rng, scale = np.random.default_rng(1), MatchScale()
+    for _ in range(400):
+        perturbed = rng.gumbel(size=12)
+        scale.learn(perturbed, int(np.argmax(perturbed + true * rng.gumbel(size=12))))
+    assert true / 1.5 < scale.value < true * 1.5

@@ -6,14 +6,13 @@ import pytest
 
 from rootward.core import drafting, verification
 from rootward.core.pairing import COLUMNS, TABLE, check_pair, check_rule, lossless_columns
-from rootward.core.requests import DraftMode, Rule
+from rootward.core.requests import DraftMode, DraftStrategy, Rule
 
-NOT_BUILDERS = {"sequoia_shape"}  # makes a shape, not a tree
 RATIO = [column for column in COLUMNS if column[0] != "match"]
 
 
 def test_every_builder_declares_its_verifiers():
-    assert set(drafting.__all__) - NOT_BUILDERS <= set(TABLE)
+    assert set(drafting.__all__) <= set(TABLE)
     assert all(builder in drafting.__doc__ for builder in drafting.__all__)
 
 
@@ -49,22 +48,18 @@ SECTION_4 = {
     "iid_paths": "yynnynn",
     "rsd_c": "yynnynn",
     "rsd_s": "yynnynn",
-    "best_first_drawn": "yynnynn",
-    "delayed": "yynnynn",
-    "fixed_shape": "yynnynn",
+    "best_first": "yynnynn",
     "greedy": "yynnynn",
     "chosen_last": "yynnynn",
     "top_k": "yynnyny",
-    "eagle2": "yynnyny",
-    "opt_tree": "yynnyny",
-    "independent_marginals": "yynnyny",
+    "marginals": "yynnyny",
     "n_gram": "yynnyny",
     "chosen_called_drawn": "ynnnnnn",
     "pruned": "ynnnnnn",
     "shuffled": "ynnnnnn",
     "iid_shuffled": "ynyynyn",
     "other_row_declared": "ynnnnnn",
-    "coupled_children": "ynnnnnn",
+    "coupled": "ynnnnnn",
 }
 
 
@@ -93,14 +88,62 @@ def test_reasons(pair, reason):
         check_pair(*pair)
 
 
-def test_rules_of_requests():
+SERVED = {  # strategy, mode: rules of requests
+    ("best_first", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("best_first", DraftMode.GREEDY): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("best_first", DraftMode.TOP_K): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("best_first", DraftMode.COUPLED): set(),
+    ("chain:3", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN, Rule.BLOCK},
+    ("rsd_c:2,2", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("rsd_s:2,2", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("greedy", DraftMode.GREEDY): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("iid:2,2", DraftMode.IID): {Rule.MULTI_STEP},
+    ("top_k", DraftMode.TOP_K): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("marginals", DraftMode.TOP_K): {Rule.TRAVERSAL, Rule.TOKEN},
+    ("coupled", DraftMode.COUPLED): set(),
+}
+
+
+@pytest.mark.parametrize(("strategy", "mode"), SERVED)
+def test_each_strategy_has_its_rules_and_the_others_are_refused(strategy: str, mode: DraftMode) -> None:
+    asked = DraftStrategy.parse(strategy)
     for rule in Rule:
-        check_rule(DraftMode.SAMPLED, rule)
-        check_rule(DraftMode.GREEDY, rule)
-        check_rule(DraftMode.TOP_K, rule)
-    check_rule(DraftMode.COUPLED, Rule.MATCH)
-    with pytest.raises(ValueError, match="noise shared"):
-        check_rule(DraftMode.COUPLED, Rule.TRAVERSAL)
+        if rule is Rule.MATCH or rule in SERVED[strategy, mode]:
+            check_rule(asked, mode, rule)
+        else:
+            with pytest.raises(ValueError, match=rf"{rule.value}.*(; use|only match|one-hot)"):
+                check_rule(asked, mode, rule)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("tree", "draft_strategy: 'tree' is unknown; use one of best_first, chain:K"),
+        ("chain", "write chain:K"),
+        ("chain:1,2", "write chain:K"),
+        ("chain:0", r"outside \[1, 64\]"),
+        ("iid:9", r"outside \[1, 8\]"),
+        ("rsd_c:", "write NAME or NAME:N1,N2"),
+        ("rsd_c:two", "write NAME or NAME:N1,N2"),
+        ("rsd_s:4", "write rsd_s:WIDTH,DEPTH"),
+        ("best_first:3", "write best_first"),
+    ],
+)
+def test_a_strategy_that_is_none_is_refused(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        DraftStrategy.parse(text)
+
+
+def test_a_strategy_makes_trees_of_its_own_mode_and_of_matched_ones() -> None:
+    for text in ("chain:3", "rsd_c:2", "greedy", "iid:2", "top_k", "best_first"):
+        asked = DraftStrategy.parse(text)
+        assert str(asked) == text
+        asked.check_mode(DraftMode.TOP_K)
+        asked.check_mode(asked.mode or DraftMode.GREEDY)
+    with pytest.raises(ValueError, match="rsd_c:2' grows sampled trees, not greedy ones"):
+        DraftStrategy.parse("rsd_c:2").check_mode(DraftMode.GREEDY)
+    with pytest.raises(ValueError, match="grows no copies"):
+        DraftStrategy().check_mode(DraftMode.IID)
 
 
 def test_unknown_names():

@@ -13,7 +13,6 @@ from rootward.core.distribution import (
     LARGEST,
     DraftDistribution,
     below,
-    draw,
     draw_children,
     greedy_family,
     quantise,
@@ -149,13 +148,13 @@ def test_drawing_stops_with_the_support():
     assert draw_children(DraftDistribution([], []), 3, []).shape == (0,)
     assert draw_children(ROW, 0, []).shape == (0,)
     with pytest.raises(ValueError, match="row: empty"):
-        draw(DraftDistribution([], []), iter([1]))
+        DraftDistribution([], []).draw([1])
 
 
 def test_one_draw_is_the_first_of_a_family():
     rng = np.random.default_rng(1)
     for word in rng.integers(0, 2**64, size=50, dtype=np.uint64):
-        assert draw(ROW, iter([int(word)])) == draw_children(ROW, 1, np.array([word]))[0]
+        assert ROW.draw([int(word)]) == draw_children(ROW, 1, np.array([word]))[0]
 
 
 def test_greedy_family_has_the_sampled_child_first():

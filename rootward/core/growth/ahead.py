@@ -26,7 +26,8 @@ import numpy as np
 
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import Growth, NewWords
+from rootward.core.growth.growth import Growth
+from rootward.core.growth.strategies import BestFirst, NewWords
 from rootward.core.living_tree import ROOT
 from rootward.core.rng import BonusKey, bonus_gumbel
 
@@ -143,7 +144,7 @@ class Ahead:
         walked = self.tree.commit(tokens)
         hit = next((guess for guess in self._guesses if guess.head in walked), None)
         if hit is not None:
-            hit.policy, hit.head = self.own.policy, ROOT
+            hit.strategy, hit.node_cap, hit.head = self.own.strategy, self.own.node_cap, ROOT
             self.own = hit
         self.own.rerooted()
         self._wanted, self._guesses, self._turn = None, [], 0
@@ -193,9 +194,10 @@ class Ahead:
         guess = self.tree.draw(node, token, sampled=False, guess=True)
         own, bets = self.own, self.bets
         cap = min(bets.share - 1, self.tree.node_cap)  # as the root's it must keep within the tree's own
-        policy = replace(own.policy, node_cap=cap, draws_per_level=bets.draws_per_level, least_levels=1)
+        assert isinstance(own.strategy, BestFirst)  # of the others no tree outlives its round
+        strategy = replace(own.strategy, draws_per_level=bets.draws_per_level, least_levels=1)
         self._guesses.append(
-            Growth(self.tree, policy, max_positions=own.max_positions, calibration=own.calibration, head=guess)
+            Growth(self.tree, strategy, node_cap=cap, max_positions=own.max_positions, head=guess)
         )
         return guess
 

@@ -1,0 +1,325 @@
+"""Growth of one component of a living tree under a draft strategy.
+
+A *level* is one draft forward over the frontier, followed by draws. The owner asks for the `frontier`, gives each of its nodes a draft
+distribution (`expand`), and lets the strategy `draw`. The tree is changed by `draw` and `follow` only.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from rootward.core.arrays import Floats
+from rootward.core.distribution import DraftDistribution, greedy_family
+from rootward.core.growth.strategies import BestFirst, Marginals, NewWords, Place, Strategy, coupled_order
+from rootward.core.living_tree import ROOT, LivingTree, Node
+from rootward.core.requests import DraftMode
+
+
+DRAWS_BEYOND = 24  # most nodes drawn after a forward once the next round has its nodes: there is a whole round for them
+
+
+class Growth:
+    """Decides, for one component of a living tree, what to expand and what to draw.
+
+    node_cap  most live nodes
+    beyond    trees verified by matching: of them, nodes for the rounds after the next
+    head      the predicted bonus token whose component it is; ROOT: that of the root (`ahead.py` looks after several)
+    """
+
+    def __init__(
+        self,
+        tree: LivingTree,
+        strategy: Strategy,
+        *,
+        node_cap: int = 16,
+        beyond: int = 0,
+        max_positions: int = 1 << 31,
+        head: int = ROOT,
+    ) -> None:
+        self.tree, self.strategy, self.head = tree, strategy, head
+        self.node_cap, self.beyond, self.max_positions = node_cap, beyond, max_positions
+        self._num_drawn = 0
+        self._restart()
+
+    def _restart(self) -> None:
+        self.rows: dict[int, DraftDistribution] = {}  # of every expanded node
+        self._score: dict[int, float] = {self.head: 0.0}
+        self._places: dict[int, Place] = {}
+        self._unscored: list[int] = []  # nodes whose next child has no score yet
+        self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
+
+    @property
+    def root_id(self) -> int:
+        """The node that everything here hangs below."""
+        return self.tree.root_id if self.head == ROOT else self.head
+
+    @property
+    def root_expanded(self) -> bool:
+        return self.root_id in self.rows
+
+    def is_expanded(self, node: int) -> bool:
+        """Its row is known (and its KV is held)."""
+        return node in self.rows
+
+    @property
+    def room(self) -> int:
+        return self.node_cap - (len(self.tree) if self.head == ROOT else self._num_drawn)
+
+    @property
+    def round_is_full(self) -> bool:
+        """The next round has its nodes; what is grown now is for later ones."""
+        return self.beyond > 0 and self.room <= self.beyond
+
+    def frontier(self, max_rows: int) -> list[int]:
+        """Live nodes without a row that are worth one, best first; the root of the tree gets its own from whoever feeds the text."""
+        if self.room <= 0:
+            return []
+        nodes = (n for n in self._score if n not in self.rows and n not in (ROOT, self.tree.root_id))
+        open_nodes = [n for n in nodes if self._can_have_children(self.tree.nodes[n])]
+        open_nodes.sort(key=lambda n: -self._score[n])
+        return open_nodes[:max_rows]
+
+    def expand(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
+        """The row of a node is known. noise: Gumbel noise at row.ids (COUPLED)."""
+        self.rows[node] = row
+        if len(row):
+            self._open_place(node, row, noise)
+
+    def _open_place(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
+        record, mode = self.tree.at(node), self.strategy.mode
+        place = Place(node, self._depth(record), self._score[node], row)
+        if mode.ratio:
+            record.row = row.ids, row.weight  # a GREEDY family declares another one, when it is made
+        if self.strategy.whole_levels:
+            place.reach, place.total = self._reach(node), row.total
+        if mode is DraftMode.TOP_K:  # atoms are sorted
+            place.order, place.chance = row.ids.tolist(), row.law.tolist()
+        elif mode is DraftMode.COUPLED:
+            assert noise is not None
+            coupled_order(place, noise, getattr(self.strategy, "match_scale", 0.0))
+        for child in record.children:  # named before the row was known
+            if child in self._score:
+                place.insert(self.tree.nodes[child].token, math.exp(self._score[child] - self._score[node]))
+        self._places[node] = place
+        self._unscored.append(node)
+
+    def follow(self, path: Iterable[tuple[int, float]]) -> None:
+        """Lay a path below the root, whatever the model would draw: (token, probability that it is right) of each step. A function of
+        the text so far, so its nodes are chosen; siblings drawn later are drawn from what the row has besides."""
+        node = self.root_id
+        for token, trust in path:
+            record = self.tree.at(node)
+            own = [c for c in record.children if c in self._score]
+            child = next((c for c in own if self.tree.nodes[c].token == token), None)
+            if child is None:
+                full = len(own) >= self.strategy.children(self._depth(record))
+                if self.room <= 0 or not self._can_have_children(record) or full:
+                    return
+                child = self._attach(node, token, sampled=False, score=self._score[node] + math.log(trust))
+                if (place := self._places.get(node)) is not None:
+                    place.insert(token, trust)
+                    self._unscored.append(node)
+            node = child
+
+    def draw(self, new_words: NewWords) -> list[int]:
+        """Give the best places their next child, a level's worth; returns the new ids in draw order."""
+        strategy = self.strategy
+        if strategy.whole_levels and self.frontier(1):
+            return []
+        for node in dict.fromkeys(self._unscored):
+            if (place := self._places.get(node)) is not None:
+                self._push(place, new_words)
+        self._unscored = []
+        drawn: list[int] = []
+        most = DRAWS_BEYOND if self.round_is_full else strategy.draws(self.node_cap - self.beyond)
+        while len(drawn) < most and self.room > 0 and self._heap:
+            minus, node, rank = heapq.heappop(self._heap)
+            place = self._places.get(node)
+            if place is not None and place.rank == rank and self._alive(node):
+                drawn += self._children(place, -minus, new_words)
+        if strategy.whole_levels:
+            self._heap, self._places = [], {}
+        return drawn
+
+    def stops(self) -> dict[int, float]:
+        """Forecast, by ranks and depths alone, of the probability that a round stops at each node that the text can go on after."""
+        mass = {n: math.exp(s) for n, s in self._score.items()}
+        for node in mass:
+            mass[node] -= sum(mass[c] for c in self.tree.at(node).children if c in mass)
+        return {n: max(m, 0.0) for n, m in mass.items() if self.can_continue(self.tree.at(n))}
+
+    def lessons(self, tokens: Iterable[int]) -> Iterator[tuple[Floats, int]]:
+        """What a commit teaches of a coupled tree: at each node that the text went through, log q + noise of the atoms and which of
+        them the target took."""
+        node: int | None = self.root_id
+        for token in tokens:
+            place = self._places.get(node) if node is not None else None
+            if node is None or place is None or place.perturbed is None:
+                return
+            if len(at := np.flatnonzero(place.row.ids == token)):
+                yield place.perturbed, int(at[0])
+            node = next((c for c in self.tree.at(node).children if self.tree.nodes[c].token == token), None)
+
+    @property
+    def at_rest(self) -> bool:
+        """Nothing more can be drawn until the text advances."""
+        if not self.root_expanded:
+            return not self._can_have_children(self.tree.at(self.root_id))
+        return self.room <= 0 or (not self._live_places() and not self.frontier(1))
+
+    def rerooted(self) -> None:
+        """Forget what left the tree. Scores are relative, so what stays keeps its order."""
+        alive = {*self.tree.nodes, self.tree.root_id}
+        if self.tree.root_id == ROOT:  # no node spelled the text: an empty tree
+            self._restart()
+            return
+        self._score = {n: s for n, s in self._score.items() if n in alive}
+        self._places = {n: p for n, p in self._places.items() if n in alive}
+        self.rows = {n: r for n, r in self.rows.items() if n in alive}
+        self._heap, self._unscored = [], list(self._places)
+        for place in self._places.values():
+            place.depth = self._depth(self.tree.at(place.node))
+
+    # -- children -----------------------------------------------------------------------------------------------------
+
+    def _children(self, place: Place, score: float, new_words: NewWords) -> list[int]:
+        node, mode = place.node, self.strategy.mode
+        if not place.rank and (size := self.strategy.family(place.depth, self.node_cap - self.beyond)):
+            return self._family(place, min(size, self.room), new_words)
+        token = place.draw(mode, new_words(2)) if mode.ratio else place.order[place.rank]
+        place.rank += 1
+        child = self._attach(node, token, sampled=mode.ratio, score=score)
+        self._push(place, new_words)
+        return [child]
+
+    def _family(self, place: Place, size: int, new_words: NewWords) -> list[int]:
+        """A GREEDY family, whole: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
+        made = greedy_family(place.row, size, new_words(2))
+        del self._places[place.node]
+        self.tree.at(place.node).row = (made.row.ids, made.row.weight) if len(made.row) else None
+        scores = self.strategy.family_scores(place.score, place.depth)
+        children = zip(made.token.tolist(), made.sampled.tolist(), scores, strict=False)
+        return [self._attach(place.node, token, sampled=flag, score=score) for token, flag, score in children]
+
+    def _attach(self, node: int, token: int, *, sampled: bool, score: float) -> int:
+        child = self.tree.draw(node, token, sampled=sampled)
+        self._num_drawn += 1
+        self._score[child] = score
+        return child
+
+    # -- scores -------------------------------------------------------------------------------------------------------
+
+    def _push(self, place: Place, new_words: NewWords) -> None:
+        if self._open_for_more(place):
+            heapq.heappush(self._heap, (-self.strategy.score(place, new_words), place.node, place.rank))
+
+    def _open_for_more(self, place: Place) -> bool:
+        record = self.tree.at(place.node)
+        if place.exhausted(self.strategy.mode) or place.rank >= self.strategy.children(place.depth):
+            return False
+        return self._can_have_children(record)  # if not now: a commit brings it closer to the root
+
+    def _reach(self, node: int) -> float:
+        """Probability of a node's path under the draft."""
+        if node == self.tree.root_id or node == ROOT:
+            return 1.0
+        record = self.tree.nodes[node]
+        above = self.tree.root_id if record.parent == ROOT else record.parent
+        row = self.rows[above]
+        return self._reach(above) * float(row.law[row.ids == record.token].sum())
+
+    def _can_have_children(self, record: Node) -> bool:
+        return self._depth(record) < self.strategy.max_depth and self.can_continue(record)
+
+    def can_continue(self, record: Node) -> bool:
+        """The text may go on after it, and the draft model could follow."""
+        return record.depth + 1 < self.max_positions and record.token not in self.tree.eos_ids
+
+    def _depth(self, record: Node) -> int:
+        return record.depth - self.tree.at(self.root_id).depth
+
+    def _alive(self, node: int) -> bool:
+        return node == self.tree.root_id or node in self.tree.nodes
+
+    def _live_places(self) -> bool:
+        for node in self._unscored:
+            if (place := self._places.get(node)) is not None and self._alive(node) and self._open_for_more(place):
+                return True
+        while self._heap:
+            _, node, rank = self._heap[0]
+            place = self._places.get(node)
+            if place is not None and place.rank == rank and self._alive(node):
+                return True
+            heapq.heappop(self._heap)
+        return False
+
+
+class MarginalGrowth(Growth):
+    """Growth under `Marginals`: first one row per position, along the most likely path; then the most probable tuples of ranks."""
+
+    def _restart(self) -> None:
+        super()._restart()
+        self._marginals: list[tuple[DraftDistribution, int]] = []  # by position, and the node whose row it is
+
+    def frontier(self, max_rows: int) -> list[int]:
+        tip = self._tip
+        wanted = not self._places and max_rows > 0 and self.room > 0 and tip not in self.rows and tip != self.root_id
+        return [tip] if wanted else []
+
+    def expand(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
+        self.rows[node] = row
+        if len(row):
+            self._marginals.append((row, node))
+
+    def draw(self, new_words: NewWords) -> list[int]:
+        if self._places or not self._marginals:
+            return []
+        tip = self._tip
+        if tip in self.rows and len(self._marginals) < self.strategy.max_depth and len(self.rows[tip]) and self.room > 0:
+            child = self._grow_tip(tip)
+            if self._can_have_children(self.tree.nodes[child]):
+                return [child]
+            return [child, *self._fill(new_words)]
+        return self._fill(new_words)
+
+    @property
+    def _tip(self) -> int:
+        """The last node of the most likely path, the first child of each."""
+        node = self.root_id
+        while children := self.tree.at(node).children:
+            node = children[0]
+        return node
+
+    def _grow_tip(self, tip: int) -> int:
+        row = self.rows[tip]
+        return self._attach(tip, int(row.ids[0]), sampled=False, score=self._score[tip] + math.log(row.law[0]))
+
+    def _fill(self, new_words: NewWords) -> list[int]:
+        """All that is left of the tree, at once."""
+        for node in list(self._score):
+            self._open_by_position(node)
+        drawn: list[int] = []
+        while child := super().draw(new_words):
+            drawn += child
+        return drawn
+
+    def _open_by_position(self, node: int) -> None:
+        depth = self._depth(self.tree.at(node))
+        if depth < len(self._marginals):
+            self._open_place(node, self._marginals[depth][0])
+
+    def _attach(self, node: int, token: int, *, sampled: bool, score: float) -> int:
+        child = super()._attach(node, token, sampled=sampled, score=score)
+        if self._places:
+            self._open_by_position(child)
+        return child
+
+
+def growth_of(tree: LivingTree, strategy: Strategy, *, node_cap: int = 16, max_positions: int = 1 << 31) -> Growth:
+    """The growth of a tree's root component under a strategy."""
+    kind = MarginalGrowth if isinstance(strategy, Marginals) else Growth
+    return kind(tree, strategy, node_cap=node_cap, max_positions=max_positions)

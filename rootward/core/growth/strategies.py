@@ -1,0 +1,364 @@
+"""Draft strategies: which node of a tree gets the next child, and from which declared distribution it comes.
+
+Every strategy is an answer to the same question. A *place* is an expanded node together with the rank of its next child; the place with
+the best score gets the next child. A strategy defines
+
+    mode          how a child is made: drawn without replacement, drawn with replacement, chosen, or by shared noise
+    max_depth     longest path below the root
+    children(d)   most children of a node at depth d (the root has depth 0)
+    family(d, n)  children that are made together, as one event (GREEDY); 0: one at a time
+    score(place)  of the place's next child, before it is drawn
+    draws(n)      most children made after each draft forward, in a tree of n nodes
+
+Non-anticipation (algorithms.md, rule L1). In the modes that ratio tests verify, a score depends on ranks, depths, past rounds and fresh
+randomness alone, never on the token that is about to be drawn or on a later one. Trees that are verified by target matching may be
+scored by anything: by the probability of the path, or by that of a match under the shared noise.
+
+`restarts`: the shape is defined relative to the root of one round, so both sides start a new tree with every commit. Dropping the whole
+subtree on no ground but the commit itself is allowed (L5).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from rootward.core.arrays import Floats, Words
+from rootward.core.distribution import DraftDistribution
+from rootward.core.requests import DraftMode, DraftStrategy
+
+NewWords = Callable[[int], Words]  # n fresh uniform words; never the same twice within a request
+
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Place:
+    """An expanded node that can still get children.
+
+    row        what is left to draw from but for `last_drawn` (drawn without replacement), or the whole row
+    score      of the node itself
+    order      chosen and coupled trees: the atoms to take, in this order
+    chance     of each of them, the probability that the target takes it
+    perturbed  coupled trees: log q + noise of the row's atoms
+    reach, total  stochastic beam: probability of the path of the node under the draft; mass of the whole row
+    last_time  stochastic beam: arrival time of the last child
+    """
+
+    node: int
+    depth: int
+    score: float
+    row: DraftDistribution
+    rank: int = 0
+    last_drawn: int | None = None
+    order: list[int] = field(default_factory=list)
+    chance: list[float] = field(default_factory=list)
+    perturbed: Floats | None = None
+    reach: float = 1.0
+    total: float = 1.0
+    last_time: float | None = None
+
+    def exhausted(self, mode: DraftMode) -> bool:
+        """No further child can be made here."""
+        if mode is DraftMode.IID:
+            return len(self.row) == 0
+        return len(self.row) == (self.last_drawn is not None) if mode.ratio else self.rank >= len(self.order)
+
+    def draw(self, mode: DraftMode, words: Words) -> int:
+        """The next child of a drawn family. The last token leaves the row only when another one is asked for, which is seldom."""
+        if mode is DraftMode.IID:
+            return self.row.draw(words)
+        if self.last_drawn is not None:
+            self.row = self.row.without([self.last_drawn])
+        self.last_drawn = self.row.draw(words)
+        return self.last_drawn
+
+    def insert(self, token: int, chance: float) -> None:
+        """The next child is this token, whether or not it is an atom."""
+        self.row = self.row.without([token])
+        self.perturbed = None  # nothing is learned from a row that has changed
+        if token in self.order[self.rank :]:
+            at = self.order.index(token, self.rank)
+            del self.order[at], self.chance[at : at + 1]
+        if self.order:
+            self.order.insert(self.rank, token)
+            self.chance.insert(self.rank, chance)
+        self.rank += 1
+
+
+class Strategy(Protocol):
+    """See the module's description."""
+
+    @property
+    def mode(self) -> DraftMode: ...
+
+    @property
+    def restarts(self) -> bool:
+        """A new tree with every commit."""
+
+    @property
+    def whole_levels(self) -> bool:
+        """Children of a level are drawn when all its nodes are expanded, and never later."""
+
+    @property
+    def max_depth(self) -> int: ...
+
+    def children(self, depth: int) -> int: ...
+
+    def family(self, depth: int, num_nodes: int) -> int: ...
+
+    def draws(self, num_nodes: int) -> int: ...
+
+    def score(self, place: Place, new_words: NewWords) -> float: ...
+
+    def family_scores(self, parent_score: float, depth: int) -> list[float]:
+        """Of the children of a GREEDY family, in order of trial."""
+
+
+@dataclass(frozen=True, slots=True)
+class BestFirst:
+    """Best-first growth. Under ratio tests the child of rank r is reached with a(r)·Π_{j<r} (1 − a(j)) times the probability of its
+    parent, where a is one constant for first children and one for all later ones. Chosen trees are scored by path probability, as in
+    "EAGLE-2" (2406.16858); coupled trees by the probability of a match under the shared noise.
+
+    mode             GREEDY: the root has a GREEDY family (algorithms.md 5.7), where branching pays most; below it children are drawn
+    draws_per_level  most nodes drawn after each draft forward
+    acceptance       of a first child, in (0, 1)
+    later            of a later child, once all before it have failed, in (0, 1)
+    root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
+    match_scale      COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
+    least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide
+    """
+
+    mode: DraftMode = DraftMode.SAMPLED
+    max_depth: int = 8
+    topk: int = 4
+    draws_per_level: int = 4
+    acceptance: float = 0.7
+    later: float = 0.2
+    root_family: tuple[float, ...] = (0.33, 0.27, 0.11)
+    match_scale: float = 0.0
+    least_levels: int = 1
+
+    restarts = False
+    whole_levels = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("acceptance", self.acceptance), ("later", self.later)):
+            if not 0 < value < 1:
+                raise ValueError(f"{name}: {value} is outside (0, 1)")
+        if not self.root_family or min(self.root_family) <= 0 or sum(self.root_family) > 1:
+            raise ValueError(f"root_family: {self.root_family}; give probabilities above 0 that sum to at most 1")
+        for name in ("max_depth", "topk", "draws_per_level", "least_levels"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} is below 1")
+        if not 0 <= self.match_scale < math.inf:
+            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, 0 for none")
+        if self.mode is DraftMode.IID:
+            raise ValueError("mode: best-first growth keeps no copies; use the strategy iid:B1,B2,...")
+
+    def children(self, depth: int) -> int:
+        return self.topk
+
+    def family(self, depth: int, num_nodes: int) -> int:
+        """More children than a level extends would only take turns: as many chains as draws."""
+        whole = self.mode is DraftMode.GREEDY and depth == 0
+        return min(len(self.root_family), self.draws(num_nodes), self.topk) if whole else 0
+
+    def draws(self, num_nodes: int) -> int:
+        return min(self.draws_per_level, max(1, num_nodes // self.least_levels))
+
+    def score(self, place: Place, new_words: NewWords) -> float:
+        """Log-probability that the next child is reached."""
+        rank = place.rank
+        if place.chance:
+            return place.score + math.log(max(place.chance[rank], sys.float_info.min))
+        if rank == 0:
+            return place.score + math.log(self.acceptance)
+        failed = math.log1p(-self.acceptance) + (rank - 1) * math.log1p(-self.later)
+        return place.score + failed + math.log(self.later)
+
+    def family_scores(self, parent_score: float, depth: int) -> list[float]:
+        return [parent_score + math.log(mass) for mass in self.root_family]
+
+
+@dataclass(frozen=True, slots=True)
+class FixedShape:
+    """branching[d] children of every node at depth d, level by level. Covers chains, RSD-C ("Recursive Speculative Decoding",
+    2402.14160), copies as in "SpecInfer" (2305.09781), GREEDY families at every node (2502.18779) and fixed top-k trees."""
+
+    mode: DraftMode
+    branching: tuple[int, ...]
+
+    restarts = True
+    whole_levels = False
+
+    def __post_init__(self) -> None:
+        positive("branching", self.branching)
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.branching)
+
+    def children(self, depth: int) -> int:
+        return self.branching[depth] if depth < len(self.branching) else 0
+
+    def family(self, depth: int, num_nodes: int) -> int:
+        return self.children(depth) if self.mode is DraftMode.GREEDY else 0
+
+    def draws(self, num_nodes: int) -> int:
+        return UNLIMITED
+
+    def score(self, place: Place, new_words: NewWords) -> float:
+        """Shallow places first; of one depth the node that was drawn first."""
+        return -float(place.depth + 1)
+
+    def family_scores(self, parent_score: float, depth: int) -> list[float]:
+        return [-float(depth + 1)] * self.children(depth)
+
+
+@dataclass(frozen=True, slots=True)
+class StochasticBeam:
+    """RSD-S ("Recursive Speculative Decoding", 2402.14160): a stochastic beam of `width` nodes per level ("Stochastic Beams and Where to
+    Find Them", 1903.06059), run as the race that it is: strings arrive at the rate of their probability, and a level keeps the first
+    `width` prefixes that appear. A node's first child appears when the node itself does; the next new child of a node with path
+    probability φ follows after an exponential time with rate φ · (mass of the tokens not drawn yet). Times are fresh randomness and
+    independent of the tokens, so the next place is known before its child is drawn."""
+
+    width: int
+    max_depth: int
+
+    mode = DraftMode.SAMPLED
+    restarts = True
+    whole_levels = True
+
+    def __post_init__(self) -> None:
+        positive("width, depth", (self.width, self.max_depth))
+
+    def children(self, depth: int) -> int:
+        return self.width
+
+    def family(self, depth: int, num_nodes: int) -> int:
+        return 0
+
+    def draws(self, num_nodes: int) -> int:
+        return self.width
+
+    def score(self, place: Place, new_words: NewWords) -> float:
+        """Minus the arrival time of the next child."""
+        if place.last_time is None:
+            place.last_time = -place.score
+        else:
+            left = place.row if place.last_drawn is None else place.row.without([place.last_drawn])
+            uniform = (float(int(new_words(1)[0]) >> 11) + 0.5) * 2.0**-53
+            share = place.reach * left.total / place.total
+            place.last_time += -math.log(uniform) / share if share > 0.0 else math.inf
+        return -place.last_time
+
+    def family_scores(self, parent_score: float, depth: int) -> list[float]:
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Marginals:
+    """The most probable paths under independent positions, chosen ("Accelerating Speculative Decoding with Block Diffusion Draft Trees",
+    DDTree, 2604.12989). A block drafter gives one distribution per position; an autoregressive one gives those along its most likely
+    path, so a tree of any size takes `max_depth` rows."""
+
+    max_depth: int
+
+    mode = DraftMode.TOP_K
+    restarts = True
+    whole_levels = False
+
+    def __post_init__(self) -> None:
+        positive("depth", (self.max_depth,))
+
+    def children(self, depth: int) -> int:
+        return UNLIMITED
+
+    def family(self, depth: int, num_nodes: int) -> int:
+        return 0
+
+    def draws(self, num_nodes: int) -> int:
+        return 1
+
+    def score(self, place: Place, new_words: NewWords) -> float:
+        """Log-probability of the path, positions taken as independent."""
+        return place.score + math.log(max(place.chance[place.rank], sys.float_info.min))
+
+    def family_scores(self, parent_score: float, depth: int) -> list[float]:
+        return []
+
+
+def strategy_of(asked: DraftStrategy, best_first: BestFirst) -> Strategy:
+    """The strategy that a drafter follows for a tree. best_first: its settings; `best_first.mode` is the mode of the tree.
+
+    ValueError if the strategy does not make trees of that mode. A fixed shape may also be chosen (greedy decoding), and whatever else
+    draws becomes best-first growth there.
+    """
+    mode, numbers = best_first.mode, asked.numbers
+    asked.check_mode(mode)
+    if asked.name == "marginals":
+        return Marginals(numbers[0] if numbers else best_first.max_depth)
+    if asked.name == "rsd_s" and mode is DraftMode.SAMPLED:
+        return StochasticBeam(numbers[0], numbers[1])
+    if asked.name == "chain":
+        return FixedShape(mode, (1,) * numbers[0])
+    if numbers and asked.name != "rsd_s":
+        return FixedShape(mode, numbers)
+    return best_first
+
+
+def positive(name: str, numbers: tuple[int, ...]) -> None:
+    """ValueError unless there is a number and each is at least 1."""
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name}: {list(numbers)}; give at least one number, each at least 1")
+
+
+def coupled_order(place: Place, noise: Floats, match_scale: float) -> None:
+    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id."""
+    perturbed = np.log(place.row.law) + noise
+    order = np.lexsort((place.row.ids, -perturbed))
+    place.order, place.perturbed = place.row.ids[order].tolist(), perturbed
+    if match_scale:
+        place.chance = match_probabilities(perturbed, match_scale)[order].tolist()
+
+
+def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
+    """float64[k]: for coupled trees, the probability that each child is the target's own token.
+
+    perturbed float[k]: log q + g of the atoms under the shared noise g. The target takes the largest of log p + g; if
+    log p − log q is noise of scale T, its choice has the law softmax((log q + g) / T).
+    """
+    if not temperature > 0.0:
+        raise ValueError(f"temperature: {temperature}; give the scale of log p − log q, above 0")
+    scaled = np.asarray(perturbed, dtype=np.float64) / temperature
+    weight = np.exp(scaled - scaled.max())
+    law: Floats = weight / weight.sum()
+    return law
+
+
+class MatchScale:
+    """The scale of log p − log q that makes the target's choices under shared noise likeliest, of a few; older choices count less."""
+
+    SCALES = np.geomspace(0.1, 1.6, 9)
+
+    def __init__(self, prior: float = 0.4, *, strength: float = 4.0, decay: float = 0.99) -> None:
+        self.decay = decay
+        self._score = -strength * np.log(self.SCALES / prior) ** 2
+
+    @property
+    def value(self) -> float:
+        return float(self.SCALES[int(np.argmax(self._score))])
+
+    def learn(self, perturbed: Floats, chosen: int) -> None:
+        """The target took atom number `chosen`. perturbed float[k]: log q + g, as for `match_probabilities`."""
+        scaled = np.asarray(perturbed, dtype=np.float64)[None, :] / self.SCALES[:, None]
+        scaled -= scaled.max(axis=1, keepdims=True)
+        self._score = self.decay * self._score + scaled[:, chosen] - np.log(np.exp(scaled).sum(axis=1))
