@@ -7,15 +7,14 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from drafter_service.lookup import Lookup
-from drafter_service.pairing import without_model
-from drafter_service.service import DrafterService, Key
+from drafter_service.growth_loop import DrafterService, Key, without_model
+from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward.core.drafting.lookup import Merged, Prediction, Recipe, Source, Successors, parse_recipe
 from rootward.core.frames import Open
-from rootward.core.growth import Policy
-from rootward.core.requests import DraftMode
+from rootward.core.growth import BestFirst
+from rootward.core.requests import DraftStrategy
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, ModelInfo
@@ -33,10 +32,9 @@ LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one ses
 
 def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     """The drafter that grows trees with a model."""
-    from drafter_service.growing import Grower  # torch takes seconds to import, and lookups do without
+    from drafter_service.grower import Grower  # torch takes seconds to import, and lookups do without
 
-    policy = Policy(
-        DraftMode.SAMPLED,
+    best_first = BestFirst(
         draws_per_level=settings.draws_per_level,
         least_levels=LEAST_LEVELS,
         acceptance=settings.acceptance,
@@ -45,12 +43,23 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     incarnation = secrets.randbits(64)
     rows = settings.max_num_batched_tokens
     grower: Grower[Key] = Grower(
-        model, incarnation=incarnation, max_rows=rows, prefill_chunk=rows, policy=policy, group=lambda key: key[0]
+        model,
+        incarnation=incarnation,
+        max_rows=rows,
+        prefill_chunk=rows,
+        best_first=best_first,
+        group=lambda key: key[0],
     )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
     worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
     return DrafterService(
-        model, grower, worker=worker, capacity=seats, max_atoms=settings.law_atoms, pool=settings.pool
+        model,
+        grower,
+        worker=worker,
+        capacity=seats,
+        max_atoms=settings.law_atoms,
+        pool=settings.pool,
+        strategy=DraftStrategy.parse(settings.draft_strategy),
     )
 
 
@@ -79,7 +88,7 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     if settings.cuda_graphs:
         raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
     incarnation = secrets.randbits(64)
-    lookup: Lookup[Key] = Lookup(
+    lookup: LookupGrower[Key] = LookupGrower(
         ModelInfo(recipe.name, recipe.vocab_size, settings.max_model_len or LONGEST_TEXT),
         lambda message, shared: _sources(recipe, message, shared),
         recipe.memory,

@@ -1,10 +1,14 @@
-"""What the drafter counts; no label ever holds an id."""
+"""What the drafter counts, and a span per tree in the trace of its request. No label ever holds an id."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from prometheus_client import CollectorRegistry
 
+from rootward.core.frames import Grow, Open
 from rootward.metrics import Gauges, Read
+from rootward.tracing import Span, begin, note
 
 READINGS = {
     "drafter_sessions_open": "Trees held.",
@@ -23,3 +27,46 @@ class Metrics:
     def watch(self, read: Read) -> None:
         """Where the values of READINGS come from."""
         Gauges(self.registry, READINGS, read)
+
+
+Key = tuple[int, int]  # (stream, slot)
+
+
+@dataclass(slots=True)
+class _Tree:
+    span: Span
+    nodes: int = 0
+    frames: int = 0
+    draft_us: int = 0
+    queue_us: int = 0
+
+
+class Spans:
+    """Trees of sampled requests; others cost a look into an empty dictionary."""
+
+    def __init__(self) -> None:
+        self._trees: dict[Key, _Tree] = {}
+
+    def opened(self, key: Key, message: Open) -> None:
+        if message.traceparent:
+            num_prefix = len(message.prefix)
+            span = begin("drafter.tree", message.traceparent, request_id=message.session, prefix_tokens=num_prefix)
+            self._trees[key] = _Tree(span)
+
+    def grew(self, key: Key, grow: Grow) -> None:
+        if (tree := self._trees.get(key)) is not None:
+            tree.nodes += len(grow.token)
+            tree.frames += 1
+            tree.draft_us += grow.draft_us
+            tree.queue_us += grow.queue_us
+
+    def closed(self, key: Key) -> None:
+        if (tree := self._trees.pop(key, None)) is not None:
+            times = {"draft_ms": tree.draft_us / 1e3, "queue_ms": tree.queue_us / 1e3}
+            note(tree.span, nodes=tree.nodes, frames=tree.frames, **times)
+            tree.span.end()
+
+    def left(self, stream: int) -> None:
+        """All of a verifier that is gone."""
+        for key in [key for key in self._trees if key[0] == stream]:
+            self.closed(key)

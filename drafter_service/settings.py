@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from rootward.core.requests import STRATEGIES, DraftStrategy
 from rootward.ports import DEFAULT_POOL
 from rootward.process_settings import ProcessSettings
 
@@ -33,6 +34,10 @@ class DrafterSettings(ProcessSettings):
     max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")
     max_num_batched_tokens: int = Field(256, ge=1, description="rows of one draft forward")
     law_atoms: int = Field(64, ge=1, le=4096, description="largest support of a declared row (K)")
+    draft_strategy: str = Field(
+        "best_first",
+        description=f"trees that it grows when a request does not say: {', '.join(STRATEGIES)}",
+    )
     draws_per_level: int = Field(4, ge=1, description="most nodes drawn for a tree after each draft forward")
     acceptance: float = Field(
         0.7, gt=0, lt=1, description="assumed acceptance of a first child: higher grows deeper, lower wider"
@@ -42,3 +47,8 @@ class DrafterSettings(ProcessSettings):
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"
     )
+
+    @field_validator("draft_strategy")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return str(DraftStrategy.parse(value))

@@ -208,13 +208,13 @@ def check_resume(request: GenerateRequest) -> None:
 def _speculation(request: GenerateRequest) -> Speculation:
     """A seed asks for a text that can be repeated: shared noise, unless the client names how to verify."""
     wish = request.speculation
-    if request.seed is None or wish.rule is not None or wish.law is not None:
+    if request.seed is None or any((wish.rule, wish.law, wish.strategy)):
         return wish
     return replace(wish, rule=Rule.MATCH, law=DraftMode.COUPLED)
 
 
 def _warnings(request: GenerateRequest) -> tuple[str, ...]:
-    ratio = request.speculation.rule in (Rule.TRAVERSAL, Rule.TOKEN)
+    ratio = request.speculation.rule not in (None, Rule.MATCH)
     return ("seed_not_reproducible",) if request.seed is not None and ratio and not request.sampling.greedy else ()
 
 

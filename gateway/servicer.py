@@ -27,7 +27,7 @@ from gateway.router import Upstream
 from gateway.service import GatewayService
 from gateway.tokenizer import Span
 from gateway.watching import Begun, Event, Round, Sent
-from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, TokenLogprob
+from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
@@ -302,6 +302,8 @@ _VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
     generate_pb2.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
     generate_pb2.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
     generate_pb2.Speculation.TOKEN: (Rule.TOKEN, None),
+    generate_pb2.Speculation.BLOCK: (Rule.BLOCK, None),
+    generate_pb2.Speculation.MULTI_STEP: (Rule.MULTI_STEP, None),
 }
 
 
@@ -458,13 +460,14 @@ def _speculation(message: generate_pb2.Speculation) -> Speculation:
     if mode is None:
         raise InvalidRequest("speculation.mode", message.mode, "is unknown; use AUTO, DISABLED or REQUIRED")
     if verification is None:
-        fix = "is unknown; use TRAVERSAL, COUPLED or TOKEN"
+        fix = "is unknown; use TRAVERSAL, COUPLED, TOKEN, BLOCK or MULTI_STEP"
         raise InvalidRequest("speculation.verification", message.verification, fix)
     sizes = {
         name: getattr(message, name) if message.HasField(name) else None
         for name in ("num_draft_tokens", "max_depth", "topk")
     }
-    return Speculation(mode, *verification, **sizes, drafter=message.drafter)
+    strategy = DraftStrategy.parse(message.draft_strategy) if message.draft_strategy else None
+    return Speculation(mode, *verification, **sizes, drafter=message.drafter, strategy=strategy)
 
 
 def _chat_message(message: generate_pb2.ChatMessage) -> dict[str, str]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.core.requests import DraftMode, Sampling
+from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy, Sampling
 
 PROTOCOL = 2  # version of the verifier ↔ drafter protocol spoken by this code
 
@@ -70,6 +70,7 @@ class HelloAck:
     max_atoms: int  # largest K
     refusal: str = ""
     protocol: int = PROTOCOL
+    strategy: DraftStrategy = BEST_FIRST  # that it grows by when a request names none
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Open:
     traceparent: str = ""  # W3C trace context of the session; "": none
     tenant: int = 0  # who asks, as a 64-bit number: tenants share rows alike
     node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
+    strategy: DraftStrategy = BEST_FIRST
+    cache_salt: int = 0  # texts with different salts never share cached prefixes
 
     @property
     def caps(self) -> tuple[int, int]:
@@ -103,6 +106,19 @@ class Open:
         and growing ahead is growing on."""
         whole = self.node_cap + self.ahead_cap
         return (self.node_cap, self.ahead_cap) if self.law.ratio else (whole, 0)
+
+    def fault(self, most_nodes: int) -> str:
+        """Why no tree of this size is grown; "" if nothing is wrong."""
+        shape = {name: getattr(self, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
+        if self.prefix and min(shape.values()) >= 1 and sum(self.caps) <= most_nodes:
+            return ""
+        return f"prefix of {len(self.prefix)} tokens, {shape}, ahead_cap {self.ahead_cap}: out of range"
+
+    @property
+    def largest_token(self) -> int:
+        """Of all that a draft model reads: the text, and the tokens that its distributions favour or allow."""
+        sampling = self.sampling
+        return max((*self.prefix, *sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.core.frames import Grow, extend_hash
+from rootward.core.frames import Commit, Grow, extend_hash
 from rootward.core.tree import TokenTree
 
 ROOT = 0  # as a parent in a frame: the root of the frame's base
@@ -74,12 +75,21 @@ class Received:
     reason: str = ""  # why the whole frame was dropped: "", "duplicate", "gap", "stale_base", "broken"
 
 
+class Fit(Enum):
+    """What a commit means for a replica of the tree."""
+
+    NEWS = "news"  # it advances the text
+    KNOWN = "known"  # a repetition
+    LOST = "lost"  # it does not fit: the prefix must be sent again
+
+
 class LivingTree:
     """A tree below the last committed token.
 
     length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: what a frame must respect.
     node_cap: most nodes of the root's component; ahead_cap: of all others.
-    restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token (drawn with replacement).
+    restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token; all are drawn (with
+    replacement). chain: no node has siblings.
     """
 
     def __init__(
@@ -94,9 +104,10 @@ class LivingTree:
         ahead_cap: int = 0,
         restarts: bool = False,
         copies: bool = False,
+        chain: bool = False,
     ) -> None:
         self.length = length
-        self.restarts, self.copies = restarts, copies
+        self.restarts, self.copies, self.chain = restarts, copies, chain
         self.vocab_size, self.max_atoms = vocab_size, max_atoms
         self.node_cap, self.ahead_cap = node_cap, ahead_cap
         self.eos_ids = frozenset(eos_ids)
@@ -151,6 +162,16 @@ class LivingTree:
         for record in live.values():
             record.head = ROOT
         return walked
+
+    def fit(self, message: Commit) -> Fit:
+        """How a commit fits the text as this replica knows it."""
+        if message.base_len < self.length and message.base_len + len(message.tokens) <= self.length:
+            return Fit.KNOWN
+        hash_after = self.hash
+        for token in message.tokens:
+            hash_after = extend_hash(hash_after, token)
+        fits = message.base_len == self.length and message.hash_after == hash_after
+        return Fit.NEWS if fits else Fit.LOST
 
     def receive(self, frame: Grow) -> Received:
         """Apply a frame of the drafter. Raises MalformedFrame (and breaks the tree) for what no honest drafter sends."""
@@ -315,6 +336,10 @@ class LivingTree:
             raise MalformedFrame(
                 f"guess: node {node} is drawn, or a guess below a guess; choose it below the root's component"
             )
+        if self.chain and above.children:
+            raise MalformedFrame(f"parent: node {node} has a sibling; a chain was asked for")
+        if self.copies and not sampled:
+            raise MalformedFrame(f"sampled: node {node} is chosen; copies were asked for, which are drawn")
         if not self.copies and any(self.nodes[c].token == token for c in above.children):
             raise MalformedFrame(f"token: node {node} repeats token {token} of a sibling")
         if sampled and (above.row is None or token not in above.row[0]):

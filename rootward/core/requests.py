@@ -86,7 +86,9 @@ class DraftStrategy:
     numbers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.name in _STRATEGIES, "draft_strategy", self.name, f"is unknown; use one of {', '.join(STRATEGIES)}")
+        _require(
+            self.name in _STRATEGIES, "draft_strategy", self.name, f"is unknown; use one of {', '.join(STRATEGIES)}"
+        )
         _, least, most, form = _STRATEGIES[self.name]
         _require(least <= len(self.numbers) <= most, "draft_strategy", str(self), f"has another form; write {form}")
         largest = MAX_COPIES if self.name == "iid" else MAX_BRANCHING

@@ -42,6 +42,8 @@ class _LawEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Law.ValueType], _
     """chosen, most likely first: target matching"""
     LAW_COUPLED: _Law.ValueType  # 4
     """drawn with the noise shared by seed: target matching"""
+    LAW_IID: _Law.ValueType  # 5
+    """drawn with replacement, copies kept: ratio tests for copies"""
 
 class Law(_Law, metaclass=_LawEnumTypeWrapper):
     """How a drafter makes children."""
@@ -55,6 +57,8 @@ LAW_TOP_K: Law.ValueType  # 3
 """chosen, most likely first: target matching"""
 LAW_COUPLED: Law.ValueType  # 4
 """drawn with the noise shared by seed: target matching"""
+LAW_IID: Law.ValueType  # 5
+"""drawn with replacement, copies kept: ratio tests for copies"""
 Global___Law: _TypeAlias = Law  # noqa: Y015
 
 @_typing.final
@@ -234,6 +238,7 @@ class HelloAck(_message.Message):
     CAPACITY_FIELD_NUMBER: _builtins.int
     MAX_ATOMS_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.int
@@ -246,6 +251,8 @@ class HelloAck(_message.Message):
     """largest num_atoms"""
     refusal: _builtins.str
     """not empty: the pairing cannot work and why; the stream then ends"""
+    strategy: _builtins.str
+    """draft strategy that it grows by when a request names none; empty = best_first"""
     @_builtins.property
     def laws(self) -> _containers.RepeatedScalarFieldContainer[Global___Law.ValueType]:
         """what this drafter can do"""
@@ -263,10 +270,11 @@ class HelloAck(_message.Message):
         capacity: _builtins.int = ...,
         max_atoms: _builtins.int = ...,
         refusal: _builtins.str = ...,
+        strategy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "incarnation", b"incarnation", "laws", b"laws", "max_atoms", b"max_atoms", "max_positions", b"max_positions", "protocol", b"protocol", "refusal", b"refusal", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "incarnation", b"incarnation", "laws", b"laws", "max_atoms", b"max_atoms", "max_positions", b"max_positions", "protocol", b"protocol", "refusal", b"refusal", "strategy", b"strategy", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,6 +307,8 @@ class Open(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     NODE_BUDGET_FIELD_NUMBER: _builtins.int
+    STRATEGY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -330,6 +340,10 @@ class Open(_message.Message):
     """who asks, as a number that says nothing else: tenants share rows alike"""
     node_budget: _builtins.int
     """nodes that the first round may verify; absent = all that may be alive"""
+    strategy: _builtins.str
+    """draft strategy: NAME or NAME:N1,N2,...; empty = best_first"""
+    cache_salt: _builtins.int
+    """texts with different salts never share cached prefixes"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -366,10 +380,12 @@ class Open(_message.Message):
         traceparent: _builtins.str = ...,
         tenant: _builtins.int = ...,
         node_budget: _builtins.int | None = ...,
+        strategy: _builtins.str = ...,
+        cache_salt: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "bonus_key", b"bonus_key", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
     _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015

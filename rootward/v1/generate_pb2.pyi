@@ -498,6 +498,10 @@ class Speculation(_message.Message):
         """shared noise: the text depends on seed and target alone"""
         TOKEN: Speculation._Verification.ValueType  # 3
         """ratio test per token from the root; the baseline"""
+        BLOCK: Speculation._Verification.ValueType  # 4
+        """ratio tests of a chain, all positions at once; grows chains"""
+        MULTI_STEP: Speculation._Verification.ValueType  # 5
+        """ratio tests of independent copies in random order; grows copies"""
 
     class Verification(_Verification, metaclass=_VerificationEnumTypeWrapper): ...
     VERIFICATION_UNSPECIFIED: Speculation.Verification.ValueType  # 0
@@ -508,6 +512,10 @@ class Speculation(_message.Message):
     """shared noise: the text depends on seed and target alone"""
     TOKEN: Speculation.Verification.ValueType  # 3
     """ratio test per token from the root; the baseline"""
+    BLOCK: Speculation.Verification.ValueType  # 4
+    """ratio tests of a chain, all positions at once; grows chains"""
+    MULTI_STEP: Speculation.Verification.ValueType  # 5
+    """ratio tests of independent copies in random order; grows copies"""
 
     MODE_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
@@ -516,6 +524,7 @@ class Speculation(_message.Message):
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
+    DRAFT_STRATEGY_FIELD_NUMBER: _builtins.int
     mode: Global___Speculation.Mode.ValueType
     verification: Global___Speculation.Verification.ValueType
     max_depth: _builtins.int
@@ -528,6 +537,8 @@ class Speculation(_message.Message):
     """pool of drafters, or "ngram"; unknown: NOT_FOUND; empty = the server's policy"""
     prediction: _builtins.str
     """predicted output text, one more source of drafts"""
+    draft_strategy: _builtins.str
+    """trees to draft: NAME or NAME:N1,N2,... (docs/parameters.md); empty = the server's policy"""
     def __init__(
         self,
         *,
@@ -538,10 +549,11 @@ class Speculation(_message.Message):
         num_draft_tokens: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
         prediction: _builtins.str = ...,
+        draft_strategy: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "max_depth", b"max_depth", "num_draft_tokens", b"num_draft_tokens", "topk", b"topk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "drafter", b"drafter", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "prediction", b"prediction", "topk", b"topk", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "draft_strategy", b"draft_strategy", "drafter", b"drafter", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "prediction", b"prediction", "topk", b"topk", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_depth: _TypeAlias = _typing.Literal["max_depth"]  # noqa: Y015
     _WhichOneofArgType__max_depth: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth"]  # noqa: Y015
@@ -899,7 +911,7 @@ class SpeculationStats(_message.Message):
     """rounds that waited and got no tree"""
     drafter: _builtins.str
     verification: _builtins.str
-    """the rule used: "traversal", "token" or "match" """
+    """the rule used: "traversal", "token", "block", "multi_step" or "match" """
     seed: _builtins.int
     """the client's, or the one drawn for it"""
     @_builtins.property

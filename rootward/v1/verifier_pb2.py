@@ -27,7 +27,7 @@ from rootward.v1 import drafter_pb2 as rootward_dot_v1_dot_drafter__pb2
 from rootward.v1 import generate_pb2 as rootward_dot_v1_dot_generate__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arootward/v1/verifier.proto\x12\x0brootward.v1\x1a\x19rootward/v1/control.proto\x1a\x19rootward/v1/drafter.proto\x1a\x1arootward/v1/generate.proto\"\xa3\x07\n\x0fVerifierRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rootward.v1.Sampling\x12\x37\n\x08stopping\x18\x04 \x01(\x0b\x32%.rootward.v1.VerifierRequest.Stopping\x12\x38\n\x0bspeculation\x18\x05 \x01(\x0b\x32#.rootward.v1.VerifierRequest.Policy\x12\x11\n\tcommitted\x18\x06 \x01(\x0c\x12\r\n\x05\x65poch\x18\x07 \x01(\r\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x17\n\ndeadline_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\'\n\x08\x64\x65\x63oding\x18\x0b \x01(\x0b\x32\x15.rootward.v1.Decoding\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x12\n\nprediction\x18\x0f \x01(\x0c\x12\r\n\x05trees\x18\x10 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x13\n\x0btraceparent\x18\x13 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x14 \x01(\x06\x12\x0e\n\x06number\x18\x15 \x01(\r\x1a^\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x01(\x0c\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x1a\xfc\x01\n\x06Policy\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.rootward.v1.Speculation.Mode\x12\x1f\n\x04rule\x18\x02 \x01(\x0e\x32\x11.rootward.v1.Rule\x12\x1d\n\x03law\x18\x03 \x01(\x0e\x32\x10.rootward.v1.Law\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\tB\x13\n\x11_num_draft_tokensB\x0c\n\n_max_depthB\x07\n\x05_topkB\r\n\x0b_deadline_sB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1b\n\x0b\x46\x65\x65\x64Request\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\x06\"x\n\tFeedFrame\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.rootward.v1.FeedFrame.Entry\x1a<\n\x05\x45ntry\x12\x0e\n\x06number\x18\x01 \x01(\r\x12#\n\x03run\x18\x02 \x01(\x0b\x32\x16.rootward.v1.Committed\"\x98\x04\n\tCommitted\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0c\x12-\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1d.rootward.v1.Committed.Finish\x12\'\n\x08logprobs\x18\x06 \x01(\x0b\x32\x15.rootward.v1.Logprobs\x12)\n\x04tree\x18\x07 \x01(\x0b\x32\x1b.rootward.v1.Committed.Tree\x12\x33\n\tprefilled\x18\x08 \x01(\x0b\x32 .rootward.v1.Committed.Prefilled\x1a\x35\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\x0c\x1a\x90\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.rootward.v1.Finish.Reason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12,\n\x05stats\x18\x03 \x01(\x0b\x32\x1d.rootward.v1.SpeculationStatsB\x10\n\x0e_stop_token_id\x1aH\n\tPrefilled\x12\x12\n\nnum_cached\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.rootward.v1.Logprobs\"\x18\n\x16GetVerifierInfoRequest\"\xa1\x02\n\x0cVerifierInfo\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.rootward.v1.ModelInfo\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x33\n\x05stats\x18\t \x03(\x0b\x32$.rootward.v1.VerifierInfo.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*P\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRULE_TRAVERSAL\x10\x01\x12\x0e\n\nRULE_TOKEN\x10\x02\x12\x0e\n\nRULE_MATCH\x10\x03\x32\x95\x02\n\x08Verifier\x12\x42\n\x08Generate\x12\x1c.rootward.v1.VerifierRequest\x1a\x16.rootward.v1.Committed0\x01\x12:\n\x04\x46\x65\x65\x64\x12\x18.rootward.v1.FeedRequest\x1a\x16.rootward.v1.FeedFrame0\x01\x12I\n\x07GetInfo\x12#.rootward.v1.GetVerifierInfoRequest\x1a\x19.rootward.v1.VerifierInfo\x12>\n\x05\x44rain\x12\x19.rootward.v1.DrainRequest\x1a\x1a.rootward.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arootward/v1/verifier.proto\x12\x0brootward.v1\x1a\x19rootward/v1/control.proto\x1a\x19rootward/v1/drafter.proto\x1a\x1arootward/v1/generate.proto\"\xb5\x07\n\x0fVerifierRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rootward.v1.Sampling\x12\x37\n\x08stopping\x18\x04 \x01(\x0b\x32%.rootward.v1.VerifierRequest.Stopping\x12\x38\n\x0bspeculation\x18\x05 \x01(\x0b\x32#.rootward.v1.VerifierRequest.Policy\x12\x11\n\tcommitted\x18\x06 \x01(\x0c\x12\r\n\x05\x65poch\x18\x07 \x01(\r\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x0e\n\x06\x63hoice\x18\t \x01(\r\x12\x17\n\ndeadline_s\x18\n \x01(\x01H\x00\x88\x01\x01\x12\'\n\x08\x64\x65\x63oding\x18\x0b \x01(\x0b\x32\x15.rootward.v1.Decoding\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x12\n\nprediction\x18\x0f \x01(\x0c\x12\r\n\x05trees\x18\x10 \x01(\x08\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x13\n\x0btraceparent\x18\x13 \x01(\t\x12\x0c\n\x04\x66\x65\x65\x64\x18\x14 \x01(\x06\x12\x0e\n\x06number\x18\x15 \x01(\r\x1a^\n\x08Stopping\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x02 \x01(\x0c\x12\x12\n\nignore_eos\x18\x03 \x01(\x08\x12\x12\n\nmin_tokens\x18\x04 \x01(\r\x1a\x8e\x02\n\x06Policy\x12+\n\x04mode\x18\x01 \x01(\x0e\x32\x1d.rootward.v1.Speculation.Mode\x12\x1f\n\x04rule\x18\x02 \x01(\x0e\x32\x11.rootward.v1.Rule\x12\x1d\n\x03law\x18\x03 \x01(\x0e\x32\x10.rootward.v1.Law\x12\x1d\n\x10num_draft_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04topk\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x0f\n\x07\x64rafter\x18\x07 \x01(\t\x12\x10\n\x08strategy\x18\x08 \x01(\tB\x13\n\x11_num_draft_tokensB\x0c\n\n_max_depthB\x07\n\x05_topkB\r\n\x0b_deadline_sB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x1b\n\x0b\x46\x65\x65\x64Request\x12\x0c\n\x04\x66\x65\x65\x64\x18\x01 \x01(\x06\"x\n\tFeedFrame\x12-\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x1c.rootward.v1.FeedFrame.Entry\x1a<\n\x05\x45ntry\x12\x0e\n\x06number\x18\x01 \x01(\r\x12#\n\x03run\x18\x02 \x01(\x0b\x32\x16.rootward.v1.Committed\"\x98\x04\n\tCommitted\x12\r\n\x05\x65poch\x18\x01 \x01(\r\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\x0c\x12-\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x1d.rootward.v1.Committed.Finish\x12\'\n\x08logprobs\x18\x06 \x01(\x0b\x32\x15.rootward.v1.Logprobs\x12)\n\x04tree\x18\x07 \x01(\x0b\x32\x1b.rootward.v1.Committed.Tree\x12\x33\n\tprefilled\x18\x08 \x01(\x0b\x32 .rootward.v1.Committed.Prefilled\x1a\x35\n\x04Tree\x12\x0e\n\x06tokens\x18\x01 \x01(\x0c\x12\x0f\n\x07parents\x18\x02 \x01(\x0c\x12\x0c\n\x04path\x18\x03 \x01(\x0c\x1a\x90\x01\n\x06\x46inish\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.rootward.v1.Finish.Reason\x12\x1a\n\rstop_token_id\x18\x02 \x01(\rH\x00\x88\x01\x01\x12,\n\x05stats\x18\x03 \x01(\x0b\x32\x1d.rootward.v1.SpeculationStatsB\x10\n\x0e_stop_token_id\x1aH\n\tPrefilled\x12\x12\n\nnum_cached\x18\x01 \x01(\r\x12\'\n\x08logprobs\x18\x02 \x01(\x0b\x32\x15.rootward.v1.Logprobs\"\x18\n\x16GetVerifierInfoRequest\"\xa1\x02\n\x0cVerifierInfo\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.rootward.v1.ModelInfo\x12\x0e\n\x06worker\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x06\x12\x10\n\x08\x64rafters\x18\x04 \x03(\t\x12\x13\n\x0bnum_running\x18\x05 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x07 \x01(\r\x12\x10\n\x08\x64raining\x18\x08 \x01(\x08\x12\x33\n\x05stats\x18\t \x03(\x0b\x32$.rootward.v1.VerifierInfo.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01*u\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x12\n\x0eRULE_TRAVERSAL\x10\x01\x12\x0e\n\nRULE_TOKEN\x10\x02\x12\x0e\n\nRULE_MATCH\x10\x03\x12\x0e\n\nRULE_BLOCK\x10\x04\x12\x13\n\x0fRULE_MULTI_STEP\x10\x05\x32\x95\x02\n\x08Verifier\x12\x42\n\x08Generate\x12\x1c.rootward.v1.VerifierRequest\x1a\x16.rootward.v1.Committed0\x01\x12:\n\x04\x46\x65\x65\x64\x12\x18.rootward.v1.FeedRequest\x1a\x16.rootward.v1.FeedFrame0\x01\x12I\n\x07GetInfo\x12#.rootward.v1.GetVerifierInfoRequest\x1a\x19.rootward.v1.VerifierInfo\x12>\n\x05\x44rain\x12\x19.rootward.v1.DrainRequest\x1a\x1a.rootward.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,34 +36,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERIFIERINFO_STATSENTRY']._loaded_options = None
   _globals['_VERIFIERINFO_STATSENTRY']._serialized_options = b'8\001'
-  _globals['_RULE']._serialized_start=2067
-  _globals['_RULE']._serialized_end=2147
+  _globals['_RULE']._serialized_start=2085
+  _globals['_RULE']._serialized_end=2202
   _globals['_VERIFIERREQUEST']._serialized_start=126
-  _globals['_VERIFIERREQUEST']._serialized_end=1057
+  _globals['_VERIFIERREQUEST']._serialized_end=1075
   _globals['_VERIFIERREQUEST_STOPPING']._serialized_start=660
   _globals['_VERIFIERREQUEST_STOPPING']._serialized_end=754
   _globals['_VERIFIERREQUEST_POLICY']._serialized_start=757
-  _globals['_VERIFIERREQUEST_POLICY']._serialized_end=1009
-  _globals['_FEEDREQUEST']._serialized_start=1059
-  _globals['_FEEDREQUEST']._serialized_end=1086
-  _globals['_FEEDFRAME']._serialized_start=1088
-  _globals['_FEEDFRAME']._serialized_end=1208
-  _globals['_FEEDFRAME_ENTRY']._serialized_start=1148
-  _globals['_FEEDFRAME_ENTRY']._serialized_end=1208
-  _globals['_COMMITTED']._serialized_start=1211
-  _globals['_COMMITTED']._serialized_end=1747
-  _globals['_COMMITTED_TREE']._serialized_start=1473
-  _globals['_COMMITTED_TREE']._serialized_end=1526
-  _globals['_COMMITTED_FINISH']._serialized_start=1529
-  _globals['_COMMITTED_FINISH']._serialized_end=1673
-  _globals['_COMMITTED_PREFILLED']._serialized_start=1675
-  _globals['_COMMITTED_PREFILLED']._serialized_end=1747
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=1749
-  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=1773
-  _globals['_VERIFIERINFO']._serialized_start=1776
-  _globals['_VERIFIERINFO']._serialized_end=2065
-  _globals['_VERIFIERINFO_STATSENTRY']._serialized_start=2021
-  _globals['_VERIFIERINFO_STATSENTRY']._serialized_end=2065
-  _globals['_VERIFIER']._serialized_start=2150
-  _globals['_VERIFIER']._serialized_end=2427
+  _globals['_VERIFIERREQUEST_POLICY']._serialized_end=1027
+  _globals['_FEEDREQUEST']._serialized_start=1077
+  _globals['_FEEDREQUEST']._serialized_end=1104
+  _globals['_FEEDFRAME']._serialized_start=1106
+  _globals['_FEEDFRAME']._serialized_end=1226
+  _globals['_FEEDFRAME_ENTRY']._serialized_start=1166
+  _globals['_FEEDFRAME_ENTRY']._serialized_end=1226
+  _globals['_COMMITTED']._serialized_start=1229
+  _globals['_COMMITTED']._serialized_end=1765
+  _globals['_COMMITTED_TREE']._serialized_start=1491
+  _globals['_COMMITTED_TREE']._serialized_end=1544
+  _globals['_COMMITTED_FINISH']._serialized_start=1547
+  _globals['_COMMITTED_FINISH']._serialized_end=1691
+  _globals['_COMMITTED_PREFILLED']._serialized_start=1693
+  _globals['_COMMITTED_PREFILLED']._serialized_end=1765
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_start=1767
+  _globals['_GETVERIFIERINFOREQUEST']._serialized_end=1791
+  _globals['_VERIFIERINFO']._serialized_start=1794
+  _globals['_VERIFIERINFO']._serialized_end=2083
+  _globals['_VERIFIERINFO_STATSENTRY']._serialized_start=2039
+  _globals['_VERIFIERINFO_STATSENTRY']._serialized_end=2083
+  _globals['_VERIFIER']._serialized_start=2205
+  _globals['_VERIFIER']._serialized_end=2482
 # @@protoc_insertion_point(module_scope)

@@ -34,6 +34,10 @@ class _RuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rule.ValueType],
     RULE_TOKEN: _Rule.ValueType  # 2
     RULE_MATCH: _Rule.ValueType  # 3
     """the target's own token per node; the rule of TOP_K and COUPLED trees"""
+    RULE_BLOCK: _Rule.ValueType  # 4
+    """ratio tests of chains, all positions at once"""
+    RULE_MULTI_STEP: _Rule.ValueType  # 5
+    """ratio tests of copies in random order"""
 
 class Rule(_Rule, metaclass=_RuleEnumTypeWrapper):
     """How a verifier decides."""
@@ -44,6 +48,10 @@ RULE_TRAVERSAL: Rule.ValueType  # 1
 RULE_TOKEN: Rule.ValueType  # 2
 RULE_MATCH: Rule.ValueType  # 3
 """the target's own token per node; the rule of TOP_K and COUPLED trees"""
+RULE_BLOCK: Rule.ValueType  # 4
+"""ratio tests of chains, all positions at once"""
+RULE_MULTI_STEP: Rule.ValueType  # 5
+"""ratio tests of copies in random order"""
 Global___Rule: _TypeAlias = Rule  # noqa: Y015
 
 @_typing.final
@@ -91,6 +99,7 @@ class VerifierRequest(_message.Message):
         MAX_DEPTH_FIELD_NUMBER: _builtins.int
         TOPK_FIELD_NUMBER: _builtins.int
         DRAFTER_FIELD_NUMBER: _builtins.int
+        STRATEGY_FIELD_NUMBER: _builtins.int
         mode: _generate_pb2.Speculation.Mode.ValueType
         rule: Global___Rule.ValueType
         law: _drafter_pb2.Law.ValueType
@@ -99,6 +108,8 @@ class VerifierRequest(_message.Message):
         topk: _builtins.int
         drafter: _builtins.str
         """pool of drafters, or what the verifier looks up itself; empty = its policy"""
+        strategy: _builtins.str
+        """draft strategy: NAME or NAME:N1,N2,...; empty = that of the drafters"""
         def __init__(
             self,
             *,
@@ -109,10 +120,11 @@ class VerifierRequest(_message.Message):
             max_depth: _builtins.int | None = ...,
             topk: _builtins.int | None = ...,
             drafter: _builtins.str = ...,
+            strategy: _builtins.str = ...,
         ) -> None: ...
         _HasFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "max_depth", b"max_depth", "num_draft_tokens", b"num_draft_tokens", "topk", b"topk"]  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "drafter", b"drafter", "law", b"law", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule", "topk", b"topk"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth", "_num_draft_tokens", b"_num_draft_tokens", "_topk", b"_topk", "drafter", b"drafter", "law", b"law", "max_depth", b"max_depth", "mode", b"mode", "num_draft_tokens", b"num_draft_tokens", "rule", b"rule", "strategy", b"strategy", "topk", b"topk"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         _WhichOneofReturnType__max_depth: _TypeAlias = _typing.Literal["max_depth"]  # noqa: Y015
         _WhichOneofArgType__max_depth: _TypeAlias = _typing.Literal["_max_depth", b"_max_depth"]  # noqa: Y015

@@ -24,7 +24,7 @@ from rootward.core.frames import (
     Reject,
     ToDrafter,
 )
-from rootward.core.requests import DraftMode
+from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.ports import DrafterInfo
 from rootward.v1 import drafter_pb2
 from rootward.wire.columns import (
@@ -50,7 +50,9 @@ LAWS: dict[DraftMode, drafter_pb2.Law.ValueType] = {
     DraftMode.GREEDY: drafter_pb2.LAW_GREEDY,
     DraftMode.TOP_K: drafter_pb2.LAW_TOP_K,
     DraftMode.COUPLED: drafter_pb2.LAW_COUPLED,
+    DraftMode.IID: drafter_pb2.LAW_IID,
 }
+STRATEGY = Conversion(str, lambda text: DraftStrategy.parse(text) if text else BEST_FIRST)
 _LAW_OF_NUMBER = {number: law for law, number in LAWS.items()}
 
 HELLO = Record(Hello, drafter_pb2.Hello)
@@ -62,6 +64,7 @@ ACK = Record(
         # A version that does not know a law never asks for it.
         lambda numbers: tuple(_LAW_OF_NUMBER[number] for number in numbers if number in _LAW_OF_NUMBER),
     ),
+    strategy=STRATEGY,
 )
 LOAD = Record(Load, drafter_pb2.Load)
 OPEN = Record(
@@ -71,6 +74,7 @@ OPEN = Record(
     prefix=u32("open.prefix"),
     law=enum(LAWS, "open.law"),
     prediction=u32("open.prediction"),
+    strategy=STRATEGY,
 )
 COMMIT = Record(Commit, drafter_pb2.Commit, tokens=u32("commit.tokens"))
 TO_DRAFTER = Record(

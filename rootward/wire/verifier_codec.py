@@ -6,6 +6,7 @@ import math
 
 from rootward.core.requests import (
     Committed,
+    DraftStrategy,
     Finish,
     Prefilled,
     Rule,
@@ -37,6 +38,8 @@ RULES: dict[Rule, verifier_pb2.Rule.ValueType] = {
     Rule.TRAVERSAL: verifier_pb2.RULE_TRAVERSAL,
     Rule.TOKEN: verifier_pb2.RULE_TOKEN,
     Rule.MATCH: verifier_pb2.RULE_MATCH,
+    Rule.BLOCK: verifier_pb2.RULE_BLOCK,
+    Rule.MULTI_STEP: verifier_pb2.RULE_MULTI_STEP,
 }
 MODES: dict[SpeculationMode, generate_pb2.Speculation.Mode.ValueType] = {
     SpeculationMode.AUTO: generate_pb2.Speculation.AUTO,
@@ -64,6 +67,10 @@ POLICY = Record(
     mode=enum(MODES, "speculation.mode", absent=SpeculationMode.AUTO, required=False),
     rule=enum(RULES, "speculation.rule", required=False),
     law=enum(LAWS, "speculation.law", required=False),
+    strategy=Conversion(
+        lambda strategy: "" if strategy is None else str(strategy),
+        lambda text: DraftStrategy.parse(text) if text else None,
+    ),
 )
 REQUEST = Record(
     VerifierRequest,

@@ -40,7 +40,9 @@ class Program:
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         self.model, self.chooser, self.out, self.text = model, chooser, out, [0, 1]
         self.tree = LivingTree(len(self.text), 0, vocab_size=V, eos_ids={2})
-        self.growth = Growth(self.tree, BestFirst(DraftMode.SAMPLED, max_depth=4, topk=1, draws_per_level=1), node_cap=4)
+        self.growth = Growth(
+            self.tree, BestFirst(DraftMode.SAMPLED, max_depth=4, topk=1, draws_per_level=1), node_cap=4
+        )
 
     def run(self) -> None:
         self.level()

@@ -62,7 +62,9 @@ class Model:
 
 def start(text: list[int], law: DraftMode) -> tuple[LivingTree, Growth]:
     tree = LivingTree(len(text), 0, vocab_size=V)
-    return tree, Growth(tree, BestFirst(law, max_depth=3, topk=3, draws_per_level=2, root_family=(0.4, 0.3)), node_cap=5)
+    return tree, Growth(
+        tree, BestFirst(law, max_depth=3, topk=3, draws_per_level=2, root_family=(0.4, 0.3)), node_cap=5
+    )
 
 
 def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) -> None:

@@ -196,9 +196,7 @@ class Ahead:
         cap = min(bets.share - 1, self.tree.node_cap)  # as the root's it must keep within the tree's own
         assert isinstance(own.strategy, BestFirst)  # of the others no tree outlives its round
         strategy = replace(own.strategy, draws_per_level=bets.draws_per_level, least_levels=1)
-        self._guesses.append(
-            Growth(self.tree, strategy, node_cap=cap, max_positions=own.max_positions, head=guess)
-        )
+        self._guesses.append(Growth(self.tree, strategy, node_cap=cap, max_positions=own.max_positions, head=guess))
         return guess
 
     def _below_guesses(self, max_rows: int) -> list[int]:

@@ -53,9 +53,7 @@ def build_tree(
     return _in_levels(tree, chosen, len(first))
 
 
-def _in_levels(
-    tree: LivingTree, row_of: Callable[[int], Floats] | None, vocabulary: int
-) -> tuple[TokenTree, Floats]:
+def _in_levels(tree: LivingTree, row_of: Callable[[int], Floats] | None, vocabulary: int) -> tuple[TokenTree, Floats]:
     order = list(_levels(tree))
     index = {node: i for i, node in enumerate(order)}
     records = [tree.at(node) for node in order]

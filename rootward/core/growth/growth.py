@@ -14,10 +14,9 @@ import numpy as np
 
 from rootward.core.arrays import Floats
 from rootward.core.distribution import DraftDistribution, greedy_family
-from rootward.core.growth.strategies import BestFirst, Marginals, NewWords, Place, Strategy, coupled_order
+from rootward.core.growth.strategies import Marginals, NewWords, Place, Strategy, coupled_order
 from rootward.core.living_tree import ROOT, LivingTree, Node
 from rootward.core.requests import DraftMode
-
 
 DRAWS_BEYOND = 24  # most nodes drawn after a forward once the next round has its nodes: there is a whole round for them
 
@@ -279,7 +278,12 @@ class MarginalGrowth(Growth):
         if self._places or not self._marginals:
             return []
         tip = self._tip
-        if tip in self.rows and len(self._marginals) < self.strategy.max_depth and len(self.rows[tip]) and self.room > 0:
+        if (
+            tip in self.rows
+            and len(self._marginals) < self.strategy.max_depth
+            and len(self.rows[tip])
+            and self.room > 0
+        ):
             child = self._grow_tip(tip)
             if self._can_have_children(self.tree.nodes[child]):
                 return [child]

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -296,23 +296,23 @@ class Marginals:
         return []
 
 
-def strategy_of(asked: DraftStrategy, best_first: BestFirst) -> Strategy:
-    """The strategy that a drafter follows for a tree. best_first: its settings; `best_first.mode` is the mode of the tree.
+def strategy_of(asked: DraftStrategy, mode: DraftMode, best_first: BestFirst) -> Strategy:
+    """The strategy that a drafter follows for a tree of this mode. best_first: settings of best-first growth.
 
-    ValueError if the strategy does not make trees of that mode. A fixed shape may also be chosen (greedy decoding), and whatever else
-    draws becomes best-first growth there.
+    ValueError if the strategy does not make trees of that mode. Under target matching a fixed shape is chosen or coupled, and any other
+    strategy of drawn trees becomes best-first growth.
     """
-    mode, numbers = best_first.mode, asked.numbers
     asked.check_mode(mode)
-    if asked.name == "marginals":
-        return Marginals(numbers[0] if numbers else best_first.max_depth)
-    if asked.name == "rsd_s" and mode is DraftMode.SAMPLED:
-        return StochasticBeam(numbers[0], numbers[1])
+    own, numbers = mode is asked.mode, asked.numbers
     if asked.name == "chain":
         return FixedShape(mode, (1,) * numbers[0])
-    if numbers and asked.name != "rsd_s":
+    if asked.name == "marginals" and own:
+        return Marginals(numbers[0] if numbers else best_first.max_depth)
+    if asked.name == "rsd_s" and own:
+        return StochasticBeam(numbers[0], numbers[1])
+    if numbers and asked.name not in ("marginals", "rsd_s"):
         return FixedShape(mode, numbers)
-    return best_first
+    return replace(best_first, mode=mode)
 
 
 def positive(name: str, numbers: tuple[int, ...]) -> None:

@@ -1,11 +1,8 @@
 """The drafter as an object: streams in, frames out, one growth loop for all of them.
 
-The event loop moves frames; growth takes them out of a mailbox and leaves its own with the loop. Between two levels the mailbox is
-emptied, so a Commit is never older than one draft forward when it is applied, and work for a branch that died stops there.
-
-Where a level runs depends on how long it takes (`turns.py`). A long one, as of a model, runs on a worker thread, which waits for the loop
-at no time: growth must not stand still while frames are coded, nor the loop while a device computes. A short one, as of a table or a
-look-up, runs in the loop itself, since crossing to a thread and back, and sharing the interpreter with it, would cost more than the level.
+The event loop moves frames. Growth runs on a worker thread, takes frames out of a mailbox and leaves its own with the event loop; neither
+waits for the other. Between two levels the mailbox is emptied, so a Commit is never older than one draft forward when it is applied, and
+work for a branch that died stops there.
 """
 
 from __future__ import annotations
@@ -13,23 +10,31 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Protocol
 
 import structlog
 
-from drafter_service.fairness import gives_up
-from drafter_service.metrics import Metrics
-from drafter_service.pairing import Agree, with_model
-from drafter_service.spans import Spans
-from drafter_service.streams import Stream
-from drafter_service.trees import Described, Trees
-from drafter_service.turns import LOOP_TURNS, LevelCost
-from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, NeedSync, Open, Reject, ToDrafter
-from rootward.core.requests import DraftMode
-from rootward.demand import DemandCollector
+from drafter_service.metrics import Metrics, Spans
+from drafter_service.stream import Stream
+from rootward.core.frames import (
+    PROTOCOL,
+    Commit,
+    FromDrafter,
+    Grow,
+    Hello,
+    HelloAck,
+    Load,
+    NeedSync,
+    Open,
+    Reject,
+    ToDrafter,
+)
+from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
+from rootward.demand import DemandCollector, DrafterDemand
 from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
 from rootward.watchdog import Watchdog
 
@@ -45,26 +50,69 @@ LOAD_S = 0.25  # between heartbeats on a stream
 QUEUE_MEMORY = 0.1  # weight of the newest wait
 
 
+UNFAIR = 2  # trees that the fullest verifier must hold more than the one that asks, before it gives one up
+
+Terms = tuple[ModelInfo, str]  # how the drafter presents itself; why they cannot work together ("" if they can)
+Agree = Callable[[Hello, ModelInfo], Terms]
+
+
+class Described(Protocol):
+    """Has a name, a vocabulary and a context."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+
+class Trees(Protocol):
+    """All living trees of one drafter, by key: `Grower` with a model, `LookupGrower` without one. Everything is called on one thread.
+    `level` does a bounded piece of work, so that commits are never applied late."""
+
+    incarnation: int
+    demand: DrafterDemand  # what was grown, for the autoscaler
+    modes: tuple[DraftMode, ...]
+
+    @property
+    def trees(self) -> Mapping[Key, object]:
+        """The open ones."""
+
+    @property
+    def idle(self) -> bool:
+        """`level` has nothing to do until something is opened or committed."""
+
+    def open(self, key: Key, message: Open) -> Reject | None:
+        """Start a tree; the answer is a Reject when it cannot be taken."""
+
+    def commit(self, key: Key, message: Commit) -> list[Grow | NeedSync]:
+        """The text advanced; the answer: what was drawn under the old base and not sent yet, or a resync request."""
+
+    def close(self, key: Key) -> None:
+        """Forget a tree; a key that is not open is ignored."""
+
+    def level(self) -> list[tuple[Key, Grow]]:
+        """Grow; the frames it makes."""
+
+
 class DrafterService:
     """Implements `ports.Drafter` around whatever grows its trees. Use as an async context manager: it owns the growth loop and its thread.
 
-    model: what the drafter is described as. agree: which verifiers it works with.
+    model: what the drafter is described as. agree: which verifiers it works with. strategy: that it grows by when a request names none.
     """
 
     def __init__(
         self,
         model: Described,
-        grower: Trees[Key],
+        grower: Trees,
         *,
         worker: str,
         capacity: int,
         max_atoms: int = 64,
-        agree: Agree = with_model,
+        agree: Agree | None = None,
         pool: str = DEFAULT_POOL,
+        strategy: DraftStrategy = BEST_FIRST,
     ) -> None:
-        self.model, self.grower, self.worker = model, grower, worker
-        self.capacity, self.max_atoms = capacity, max_atoms
-        self._agree, self.pool = agree, pool
+        self.model, self.grower, self.worker, self.pool = model, grower, worker, pool
+        self.capacity, self.max_atoms, self.strategy = capacity, max_atoms, strategy
+        self._agree = agree or with_model
         self.draining = False
         self.watchdog = Watchdog()
         self.metrics = Metrics()
@@ -78,14 +126,11 @@ class DrafterService:
         )
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: growth ends
-        self._posted = asyncio.Event()  # something has been put there
-        self._cost = LevelCost(model.info)
         self._spans = Spans()
         self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
         self._queue_s = 0.0  # how long frames wait for their turn, lately
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
-        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
         self._growth: asyncio.Task[None] | None = None
         self._beat_task: asyncio.Task[None] | None = None
@@ -105,7 +150,6 @@ class DrafterService:
 
     async def __aexit__(self, *_: object) -> None:
         self._mailbox.put(None)
-        self._posted.set()
         if self._beat_task is not None:
             self._beat_task.cancel()
         await asyncio.gather(*filter(None, (self._beat_task, self._growth)), return_exceptions=True)
@@ -166,7 +210,6 @@ class DrafterService:
     def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
         stream.unheard += 1
         self._mailbox.put((stream, frame, time.monotonic()))
-        self._posted.set()
 
     def _answer(self, hello: Hello | None) -> HelloAck:
         info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
@@ -178,10 +221,11 @@ class DrafterService:
             info.tokenizer_hash,
             info.vocab_size,
             info.max_positions,
-            tuple(DraftMode),
+            self.grower.modes,
             self.capacity,
             self.max_atoms,
             refusal,
+            strategy=self.strategy,
         )
 
     def _load(self) -> Load:
@@ -204,40 +248,21 @@ class DrafterService:
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
     async def _grow_forever(self) -> None:
-        """Turns, here as long as they are short, and on the worker thread as long as they are not."""
         loop = asyncio.get_running_loop()
-        while not self._closed:
-            if self._short:
-                await self._turn_here()
-            else:
-                await loop.run_in_executor(self._thread, self._turns_away, loop)
+        await loop.run_in_executor(self._thread, self._grow, loop)
 
-    async def _turn_here(self) -> None:
-        while self.grower.idle and self._mailbox.empty():
-            self._posted.clear()
-            await self._posted.wait()
-        if (mail := self._mail(wait=False)) is not None:
-            self._deliver(mail, self._turn(mail, True))
-        for _ in range(LOOP_TURNS):
-            await asyncio.sleep(0)
-
-    def _turns_away(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _grow(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread, with everything it calls."""
         while (mail := self._mail(wait=self.grower.idle)) is not None:
-            loop.call_soon_threadsafe(self._deliver, mail, self._turn(mail))
-            if self._short:
-                return
-
-    @property
-    def _short(self) -> bool:
-        return self._cost.short(len(self.grower.trees), self.grower.unread)
+            with self.watchdog.step():
+                answers = self._heard(mail) + self._grown()
+            loop.call_soon_threadsafe(self._deliver, mail, answers)
 
     def _mail(self, *, wait: bool) -> list[Mail] | None:
         """Everything that waits, at least one if there is nothing else to do. None: the service closes."""
         mail: list[Mail] = []
         while not self._mailbox.empty() or (wait and not mail):
             if (one := self._mailbox.get()) is None:
-                self._closed = True
                 return None
             mail.append(one)
         return mail
@@ -247,12 +272,6 @@ class DrafterService:
             stream.heard()
         for stream, message in answers:
             stream.put(message)
-
-    def _turn(self, mail: list[Mail], here: bool = False) -> list[Answer]:
-        """Apply the mail, then grow one level; in the loop only if the mail has not made it a long one."""
-        with self.watchdog.step():
-            answers = self._heard(mail)
-            return answers if here and not self._short else answers + self._grown()
 
     def _heard(self, mail: list[Mail]) -> list[Answer]:
         """Apply the mail."""
@@ -271,7 +290,6 @@ class DrafterService:
 
     def _grown(self) -> list[Answer]:
         """One level. A bug in it must cost the trees, not the drafter: verifiers decode plainly and open new ones."""
-        start_s = time.monotonic()
         try:
             frames = self.grower.level()
         except Exception:
@@ -282,7 +300,6 @@ class DrafterService:
             return self._uproot()
         if frames:  # a level of no trees proves nothing
             self._num_failures = 0
-            self._cost.took(time.monotonic() - start_s)
         out: list[Answer] = []
         for key, grow in frames:
             if (owner := self._streams.get(key[0])) is not None:
@@ -353,3 +370,46 @@ class DrafterService:
         self._close(key)
         owner = self._streams.get(key[0])
         return [] if owner is None else [(owner, Reject(key[1], reason, retry_after_ms=RETRY_MS))]
+
+
+def gives_up(held: Mapping[int, int], asking: int) -> int | None:
+    """The verifier that gives up a tree so that another can open one on a full drafter; None: it is fair as it is."""
+    fullest = max(held, key=lambda one: held[one], default=None)
+    if fullest is None or held[fullest] < held.get(asking, 0) + UNFAIR:
+        return None
+    return fullest
+
+
+def with_model(hello: Hello, info: ModelInfo) -> Terms:
+    """A draft model has a vocabulary and a tokenizer of its own, which must be the target's."""
+    if refusal := _protocol(hello):
+        return info, refusal
+    if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
+        refusal = (
+            f"tokenizer: target has {hello.tokenizer_hash[:12]}, draft {info.tokenizer_hash[:12]}; "
+            "use a draft model with the target's tokenizer (`rootward check-pair` shows the first differing token)"
+        )
+    elif not hello.tokenizer_hash and hello.vocab_size != info.vocab_size:
+        refusal = f"vocab_size: target has {hello.vocab_size}, draft {info.vocab_size}; use models of one vocabulary"
+    return info, refusal
+
+
+def without_model(hello: Hello, info: ModelInfo) -> Terms:
+    """A drafter that looks things up speaks the verifier's vocabulary; `info.vocab_size`: ids it may make up."""
+    if refusal := _protocol(hello):
+        return info, refusal
+    if info.vocab_size > hello.vocab_size:
+        refusal = f"vocab_size: target has {hello.vocab_size}, {info.name} proposes {info.vocab_size}; give it no more"
+    as_target = replace(
+        info,
+        vocab_size=hello.vocab_size,
+        max_positions=min(hello.max_positions, info.max_positions),
+        tokenizer_hash=hello.tokenizer_hash,
+    )
+    return as_target, refusal
+
+
+def _protocol(hello: Hello) -> str:
+    if hello.protocol == PROTOCOL:
+        return ""
+    return f"protocol: verifier speaks {hello.protocol}, drafter {PROTOCOL}; run the same release on both sides"

@@ -1,6 +1,6 @@
 """All living trees of a drafter without a model: looked up in what was seen before.
 
-The same commands as `growing.Grower`. A level: feed texts to their sources, a bounded piece at a time; where a text is complete, draw
+The same commands as `grower.Grower`. A level: feed texts to their sources, a bounded piece at a time; where a text is complete, draw
 the best paths up to the cap of the tree and say that it is at rest. Every node is chosen, a deterministic function of the text, so any law
 can be served: matching takes it as it is, ratio tests under one-hot laws.
 """
@@ -11,16 +11,19 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from drafter_service.trees import Heard, K, heard, shape_fault
 from rootward.core.drafting.lookup import Shape, Source, Successors, extend_tree
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
-from rootward.core.living_tree import LivingTree
+from rootward.core.growth import BestFirst, strategy_of
+from rootward.core.living_tree import Fit, LivingTree
+from rootward.core.requests import DraftMode
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
+
+K = TypeVar("K")  # what names a slot of a stream
 
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
 MAX_MEMORIES = 16  # groups whose shared memory is kept, the last used ones
@@ -42,11 +45,13 @@ class LookupTree:
     at_rest: bool = False  # and said so
 
 
-class Lookup(Generic[K]):
+class LookupGrower(Generic[K]):
     """Trees by key. info.max_positions: longest text that is taken on; a text costs about 0.6 kB per token.
 
     group: keys with equal groups share a memory; they must speak of one vocabulary.
     """
+
+    modes = tuple(mode for mode in DraftMode if mode is not DraftMode.IID)  # copies are drawn, and here all is chosen
 
     def __init__(
         self,
@@ -72,7 +77,11 @@ class Lookup(Generic[K]):
         """Start a tree; the answer is a Reject when it cannot be taken."""
         if key in self.trees:
             return Reject(message.slot, "slot is open already; use a new number")
-        if fault := shape_fault(message, MAX_NODES):
+        try:
+            message.strategy.check_mode(message.law)
+        except ValueError as wrong:
+            return Reject(message.slot, str(wrong))
+        if fault := message.fault(MAX_NODES):
             return Reject(message.slot, fault)
         if len(message.prefix) > self.info.max_positions:
             return Reject(
@@ -82,23 +91,30 @@ class Lookup(Generic[K]):
             )
         cap = message.caps[0]
         tree = LivingTree(
-            len(message.prefix), prefix_hash(message.prefix), vocab_size=1 << 32, node_cap=cap, eos_ids=message.eos_ids
+            len(message.prefix),
+            prefix_hash(message.prefix),
+            vocab_size=1 << 32,
+            node_cap=cap,
+            eos_ids=message.eos_ids,
+            restarts=strategy_of(message.strategy, message.law, BestFirst()).restarts,
         )
         tree.root.token = message.prefix[-1]
-        shape = Shape(cap, message.max_depth, message.topk, self.least_score)
+        chain = message.strategy.name == "chain"
+        depth, topk = (message.strategy.numbers[0], 1) if chain else (message.max_depth, message.topk)
+        shape = Shape(cap, depth, topk, self.least_score)
         source = self._sources(message, self._shared(self._group(key)))
         self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
         return None
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
-        """The truth advanced. The answer: nothing, or a plea for the prefix."""
+        """The truth advanced. The answer: nothing, or a resync request."""
         growing = self.trees.get(key)
         if growing is None:
             return [NeedSync(message.slot, 0, 0)]
-        fit = heard(growing.tree, message)
-        if fit is Heard.LOST:
+        fit = growing.tree.fit(message)
+        if fit is Fit.LOST:
             return [NeedSync(message.slot, growing.tree.length, growing.tree.hash)]
-        if fit is Heard.NEWS:
+        if fit is Fit.NEWS:
             growing.tree.commit(message.tokens)
             growing.pending += message.tokens
             growing.at_rest, growing.arrived_s = False, time.monotonic()
@@ -112,10 +128,6 @@ class Lookup(Generic[K]):
     @property
     def idle(self) -> bool:
         return all(growing.at_rest for growing in self.trees.values())
-
-    @property
-    def unread(self) -> int:
-        return sum(len(growing.pending) for growing in self.trees.values())
 
     def level(self) -> list[tuple[K, Grow]]:
         """Grow the trees that have waited longest; the frames they make."""
