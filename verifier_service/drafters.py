@@ -19,7 +19,7 @@ import structlog
 
 from rootward.backoff import jittered
 from rootward.core.frames import Hello
-from rootward.core.requests import DraftMode
+from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.awake import Awake
@@ -115,6 +115,11 @@ class DrafterPool:
     def has(self, pool: str, law: DraftMode) -> bool:
         """A drafter (of this pool, if it is named) has a stream and makes such trees."""
         return any(link.makes(law) and pool in ("", link.pool) for link in self.links)
+
+    def strategy(self, pool: str) -> DraftStrategy:
+        """By which the drafters (of this pool, if it is named) were started to grow."""
+        acks = [link.ack for link in self.links if link.ack is not None and pool in ("", link.pool)]
+        return acks[0].strategy if acks else BEST_FIRST
 
     # -- which drafters there are ----------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import structlog
 
 from rootward.backoff import backoff_s, jittered
 from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
+from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Role
@@ -141,6 +142,9 @@ class Link:
             max_atoms=shape.atoms,
             eos_ids=message.eos_ids,
             ahead_cap=ahead_cap,
+            restarts=strategy_of(message.strategy, message.law, BestFirst()).restarts,
+            copies=message.law is DraftMode.IID,
+            chain=message.strategy.name == "chain",
         )
         shared = message.bonus_key is not None
         draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic(), pace=self.pace)
@@ -175,6 +179,8 @@ class Link:
             request.prediction,
             len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,
+            strategy=session.strategy,
+            cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.gain.usual_nodes or None,
         )

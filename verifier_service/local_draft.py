@@ -72,7 +72,7 @@ class LocalDrafts:
         """For a session that begins; None: it takes none."""
         request, wish = session.request, session.request.speculation
         recipe = self._recipes.get(wish.drafter or self._policy.local_draft)
-        if recipe is None or wish.mode is SpeculationMode.DISABLED:
+        if recipe is None or wish.mode is SpeculationMode.DISABLED or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
             return None
         law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
         kind = recipe.name, session.rule, round(10 * request.sampling.temperature), request.structure is not None

@@ -227,8 +227,8 @@ class VerifierService:
 
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)
-        rule, law = choose_rule(request, self.policy.law)
         mode, drafter = request.speculation.mode, request.speculation.drafter
+        rule, law, strategy = choose_rule(request, self.policy.law, self.pool.strategy(drafter))
         check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
         if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and drafter not in self.local.names:
@@ -236,7 +236,7 @@ class VerifierService:
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        session = Session(self._num_sessions, request, rule, law if wanted else None, eos)
+        session = Session(self._num_sessions, request, rule, law if wanted else None, eos, strategy)
         session.gain, session.local = self.rounds.gain(session), self.local.of(session)
         return session
 

@@ -16,12 +16,15 @@ from rootward.core.frames import extend_hash, prefix_hash
 from rootward.core.living_tree import LivingTree
 from rootward.core.pairing import check_rule
 from rootward.core.requests import (
+    BEST_FIRST,
     Committed,
     DraftMode,
+    DraftStrategy,
     Finish,
     FinishReason,
     Prefilled,
     Rule,
+    Speculation,
     SpeculationMode,
     SpeculationStats,
     TokenLogprob,
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from verifier_service.local_draft import LocalDraft
 
 MAX_STOPS = 1024  # token ids that may end one generation
+CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # of the trees for a rule that only they can be verified by
 MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's own tokens may decide
 
 
@@ -106,6 +110,7 @@ class Session:
     rule: Rule
     law: DraftMode | None
     eos_ids: frozenset[int]
+    strategy: DraftStrategy = BEST_FIRST
     tokens: list[int] = field(default_factory=list)  # prompt + committed, the truth
     hash: int = 0
     kv_slot: int | None = None
@@ -296,23 +301,50 @@ class Session:
         return tokens[: self.tokens_left], None
 
 
-def choose_rule(request: VerifierRequest, default_law: DraftMode) -> tuple[Rule, DraftMode]:
-    """What a request's sampling and wishes mean. Greedy decoding always matches: every lossless rule is longest-match there.
+def choose_rule(
+    request: VerifierRequest, default_law: DraftMode, default: DraftStrategy = BEST_FIRST
+) -> tuple[Rule, DraftMode, DraftStrategy]:
+    """What a request's sampling and wishes mean: how it is verified, how its drafts are made, which trees its drafter grows.
+
+    default: what the drafters grow by. Greedy decoding always matches: every lossless rule is longest-match there. A rule that one
+    construction alone can serve asks for that one.
 
     InvalidRequest: the rule asked for would not be lossless on the trees asked for."""
     wish = request.speculation
-    if wish.law is not None and wish.rule is not None:
+    candidates = [wish.strategy] if wish.strategy is not None else [_only_for(wish) or default, BEST_FIRST]
+    for strategy in candidates:
         try:
-            check_rule(wish.law, wish.rule)
-        except ValueError as wrong:
-            raise InvalidRequest("speculation.rule", wish.rule.value, f"cannot be served: {wrong}") from None
+            rule, law = _rule_and_law(request, default_law, strategy)
+            strategy.check_mode(law)
+            check_rule(strategy, law, rule)
+            return rule, law, strategy
+        except ValueError as error:
+            wrong = error
+    wanted = wish.rule.value if wish.rule is not None else str(wish.strategy or default)
+    raise InvalidRequest("speculation.rule", wanted, f"cannot be served: {wrong}")
+
+
+def _only_for(wish: Speculation) -> DraftStrategy | None:
+    """The construction that a request means if it names none: some rules verify one kind of tree alone."""
+    if wish.rule is Rule.BLOCK:
+        return DraftStrategy("chain", (wish.max_depth or CHAIN_LENGTH,))
+    copies = wish.rule is Rule.MULTI_STEP or wish.law is DraftMode.IID
+    return DraftStrategy("iid", COPIES) if copies else None
+
+
+def _rule_and_law(request: VerifierRequest, default_law: DraftMode, strategy: DraftStrategy) -> tuple[Rule, DraftMode]:
+    wish = request.speculation
+    law = wish.law or strategy.mode
+    if wish.rule is not None:
+        check_rule(strategy, law or DraftMode.SAMPLED, wish.rule)
     if request.sampling.greedy:
-        return Rule.MATCH, wish.law if wish.law in MATCHED else DraftMode.TOP_K
-    if wish.rule is Rule.MATCH or (wish.rule is None and wish.law in MATCHED):
-        return Rule.MATCH, wish.law or DraftMode.COUPLED
-    if wish.law is None and default_law in MATCHED and wish.rule is None:
-        return Rule.MATCH, default_law
-    return wish.rule or Rule.TRAVERSAL, wish.law or (DraftMode.SAMPLED if default_law in MATCHED else default_law)
+        return Rule.MATCH, law if law in MATCHED else DraftMode.TOP_K
+    if wish.rule is Rule.MATCH:
+        return Rule.MATCH, law if law is not None and (wish.law or not law.ratio) else DraftMode.COUPLED
+    law = law or (DraftMode.SAMPLED if default_law in MATCHED and wish.rule is not None else default_law)
+    if law in MATCHED and wish.rule is None:
+        return Rule.MATCH, law
+    return wish.rule or (Rule.MULTI_STEP if law is DraftMode.IID else Rule.TRAVERSAL), law
 
 
 def check_drafter(wanted: str, known: Sequence[str]) -> None:

@@ -31,9 +31,8 @@ from benchmarks.gpu.measuring import (
     tell,
     wait,
 )
-from drafter_service.growing import Grower
+from drafter_service.grower import Grower
 from rootward.core.frames import Commit, Open, extend_hash
-from rootward.core.growth import Policy
 from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.model import HuggingFaceModel
 
@@ -45,7 +44,7 @@ COLUMNS = ("law", "sessions", "context", "recorded", "levels", "rows", "ms", "fl
 
 def opened(model: HuggingFaceModel, law: DraftMode, sessions: int, context: int) -> Grower[int]:
     """Trees below prompts of so many tokens."""
-    garden: Grower[int] = Grower(model, incarnation=1, policy=Policy(law))
+    garden: Grower[int] = Grower(model, incarnation=1)
     for slot in range(sessions):
         prefix = tuple(np.random.default_rng(slot).integers(0, model.info.vocab_size, context).tolist())
         message = Open(slot, str(slot), 1, prefix, Sampling(), law, slot, 0, ATOMS, NODES, 8, 4)

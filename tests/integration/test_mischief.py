@@ -22,10 +22,10 @@ from support.services import collect, drafter_of, request, tabular_pair, until, 
 
 import verifier_service.breaker
 import verifier_service.link
-from drafter_service.growing import MAX_NODES
-from drafter_service.service import DrafterService
+from drafter_service.grower import MAX_NODES
+from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
-from drafter_service.streams import MOST_UNHEARD, MOST_UNSENT
+from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.tabular import TabularModel
 from rootward.wire.channel import DRAFTING

@@ -16,9 +16,8 @@ from transformers import AutoTokenizer
 from benchmarks.lookup import replayed
 from benchmarks.noisy import NoisyModel
 from drafter_service.__main__ import build_lookup, recipe_of
-from drafter_service.lookup import Lookup
-from drafter_service.pairing import without_model
-from drafter_service.service import DrafterService
+from drafter_service.growth_loop import DrafterService, without_model
+from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward import demo
@@ -43,7 +42,7 @@ def lookup_of(spec: str, **settings) -> DrafterService:
 
 def predicting(text: list[int]) -> DrafterService:
     """A drafter that is told what will be said."""
-    lookup = Lookup(
+    lookup = LookupGrower(
         ModelInfo("prediction", 0, 4096),
         lambda message, _: Prediction(text, prefix=len(PROMPT)),
         Successors,
@@ -228,7 +227,7 @@ async def test_a_memory_must_not_tell_a_session_of_its_own_coins() -> None:
     def p(counts: np.ndarray) -> float:
         return float(chi2.sf(float(((counts - wanted) ** 2 / wanted).sum()), 4))
 
-    lookup = Lookup(
+    lookup = LookupGrower(
         ModelInfo("recycling:", 0, 4096),
         lambda message, shared: Recycling(shared),  # wrong: whatever the law
         Successors,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from support.services import WAIT_S, drafter_of, request, tabular_pair, until
 
-from drafter_service.service import DrafterService
+from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
 from rootward.core.requests import Committed, DraftMode, Rule, SpeculationMode
 from rootward.demand import Reading

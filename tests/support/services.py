@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from drafter_service.growing import Grower
-from drafter_service.service import DrafterService
+from drafter_service.grower import Grower
+from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
-from rootward.core.growth import Policy as GrowthPolicy
+from rootward.core.growth import BestFirst
 from rootward.core.requests import (
     Committed,
     DraftMode,
@@ -42,7 +42,7 @@ def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -
 
 
 def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, **policy) -> DrafterService:
-    grower = Grower(model, incarnation=incarnation, policy=GrowthPolicy(DraftMode.SAMPLED, **policy))
+    grower = Grower(model, incarnation=incarnation, best_first=BestFirst(**policy))
     return DrafterService(model, grower, worker=f"drafter-{incarnation}", capacity=capacity)
 
 

@@ -291,6 +291,12 @@ class MarginalGrowth(Growth):
         return self._fill(new_words)
 
     @property
+    def at_rest(self) -> bool:
+        if not self.root_expanded:
+            return super().at_rest
+        return self.room <= 0 or bool(self._places) or not self._marginals
+
+    @property
     def _tip(self) -> int:
         """The last node of the most likely path, the first child of each."""
         node = self.root_id

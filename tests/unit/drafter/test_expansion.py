@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from unit.drafter.test_growing import opening
+from unit.drafter.test_grower import opening
 
-import drafter_service.expansion as module
-from drafter_service.expansion import matched_rows
-from drafter_service.growing import Grower
-from rootward.core.growth import Policy
+import drafter_service.grower as module
+from drafter_service.grower import Grower, matched_rows
+from rootward.core.growth import BestFirst
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, target_gumbel
 from rootward.engine.atoms import Atoms, atoms_of
@@ -43,7 +42,7 @@ def test_a_matched_row_holds_what_the_noise_favours_among_all_atoms(num_atoms: i
 
 def rows_of_ratio_trees(*, beside: bool) -> list[object]:
     grower: Grower[int] = Grower(
-        TabularModel(V, seed=3, max_slots=4), incarnation=1, policy=Policy(DraftMode.SAMPLED, draws_per_level=2)
+        TabularModel(V, seed=3, max_slots=4), incarnation=1, best_first=BestFirst(draws_per_level=2)
     )
     grower.open(1, opening(1, num_atoms=8, node_cap=6))
     grower.open(2, opening(2, num_atoms=5, node_cap=6, law=DraftMode.TOP_K))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
-from unit.drafter.test_growing import Counting, grown, hash_of, opening
+from unit.drafter.test_grower import Counting, grown, hash_of, opening
 
-from drafter_service.growing import Grower
-from rootward.core.ahead import Bets
+from drafter_service.grower import Grower
+from rootward.clock import FakeClock
 from rootward.core.frames import Commit
-from rootward.core.growth import Policy
+from rootward.core.growth import BestFirst, Bets
+from rootward.core.growth import growth as growth_module
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, bonus_gumbel, target_gumbel
@@ -21,7 +24,13 @@ BETS = Bets(share=4, draws_per_level=2)
 
 def grower(vocab: int = 5) -> Grower[int]:
     network = Counting(vocab, seed=3, max_slots=4)
-    return Grower(network, incarnation=9, policy=Policy(DraftMode.SAMPLED, draws_per_level=2), bets=BETS)
+    return idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2), bets=BETS))
+
+
+def idle(garden: Grower[int]) -> Grower[int]:
+    """A drafter that has measured long pauses between a round's growth and the next commit."""
+    garden.idle_time.idle_s = 1e9
+    return garden
 
 
 def ahead(**changes):
@@ -187,7 +196,7 @@ def test_the_first_tree_is_no_larger_than_its_verifier_said() -> None:
     assert len(garden.trees[1].tree) == 4
 
 
-@pytest.mark.parametrize("law", list(DraftMode))
+@pytest.mark.parametrize("law", [law for law in DraftMode if law is not DraftMode.IID])
 def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
     garden, verifier = grower(), replica(node_cap=8)
     wish = {"prediction": (4, 4, 0, 4, 4, 1), "num_prompt": 3, "law": law, "ahead_cap": 0, "node_cap": 8}
@@ -239,14 +248,33 @@ def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_th
     assert parents <= {ROOT, *verifier.snapshot(99).ids}
 
 
-def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels() -> None:
-    policy = Policy(DraftMode.SAMPLED, draws_per_level=2, draws_beyond=6)
-    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, policy=policy)
+def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth_module, "DRAWS_BEYOND", 6)
+    network = Counting(5, seed=3, max_slots=1)
+    garden: Grower[int] = idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2)))
     garden.open(1, ahead(law=DraftMode.COUPLED, topk=5, max_depth=9))
     sizes = [len(frame.token) for _, frame in grown(garden)]
     assert sizes[:2] == [2, 2]
     assert max(sizes[2:]) == 6
     assert sum(sizes) == 28
+
+
+@pytest.mark.parametrize(("law", "bonus_key"), [(DraftMode.SAMPLED, BONUS.value), (DraftMode.COUPLED, None)])
+@pytest.mark.parametrize(("pause_s", "grows"), [(0.0, False), (1.9, False), (2.1, True), (60.0, True)])
+def test_growth_goes_on_after_a_round_if_pauses_are_longer_than_two_levels(
+    law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
+) -> None:
+    clock = FakeClock()
+    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, bets=BETS, clock=clock)
+    garden.idle_time.level_took = lambda seconds: setattr(garden.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
+    garden.open(1, ahead(law=law, bonus_key=bonus_key))
+    text = list(PREFIX)
+    for round_ in range(3):
+        nodes = sum(len(frame.token) for _, frame in grown(garden))
+        assert (nodes + len(garden.trees[1].tree.nodes) > 2 * 4 + 4) is (grows and round_ > 0), round_
+        asyncio.run(clock.advance(pause_s))
+        base, text = len(text), [*text, 4]
+        garden.commit(1, Commit(1, base, (4,), hash_of(text)))
 
 
 def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_hold() -> None:
@@ -265,10 +293,10 @@ def test_the_drafter_learns_from_commits_how_far_the_models_are_apart() -> None:
     garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
     garden.open(1, ahead(law=DraftMode.COUPLED))
     growing, text = garden.trees[1], list(PREFIX)
-    before = growing.growth.own.policy.match_scale
+    before = growing.growth.own.strategy.match_scale
     for _ in range(30):
         grown(garden)
         first = growing.tree.snapshot(1).tree
         base, text = len(text), [*text, int(first.token[1])]
         garden.commit(1, Commit(1, base, (text[-1],), hash_of(text)))
-    assert growing.growth.own.policy.match_scale < before
+    assert growing.growth.own.strategy.match_scale < before

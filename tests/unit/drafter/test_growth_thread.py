@@ -1,21 +1,15 @@
-"""Where growth runs: on a thread that needs nothing of the event loop, or in the loop if levels are short. Answers come in the order in
-which they were made, wherever that was."""
+"""Growth runs on a thread that needs nothing of the event loop. Answers come in the order in which they were made."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import numpy as np
-import pytest
 
-import drafter_service.turns as turns
-from drafter_service.service import DrafterService, Key
-from drafter_service.turns import LevelCost
+from drafter_service.growth_loop import DrafterService, Key
 from rootward.core.frames import Close, Commit, Grow, Hello, NeedSync, Open, Reject, ToDrafter
 from rootward.core.requests import DraftMode, Sampling
 from rootward.demand import DrafterDemand
@@ -29,10 +23,11 @@ class Counting:
     """Grows nothing, level by level; each frame says which level it is."""
 
     def __init__(self, work: Callable[[int], None] = lambda level: None) -> None:
+        self.modes = tuple(DraftMode)
         self.info = ModelInfo("counting", 10, 100, ())
         self.incarnation, self.demand = 1, DrafterDemand(1)
         self.trees: dict[Key, int] = {}
-        self.left = self.levels = self.unread = 0
+        self.left = self.levels = 0
         self.rest = threading.Event()
         self.threads: list[int] = []  # that each level ran on
         self.commits: list[int] = []  # levels before each commit
@@ -43,7 +38,7 @@ class Counting:
         return not self.left
 
     def open(self, key: Key, message: Open) -> Reject | None:
-        self.trees[key], self.left, self.unread = message.slot, message.node_cap, len(message.prefix)
+        self.trees[key], self.left = message.slot, message.node_cap
         self.rest.clear()
         return None
 
@@ -59,7 +54,6 @@ class Counting:
             return []
         self.left -= 1
         self.levels += 1
-        self.unread = 0
         self.threads.append(threading.get_ident())
         self._work(self.levels)
         if not self.left:
@@ -108,12 +102,8 @@ async def growing(engine: Counting) -> AsyncIterator[Verifier]:
         await service.ended
 
 
-def long(_level: int) -> None:
-    time.sleep(2 * turns.SHORT_S)
-
-
-async def test_long_levels_need_nothing_of_the_event_loop_until_growth_rests() -> None:
-    engine = Counting(long)
+async def test_levels_need_nothing_of_the_event_loop_until_growth_rests() -> None:
+    engine = Counting()
     async with growing(engine) as verifier:
         verifier.grow(1, LEVELS)
         hearing = asyncio.ensure_future(verifier.hear(LEVELS))
@@ -129,81 +119,9 @@ async def test_long_levels_need_nothing_of_the_event_loop_until_growth_rests() -
     assert threading.get_ident() not in engine.threads
 
 
-async def test_short_levels_run_in_the_loop_which_has_its_turns_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "SHORT_S", 60.0)  # whatever the machine does meanwhile
-    monkeypatch.setattr(turns, "LONGEST_S", 60.0)
-    ticks: list[int] = []
-    count = 0
-
-    async def tick() -> None:
-        nonlocal count
-        while True:
-            count += 1
-            await asyncio.sleep(0)
-
-    engine = Counting(lambda level: ticks.append(count))
-    ticking = asyncio.create_task(tick())
-    async with growing(engine) as verifier:
-        verifier.grow(1, LEVELS)
-        await verifier.hear(LEVELS)
-        assert engine.threads[0] != threading.get_ident()  # nothing was known of it
-        here = engine.threads[1:]
-        assert set(here) == {threading.get_ident()}
-        between = np.diff(ticks[1:])
-        assert between.min() >= turns.LOOP_TURNS
-        verifier.grow(2, LEVELS, unread=turns.FEW_UNREAD + 1)
-        await verifier.hear(LEVELS + 2 * LEVELS)
-        assert engine.threads[LEVELS] == engine.threads[0]  # a text to read
-        assert set(engine.threads[LEVELS + 1 :]) == {threading.get_ident()}
-    ticking.cancel()
-    assert verifier.grown[:LEVELS] == list(range(1, LEVELS + 1))
-    assert verifier.grown[LEVELS:] == sorted(verifier.grown[LEVELS:])
-
-
-async def test_what_is_said_during_short_levels_is_heard_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turns, "SHORT_S", 60.0)
-    monkeypatch.setattr(turns, "LONGEST_S", 60.0)
-    levels = 40
-
-    def work(level: int) -> None:
-        if level == levels // 2:
-            verifier.say(ToDrafter(commits=(Commit(1, 1, (1,), 0),)))
-
-    engine = Counting(work)
-    async with growing(engine) as verifier:
-        verifier.grow(1, levels)
-        await verifier.hear(levels)
-    assert engine.commits == [levels // 2]
-
-
-async def test_levels_that_turn_out_long_go_back_to_the_thread_and_no_answer_is_overtaken() -> None:
-    engine = Counting(lambda level: long(level) if 20 < level <= 60 else None)
+async def test_no_answer_is_overtaken() -> None:
+    engine = Counting()
     async with growing(engine) as verifier:
         verifier.grow(1, 100)
         await verifier.hear(100)
     assert verifier.grown == list(range(1, 101))
-    assert threading.get_ident() not in engine.threads[50:60]
-
-
-def test_a_level_is_known_to_be_short_by_the_last_ones() -> None:
-    table = ModelInfo("table", 10, 100)
-    cost, of_weights = LevelCost(table), LevelCost(replace(table, num_parameters=1))
-    of_weights.took(0.0)
-    assert not of_weights.short(1, 0)
-
-    def took(seconds: float, times: int = 1) -> None:
-        for _ in range(times):
-            cost.took(seconds)
-
-    assert not cost.short(1, 0)
-    took(0.5 * turns.SHORT_S)
-    assert cost.short(1, 0)
-    assert cost.short(0, 0)
-    assert not cost.short(1, turns.FEW_UNREAD + 1)
-    took(1.5 * turns.SHORT_S, 20)
-    assert not cost.short(1, 0)
-    assert cost.short(8, 0)
-    took(1.5 * turns.LONGEST_S, 20)
-    assert not cost.short(100, 0)
-    took(0.5 * turns.SHORT_S, 60)
-    assert cost.short(1, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.services import collect, drafter_of, request, until, verifier_of
 
-from drafter_service.pairing import with_model
+from drafter_service.growth_loop import with_model
 from rootward.core.frames import PROTOCOL, Hello
 from rootward.engine.tabular import TabularModel
 from rootward.ports import ModelInfo

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 from support.codec import from_pb, to_pb
 from support.services import drafter_of, until
-from unit.drafter.test_growing import Counting, hash_of, opening
+from unit.drafter.test_grower import Counting, hash_of, opening
 
-import drafter_service.service as module
-from drafter_service.service import DrafterService
+import drafter_service.growth_loop as module
+from drafter_service.growth_loop import DrafterService
 from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
 
 HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from support.codec import to_pb
 
-from drafter_service.growing import Grower
-from drafter_service.streams import Stream
+from drafter_service.grower import Grower
+from drafter_service.stream import Stream
 from rootward.core.frames import Commit, FromDrafter, Open, extend_hash
-from rootward.core.growth import Policy
 from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
 
@@ -17,9 +16,7 @@ NODES, ATOMS = 64, 32
 
 def rounds(law: DraftMode, num_rounds: int) -> tuple[list[int], list[int]]:
     """Bytes of each round as one frame, and as one frame per level."""
-    grower: Grower[int] = Grower(
-        TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7, policy=Policy(law)
-    )
+    grower: Grower[int] = Grower(TabularModel(40_000, seed=1, order=1, sharpness=3.0), incarnation=7)
     prefix = tuple(range(1000))
     grower.open(1, Open(1, "r", 1, prefix, Sampling(1.0), law, 5, 0, ATOMS, NODES, 8, 4))
     length, hash_ = len(prefix), 0

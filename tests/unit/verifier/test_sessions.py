@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from rootward.core.frames import extend_hash
 from rootward.core.requests import (
     DraftMode,
+    DraftStrategy,
     FinishReason,
     Rule,
     Sampling,
@@ -145,7 +148,7 @@ def test_tokens_must_exist_and_one_must_be_left(sampling: Sampling, stopping: St
 
 def rule_of(temperature: float = 1.0, default: DraftMode = DraftMode.SAMPLED, **wish) -> tuple[Rule, DraftMode]:
     wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=Speculation(**wish))
-    return choose_rule(wanted, default)
+    return choose_rule(wanted, default)[:2]
 
 
 @pytest.mark.parametrize(
@@ -164,6 +167,45 @@ def rule_of(temperature: float = 1.0, default: DraftMode = DraftMode.SAMPLED, **
 )
 def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("wish", "default", "wanted"),
+    [
+        ({}, "rsd_c:2,2", (Rule.TRAVERSAL, DraftMode.SAMPLED, "rsd_c:2,2")),
+        ({}, "iid:2,2", (Rule.MULTI_STEP, DraftMode.IID, "iid:2,2")),
+        ({"rule": Rule.TOKEN}, "iid:2,2", (Rule.TOKEN, DraftMode.GREEDY, "best_first")),
+        ({"law": DraftMode.COUPLED}, "rsd_c:2", (Rule.MATCH, DraftMode.COUPLED, "rsd_c:2")),
+        ({"law": DraftMode.GREEDY}, "rsd_c:2", (Rule.TRAVERSAL, DraftMode.GREEDY, "best_first")),
+        ({"rule": Rule.BLOCK}, "best_first", (Rule.BLOCK, DraftMode.SAMPLED, "chain:4")),
+        ({"rule": Rule.MULTI_STEP}, "rsd_s:2,2", (Rule.MULTI_STEP, DraftMode.IID, "iid:2,2,2")),
+        ({"strategy": "marginals"}, "best_first", (Rule.MATCH, DraftMode.TOP_K, "marginals")),
+        ({"strategy": "chain:3"}, "best_first", (Rule.TRAVERSAL, DraftMode.SAMPLED, "chain:3")),
+    ],
+)
+def test_a_request_or_else_its_drafters_choose_the_strategy(wish: dict, default: str, wanted: tuple) -> None:
+    if "strategy" in wish:
+        wish = wish | {"strategy": DraftStrategy.parse(wish["strategy"])}
+    request = VerifierRequest("r", (1,), speculation=Speculation(**wish))
+    rule, law, strategy = choose_rule(request, DraftMode.GREEDY, DraftStrategy.parse(default))
+    assert (rule, law, str(strategy)) == wanted
+    still = replace(request, sampling=Sampling(0.0))
+    assert choose_rule(still, DraftMode.GREEDY, DraftStrategy.parse(default))[0] is Rule.MATCH
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rule", "fix"),
+    [
+        ("rsd_c:2,2", Rule.BLOCK, "chain:K"),
+        ("chain:3", Rule.MULTI_STEP, "iid:B1"),
+        ("iid:2,2", Rule.TRAVERSAL, "use multi_step"),
+        ("coupled", Rule.TRAVERSAL, "only match"),
+    ],
+)
+def test_a_rule_that_the_strategy_asked_for_does_not_allow_is_refused(strategy: str, rule: Rule, fix: str) -> None:
+    wish = Speculation(rule=rule, strategy=DraftStrategy.parse(strategy))
+    with pytest.raises(InvalidRequest, match=rf"speculation.rule: '{rule.value}'.*{fix}"):
+        choose_rule(VerifierRequest("r", (1,), speculation=wish), DraftMode.GREEDY)
 
 
 def test_ratio_tests_on_chosen_trees_cannot_even_be_asked_for() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.streams import MOST_UNHEARD, MOST_UNSENT, Stream
+from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT, Stream
 from rootward.core.frames import Grow, NeedSync, extend_hash
 from rootward.core.living_tree import LivingTree
 

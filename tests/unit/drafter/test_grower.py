@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drafter_service.growing import Grower
+from drafter_service.grower import Grower
 from rootward.core.frames import Commit, Grow, NeedSync, Open, extend_hash
-from rootward.core.growth import Policy
+from rootward.core.growth import BestFirst
 from rootward.core.living_tree import LivingTree
-from rootward.core.requests import DraftMode, Sampling
+from rootward.core.requests import DraftMode, DraftStrategy, Sampling
 from rootward.engine.tabular import TabularModel
 
 
@@ -51,7 +51,7 @@ def opening(slot: int, prefix=(1, 2, 3), **changes) -> Open:
 
 def grower(**model) -> Grower[int]:
     network = Counting(5, seed=3, **({"max_slots": 4} | model))
-    return Grower(network, incarnation=9, policy=Policy(DraftMode.SAMPLED, draws_per_level=2))
+    return Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2))
 
 
 def grown(garden: Grower[int]) -> list[tuple[int, Grow]]:
@@ -67,21 +67,109 @@ def replica(prefix=(1, 2, 3)) -> LivingTree:
     return LivingTree(len(prefix), hash_of(prefix), vocab_size=5, node_cap=8)
 
 
-@pytest.mark.parametrize("law", list(DraftMode))
-def test_a_verifier_can_replay_what_is_streamed(law: DraftMode) -> None:
+STRATEGIES = {  # strategy, mode: nodes by depth of its first tree of at most 8 nodes
+    ("best_first", DraftMode.SAMPLED): None,
+    ("best_first", DraftMode.GREEDY): None,
+    ("best_first", DraftMode.TOP_K): None,
+    ("best_first", DraftMode.COUPLED): None,
+    ("greedy", DraftMode.GREEDY): None,
+    ("greedy:2,2", DraftMode.GREEDY): [2, 4],
+    ("chain:3", DraftMode.SAMPLED): [1, 1, 1],
+    ("chain:3", DraftMode.TOP_K): [1, 1, 1],
+    ("chain:3", DraftMode.COUPLED): [1, 1, 1],
+    ("iid:2,3", DraftMode.IID): [2, 6],
+    ("iid:2,2", DraftMode.TOP_K): [2, 4],
+    ("rsd_c:3,1", DraftMode.SAMPLED): [3, 3],
+    ("rsd_c:3,2,2", DraftMode.SAMPLED): [3, 5],  # cut in draw order
+    ("rsd_s:2,3", DraftMode.SAMPLED): [2, 2, 2],
+    ("rsd_s:2,3", DraftMode.TOP_K): None,
+    ("top_k", DraftMode.TOP_K): None,
+    ("top_k:2,1", DraftMode.TOP_K): [2, 2],
+    ("coupled", DraftMode.COUPLED): None,
+    ("coupled:2,1", DraftMode.COUPLED): [2, 2],
+    ("marginals", DraftMode.TOP_K): None,
+    ("marginals:2", DraftMode.TOP_K): None,
+    ("marginals", DraftMode.COUPLED): None,
+}
+
+
+@pytest.mark.parametrize(("strategy", "law"), STRATEGIES, ids=str)
+def test_a_verifier_can_replay_what_is_streamed_round_after_round(strategy: str, law: DraftMode) -> None:
+    garden, asked, text = grower(), DraftStrategy.parse(strategy), [1, 2, 3]
+    assert garden.open(1, opening(1, law=law, strategy=asked)) is None
+    mine = garden.trees[1].tree
+    verifier = LivingTree(
+        3,
+        hash_of(text),
+        vocab_size=5,
+        node_cap=8,
+        restarts=mine.restarts,
+        copies=mine.copies,
+        chain="chain" in strategy,
+    )
+    for round_ in range(4):
+        for _, frame in grown(garden):
+            verifier.receive(frame)
+        ours, theirs = mine.snapshot(8), verifier.snapshot(8)
+        assert ours.tree == theirs.tree
+        shape = STRATEGIES[strategy, law]
+        assert len(verifier) == (8 if shape is None else sum(shape))
+        assert shape is None or np.bincount(theirs.tree.depth).tolist() == [1, *shape]
+        for a, b in zip(ours.rows, theirs.rows, strict=True):
+            assert b is None or law.ratio
+            if b is not None:
+                np.testing.assert_array_equal(a[1], b[1])
+        path = theirs.tree.path(len(verifier) if round_ % 2 else 1)
+        run = (*path, round_)
+        base, text = len(text), [*text, *run]
+        assert garden.commit(1, Commit(1, base, run, hash_of(text))) == []
+        verifier.commit(run)
+        assert garden.trees[1].tree.snapshot(8).ids == verifier.snapshot(8).ids
+    garden.close(1)
+    garden.model.check_idle()
+
+
+def test_what_was_drawn_for_a_tree_that_starts_anew_is_stale_after_the_commit() -> None:
     garden = grower()
-    assert garden.open(1, opening(1, law=law)) is None
-    verifier = replica()
+    garden.open(1, opening(1, strategy=DraftStrategy.parse("rsd_c:2,2")))
+    verifier = LivingTree(3, hash_of((1, 2, 3)), vocab_size=5, node_cap=8, restarts=True)
+    frames = [frame for _, frame in grown(garden)]
+    first = int(frames[0].token[0])
+    verifier.receive(frames[0])
+    verifier.commit((first,))
+    for frame in frames[1:]:
+        assert verifier.receive(frame).kept == 0
+    assert len(verifier) == 0
+    garden.commit(1, Commit(1, 3, (first,), hash_of((1, 2, 3, first))))
     for _, frame in grown(garden):
         verifier.receive(frame)
-    mine, theirs = garden.trees[1].tree.snapshot(8), verifier.snapshot(8)
-    assert mine.tree == theirs.tree
-    assert len(verifier) == 8
-    for a, b in zip(mine.rows, theirs.rows, strict=True):
-        declared = law in (DraftMode.SAMPLED, DraftMode.GREEDY)
-        assert b is None or declared
-        if b is not None:
-            np.testing.assert_array_equal(a[1], b[1])
+    assert not verifier.broken
+    assert len(verifier) == 6
+
+
+def test_a_strategy_that_does_not_make_such_trees_is_refused() -> None:
+    refused = grower().open(1, opening(1, law=DraftMode.GREEDY, strategy=DraftStrategy.parse("rsd_c:2")))
+    assert refused is not None
+    assert "rsd_c:2' grows sampled trees, not greedy ones" in refused.reason
+
+
+@pytest.mark.parametrize(("tenant", "salt", "held"), [(7, 9, True), (8, 9, False), (7, 0, False)])
+def test_a_text_that_is_known_is_not_read_again_unless_it_is_salted_otherwise(
+    tenant: int, salt: int, held: bool
+) -> None:
+    garden, text = grower(block_size=4), tuple(i % 5 for i in range(21))
+    garden.open(1, opening(1, text, tenant=7, cache_salt=9))
+    first = [frame for _, frame in grown(garden)]
+    garden.close(1)
+    garden.open(2, opening(1, (*text, 1, 2), tenant=tenant, cache_salt=salt))
+    assert len(garden.trees[2].pending) == (3 if held else 23)
+    garden.open(3, opening(1, text, tenant=tenant, cache_salt=salt, seed=6))
+    again = [frame for key, frame in grown(garden) if key == 3]
+    garden.close(2)
+    garden.close(3)
+    whole = {node: row[0].tolist() for frame in first for node, row in frame.rows.items() if node == 0}
+    assert {node: row[0].tolist() for frame in again for node, row in frame.rows.items() if node == 0} == whole
+    garden.model.check_idle()
 
 
 def test_several_trees_share_every_forward() -> None:
