@@ -29,7 +29,7 @@ from benchmarks.results import described
 from rootward import demo
 from rootward.core import verification
 from rootward.core.distribution import DraftDistribution, quantise_top
-from rootward.core.growth import BestFirst, FixedShape, Growth, Strategy, growth_of, strategy_of
+from rootward.core.growth import BestFirst, Growth, Strategy, growth_of, strategy_of
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.pairing import check_rule
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Sampling
@@ -260,8 +260,7 @@ def measure(given: argparse.Namespace, done: Callable[[str], None] = lambda _: N
             for asked, max_nodes in trees_of(given):
                 mode = asked.mode or DraftMode.SAMPLED
                 sampling = Sampling(temperature or GREEDY_DRAFT_TEMPERATURE)
-                iid = mode is DraftMode.IID
-                strategy = FixedShape(mode, asked.numbers) if iid else strategy_of(asked, BestFirst(mode=mode))
+                strategy = strategy_of(asked, mode, BestFirst())
                 trees = grown(sides[1], strategy, sampling, vocabulary, given, max_nodes)
                 rounds = rounds_of(sides[0], trees, Sampling(temperature), vocabulary)
                 for rule in rules_of(asked, mode, given.rules, temperature):

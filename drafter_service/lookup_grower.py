@@ -51,7 +51,9 @@ class LookupGrower(Generic[K]):
     group: keys with equal groups share a memory; they must speak of one vocabulary.
     """
 
-    modes = tuple(mode for mode in DraftMode if mode is not DraftMode.IID)  # copies are drawn, and here all is chosen
+    modes: tuple[DraftMode, ...] = tuple(
+        mode for mode in DraftMode if mode is not DraftMode.IID
+    )  # copies are drawn, and here all is chosen
 
     def __init__(
         self,

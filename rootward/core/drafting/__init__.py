@@ -53,10 +53,15 @@ def rsd_s(row: RowOf, width: int, depth: int, rng: np.random.Generator) -> tuple
     return build_tree(StochasticBeam(width, depth), row, rng)
 
 
-def best_first(row: RowOf, num_nodes: int, rng: np.random.Generator, **settings: float) -> tuple[TokenTree, Floats]:
-    """`num_nodes` children drawn without replacement, each at the place most likely to be reached. settings: of `growth.BestFirst`."""
+def best_first(
+    row: RowOf, num_nodes: int, rng: np.random.Generator, *, acceptance: float = 0.7, later: float = 0.2
+) -> tuple[TokenTree, Floats]:
+    """`num_nodes` children drawn without replacement, each at the place most likely to be reached.
+
+    acceptance: assumed of a first child; later: of its later siblings, once it has failed.
+    """
     positive("num_nodes", (num_nodes,))
-    strategy = BestFirst(**{"max_depth": num_nodes, "topk": num_nodes, "draws_per_level": 1} | settings)
+    strategy = BestFirst(max_depth=num_nodes, topk=num_nodes, draws_per_level=1, acceptance=acceptance, later=later)
     return build_tree(strategy, row, rng, num_nodes=num_nodes)
 
 
