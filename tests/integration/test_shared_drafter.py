@@ -44,7 +44,7 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
     def counted():
         nonlocal most
         before, trees = len(forwards), list(drafter.grower.trees.values())
-        urgent = [g for g in trees if drafter.grower._wants_level(g) and not g.betting]  # bets on later rounds give way
+        urgent = [g for g in trees if g.wants_level and not g.ahead]  # growth for later rounds gives way
         wanting = {
             g.kv_slot
             for g in urgent or trees
