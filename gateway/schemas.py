@@ -30,6 +30,7 @@ from gateway.requests import Chat, GenerateRequest, Resume
 from rootward.core.requests import (
     MAX_LOGPROBS,
     DraftMode,
+    DraftStrategy,
     FinishReason,
     Form,
     Rule,
@@ -50,6 +51,8 @@ _RULES: dict[str, tuple[Rule, DraftMode | None]] = {
     "traversal": (Rule.TRAVERSAL, None),
     "coupled": (Rule.MATCH, DraftMode.COUPLED),
     "token": (Rule.TOKEN, None),
+    "block": (Rule.BLOCK, None),
+    "multi_step": (Rule.MULTI_STEP, None),
 }
 
 
@@ -243,7 +246,8 @@ Mode = Literal["auto", "disabled", "required"]
 
 class SpeculationOptions(Body):
     mode: Mode = "auto"
-    verification: Literal["traversal", "coupled", "token"] | None = None
+    verification: Literal["traversal", "coupled", "token", "block", "multi_step"] | None = None
+    draft_strategy: str | None = None
     max_depth: DraftSize | None = None
     topk: DraftSize | None = None
     num_draft_tokens: DraftSize | None = None
@@ -260,6 +264,7 @@ class SpeculationOptions(Body):
             max_depth=self.max_depth,
             topk=self.topk,
             drafter=self.drafter,
+            strategy=DraftStrategy.parse(self.draft_strategy) if self.draft_strategy is not None else None,
         )
 
 
