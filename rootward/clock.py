@@ -1,4 +1,4 @@
-"""The one source of time. Decisions take the time as a value; whoever waits asks a `Clock`, so tests need not."""
+"""The one source of time. Decisions take the time as a value; code that waits asks a `Clock`, so that tests do not wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds on a clock that never goes back; for durations and deadlines."""
+        """Seconds on a monotonic clock; for durations and deadlines."""
 
     def wall(self) -> float:
-        """Seconds since 1970 UTC; for what people and other machines read."""
+        """Seconds since 1970 UTC; for times that people and other machines read."""
 
     async def sleep(self, seconds: float) -> None: ...
 
@@ -31,7 +31,7 @@ class SystemClock:
 
 
 class FakeClock:
-    """Stands still until `advance`; sleepers wake in the order of their times, each seeing its own."""
+    """For tests: stands still until `advance`. Sleepers wake in the order of their times, and each sees its own time."""
 
     def __init__(self, now: float = 0.0, wall: float = 1_700_000_000.0) -> None:
         self._now, self._wall_at_zero = now, wall - now
@@ -62,6 +62,6 @@ class FakeClock:
 
 
 async def _settle() -> None:
-    """Let ready tasks run; ten turns of the loop are enough for chains of plain awaits."""
+    """Run ready tasks; ten iterations of the loop are enough for chains of plain awaits."""
     for _ in range(10):
         await asyncio.sleep(0)

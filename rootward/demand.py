@@ -1,9 +1,9 @@
-"""How many rows of drafting a pool is asked for: what workers count, and the demand that follows (closed network, operational laws).
+"""Demand for drafters in rows of a pool: the counters of workers, and the demand that follows (closed network, operational laws).
 
     N    sessions that would take drafts now, with or without a drafter                          verifiers, a gauge
     A    row-seconds of wanted growth per round: rows × time in draft forwards, no queueing      drafters
     R0   mean time of rounds with a tree − mean stall: the part of waiting that was queueing     verifiers
-    D    N · A / R0, rows that would be busy if nobody queued
+    D    N · A / R0, rows that would be busy without queueing
 
 N is a signal of its own: a drafter has places for so many trees (memory for their texts), however few rows they fill.
 
@@ -31,7 +31,7 @@ Counters = Mapping[str, float]
 
 @dataclass(slots=True)
 class VerifierDemand:
-    """What a verifier counts for one pool."""
+    """Counters of a verifier for one pool."""
 
     sessions: int = 0  # N, now
     rounds: int = 0
@@ -42,7 +42,7 @@ class VerifierDemand:
     plain_s: float = 0.0
 
     def add(self, round_s: float, stall_s: float) -> None:
-        """A round with a tree was committed so long after the one before; so much of it was queueing at the drafter."""
+        """A round with a tree was committed `round_s` after the one before; `stall_s` of it was queueing at the drafter."""
         self.rounds += 1
         self.round_s += round_s
         self.stall_s += min(stall_s, round_s)
@@ -66,7 +66,7 @@ class VerifierDemand:
 
 @dataclass(slots=True)
 class DrafterDemand:
-    """What a drafter counts. rows: B, what one level holds."""
+    """Counters of a drafter. rows: B, the rows of one draft forward."""
 
     rows: int
     wanted_s: float = 0.0  # row-seconds
@@ -75,12 +75,12 @@ class DrafterDemand:
     compute_s: float = 0.0  # in draft forwards, summed over those rounds
 
     def level(self, wanted: int, ahead: int, seconds: float) -> None:
-        """A draft forward of so many rows."""
+        """A draft forward took `seconds`; `wanted` of its rows were in the budget of a round, `ahead` beyond it."""
         self.wanted_s += wanted * seconds
         self.ahead_s += ahead * seconds
 
     def round(self, compute_s: float) -> None:
-        """A commit ended what was grown for one round."""
+        """A commit ended the growth for one round, which took `compute_s` in draft forwards."""
         self.growths += 1
         self.compute_s += compute_s
 
@@ -96,7 +96,7 @@ class DrafterDemand:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Two beats of one worker, the older one first. Another incarnation has started over."""
+    """Two heartbeats of one worker, the older one first. Counters of another incarnation have started at zero."""
 
     old: Counters
     new: Counters
@@ -112,7 +112,7 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a round with a tree takes: row_s A, base_s R0; None: no such round was seen. To be remembered by the caller of `signals`."""
+    """Cost of a round with a tree: row_s is A, base_s is R0; None: no such round was seen. The caller of `signals` keeps it."""
 
     row_s: float | None = None
     base_s: float | None = None
@@ -123,7 +123,7 @@ UNKNOWN = Cost()
 
 @dataclass(frozen=True, slots=True)
 class Signals:
-    """What an autoscaler is told; None: unknown, which is not 0."""
+    """The signals for an autoscaler. None means unknown, which is not 0."""
 
     demand: float | None = None  # D, in rows
     rows: float | None = None  # share of rows busy with wanted growth

@@ -1,7 +1,7 @@
 """Every exception of Rootward, in one tree.
 
 RootwardError
-├── ServiceError                  raised inside a service; becomes a gRPC status (rpc/status.py) or an HTTP error
+├── ServiceError                  raised inside a service; becomes a gRPC status (wire/status.py) or an HTTP error
 │   ├── InvalidRequest            a field has a value that cannot be served          not retryable
 │   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
 │   │   ├── InvalidGrammar        a schema or grammar that does not compile          not retryable
@@ -20,7 +20,7 @@ RootwardError
 ├── KvFull                        a forward needs more KV blocks than are free   the caller preempts a session and tries again
 ├── ModelLost                     a rank of a model is gone                      the process ends, for another to be started
 ├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
-└── APIError                      what the SDK raises                                see rootward/client.py
+└── APIError                      what the SDK raises                                see rootward/client
     ├── APIConnectionError        no answer from the server
     │   └── APITimeoutError       the deadline passed while waiting
     ├── StreamInterruptedError    the stream broke and could not be resumed; `.partial` holds what came

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rootward.clock import Clock, SystemClock
 
-LOOK_AGAIN_S = 1.0  # how old the knowledge of the files may be
+LOOK_AGAIN_S = 1.0  # least time between two looks
 
 
 class WatchedFiles:
-    """Says when any of some files has changed, looking at most once a second: cheap enough to ask on every call."""
+    """Reports whether any of some files has changed, with at most one look a second: cheap enough to ask on every call."""
 
     def __init__(self, *paths: Path, clock: Clock | None = None):
         self._paths = paths
@@ -19,7 +19,7 @@ class WatchedFiles:
         self._stamp = self._stamps()
 
     def changed(self) -> bool:
-        """True if they differ from when this was last asked, or from the start."""
+        """True if they have changed since the last call, or since the start."""
         now = self._clock.now()
         if now - self._looked_at < LOOK_AGAIN_S:
             return False

@@ -2,7 +2,7 @@
 
     configure_logging("verifier", level="info", json=True)
     log = structlog.get_logger()
-    with request_context("r1"):
+    with structlog.contextvars.bound_contextvars(request_id="r1"):
         log.info("admitted", slot=3)      # {"event": "admitted", "slot": 3, "request_id": "r1", "role": "verifier", …}
 
 Standard-library loggers (gRPC, uvicorn, our own `logging.getLogger`) go the same way.
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TextIO
 
 import structlog
@@ -42,13 +40,6 @@ def configure_logging(role: str, level: str = "info", json: bool = False, stream
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         cache_logger_on_first_use=False,
     )
-
-
-@contextmanager
-def request_context(request_id: str, **fields: Any) -> Iterator[None]:
-    """Everything logged inside, in this task and those it starts, carries the request id and `fields`."""
-    with structlog.contextvars.bound_contextvars(request_id=request_id, **fields):
-        yield
 
 
 def _shared_processors(role: str) -> list[Any]:

@@ -5,7 +5,7 @@
         traceparent_of(span)                    # goes along with the request, in our own messages
 
 Without `configure_tracing` every span is a no-op of the API. Context is handed on explicitly: generators of a request run in
-whatever task asks them for the next item, so an ambient current span would be somebody else's.
+the task that asks for the next item, so an ambient current span could belong to another request.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def begin(
 
 
 def note(span: Span, **attributes: Attribute) -> None:
-    """More about it."""
+    """Add attributes to a span."""
     span.set_attributes({f"rootward.{key}": value for key, value in attributes.items()})
 
 
 def traceparent_of(span: Span) -> str:
-    """What makes other spans its children; "" if there is nothing to join."""
+    """The W3C traceparent under which other spans become its children; "" for a span that is not recorded."""
     carrier: dict[str, str] = {}
     if span.get_span_context().is_valid:
         _W3C.inject(carrier, trace.set_span_in_context(span, Context()))

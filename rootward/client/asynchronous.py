@@ -51,7 +51,7 @@ class AsyncClient:
         metadata: Mapping[str, str] | None = None,
     ):
         """`target` is host:port, grpc://host:port, grpcs://host:port (TLS) or dns:///name:port; several gateways have commas between,
-        as in "one:50051,two:50051": what one leaves unfinished another finishes. Times in seconds.
+        as in "one:50051,two:50051": a generation that one of them loses is resumed at another. Times in seconds.
         """
         self._connection = Connection(
             target,
@@ -113,10 +113,10 @@ class AsyncClient:
         return LOAD.from_pb(await self._call(self._control().GetLoad, control_pb2.GetLoadRequest()))
 
     async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
-        """What becomes of the requests of a session, until the loop is left, or of one request, until it ends.
+        """Events of the requests of a session, until the caller stops reading, or of one request, until it ends.
 
-        What runs already is told of first. Of several gateways one is heard, and it tells what it drives itself. Where the gateway has
-        keys this needs one with the scope "admin"; it then sees all tenants.
+        Requests that run already come first. Of several gateways one answers, with the requests that it drives itself. Where the gateway
+        has keys this needs one with the scope "admin", which sees all tenants.
         """
         wanted = {"session_id": session_id} if session_id else {"request_id": request_id}
         request = control_pb2.WatchSessionRequest(**wanted)
@@ -225,7 +225,7 @@ class AsyncStream:
             return await self._retries.first(self._begin)
 
     async def _begin(self, timeout_s: float) -> Chunk | None:
-        """One attempt, up to its first chunk. Whatever came before the attempt is never generated anew: the request goes on by its id."""
+        """One attempt, up to its first chunk. Tokens received before are never generated again: the request is resumed by its id."""
         if self._attempted:
             held = self._received[0].token_ids
             self._request.resume_offset = len(held)

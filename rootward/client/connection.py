@@ -59,8 +59,8 @@ class Connection:
         self._turn = 0
 
     def channel(self) -> grpc.aio.Channel:
-        """The next channel in turn, those that could not connect lately only where there is no other: a gateway that is down fails calls
-        at once, and would win every race for the next attempt."""
+        """The next channel in turn, skipping those that failed to connect where there is another: a gateway that is down fails calls at
+        once, and would get most of the attempts."""
         for _ in range(self._num_channels):
             channel = self._next()
             if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -93,7 +93,7 @@ class Connection:
 
 
 class Retries:
-    """Tries again what failed before anything was received, and goes on with what broke later; one deadline for all attempts."""
+    """Retries calls that failed before an answer, and resumes streams that broke later; one deadline for all attempts."""
 
     def __init__(self, timeout_s: float, max_retries: int):
         self._timeout_s, self._max = timeout_s, max_retries
@@ -101,8 +101,8 @@ class Retries:
         self._deadline: float | None = None
 
     def resumes(self, error: APIError) -> bool:
-        """Whether a stream that broke after something was received goes on elsewhere. Then there are more attempts, and sooner:
-        a generation waits."""
+        """Whether a stream that broke after its first message is resumed elsewhere. Then there are more attempts, and sooner: a
+        generation waits."""
         if not self._max or self._wait_s(error) is None:
             return False
         self._left, self._num_waits, self._first_backoff_s = RESUME_ATTEMPTS, 0, RESUME_BACKOFF_S

@@ -1,7 +1,7 @@
 """Workers behind a Kubernetes service, from its EndpointSlices: list, then watch from there, list again when the watch has lost track.
 
-What the API server says lives in `Slices`, a value without I/O. A pod that terminates is `leaving` at once; one that is not ready is no
-peer. Needs `get, list, watch` on `endpointslices` of the namespace and nothing else.
+The answers of the API server are kept in `Slices`, which does no I/O. A pod that terminates is `leaving` at once; one that is not
+ready is no peer. Needs `get, list, watch` on `endpointslices` of the namespace and nothing else.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Json = Mapping[str, Any]
 
 
 class Gone(Exception):
-    """The server has forgotten the version that we know: list again."""
+    """The server no longer has the version that we know: list again."""
 
 
 class Slices:
-    """The EndpointSlices of one service as last heard. version: what to watch from; "": nothing is known."""
+    """The EndpointSlices of one service, by the last answer. version: where a watch starts; "": nothing is known."""
 
     def __init__(self) -> None:
         self.version = ""
@@ -102,7 +102,7 @@ def port_of(ports: Any, wanted: str) -> int | None:
 
 
 class EndpointSliceDiscovery:
-    """`ports.Discovery`. While the API server is away, what it said last holds."""
+    """`ports.Discovery`. While the API server does not answer, its last answer holds."""
 
     def __init__(
         self, api: client.DiscoveryV1Api, namespace: str, service: str, port: str, *, clock: Clock | None = None
@@ -141,7 +141,7 @@ class EndpointSliceDiscovery:
         return _json(await answer.read())
 
     async def _events(self, version: str) -> AsyncIterator[Json]:
-        """What has happened since that version, until the server ends the watch."""
+        """Events since that version, until the server ends the watch."""
         answer = await self._call(
             watch=True,
             resource_version=version,

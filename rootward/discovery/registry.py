@@ -1,7 +1,7 @@
-"""The registry of workers in Redis: who is alive, where, how full.
+"""The registry of workers in Redis: which are alive, their addresses and load.
 
-    rw:worker:{role}:{id}      hash   what the worker says of itself (`Worker`); lives for 3 heartbeats
-    rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; who is older than 3 heartbeats is ignored
+    rw:worker:{role}:{id}      hash   the description of the worker (`Worker`); lives for 3 heartbeats
+    rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; entries older than 3 heartbeats are ignored
 
 `name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a
 Redis that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags, and no command
@@ -75,7 +75,7 @@ class Registry:
         return MISSED * self.heartbeat_s
 
     async def publish(self, worker: Worker) -> None:
-        """A heartbeat. Whoever reads between two of these writes sees the worker as it was, or not yet."""
+        """A heartbeat. A reader between two of these writes sees the worker as it was before, or not at all."""
         key, index = worker_key(worker.role, worker.id), index_key(worker.role, worker.name)
         async with self._answering():
             now_s = await self._now()
@@ -86,7 +86,7 @@ class Registry:
             await self._client.zremrangebyscore(index, "-inf", now_s - 10 * self.stale_s)
 
     async def remove(self, worker: Worker) -> None:
-        """It ends: nobody needs to wait until it has missed its beats."""
+        """The worker ends: peers need not wait until it has missed its heartbeats."""
         async with self._answering():
             await self._client.zrem(index_key(worker.role, worker.name), worker.id)
             await self._client.delete(worker_key(worker.role, worker.id))
@@ -135,7 +135,7 @@ async def open_registry(url: str, *, heartbeat_s: float = HEARTBEAT_S) -> AsyncI
 async def registered(
     registry: Registry, describe: Callable[[], Worker], clock: Clock | None = None
 ) -> AsyncIterator[Callable[[], None]]:
-    """Publish what `describe` says at every heartbeat, and take it back at the end. Yields a function that asks for a beat at once."""
+    """Publish the result of `describe` at every heartbeat, and remove it at the end. Yields a function that requests a beat at once."""
     now = asyncio.Event()
     beats = asyncio.create_task(_beat_forever(registry, describe, clock or SystemClock(), now), name="heartbeat")
     try:
@@ -169,7 +169,7 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
 
 
 def advertised(address: str) -> str:
-    """What peers dial for a listening address: itself, or this machine's own for one that means all of its addresses."""
+    """The address that peers dial for a listening address: itself, or this machine's own for a wildcard address."""
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("0.0.0.0", "::", ""):
         return address
@@ -198,7 +198,7 @@ class RegistryDiscovery:
 
 
 def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:
-    """By address. Two workers at one address: one of them has just been replaced, and whoever listens there is met by dialling."""
+    """Sorted by address. Of two workers at one address one has just been replaced; a connection reaches the one that listens."""
     by_address: dict[str, Peer] = {}
     for worker in workers:
         known = by_address.get(worker.address)

@@ -1,4 +1,4 @@
-"""What a setting says about where workers are, and the `ports.Discovery` it means.
+"""The settings that say where workers are, and the `ports.Discovery` of each.
 
     host:port, static:host:port      written down
     dns:name:port                    every address of a name (a headless service), looked up again and again
@@ -34,11 +34,6 @@ class Source:
 def parse_sources(entries: Sequence[str]) -> tuple[Source, ...]:
     """The sources of a setting's entries, checked. ValueError names the entry and how to write it."""
     return tuple(_parse(entry) for entry in entries)
-
-
-def pools_of(sources: Sequence[Source]) -> tuple[str, ...]:
-    """The names of their pools, in order."""
-    return tuple(dict.fromkeys(source.pool for source in sources))
 
 
 @asynccontextmanager

@@ -17,12 +17,12 @@ Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
 FRAME_BYTES = MIB  # of one message of a stream of frames: a quarter of the limit of the drafting stream
-MOST_PINGS = 100  # too early ones in a row; more are a flood
+MOST_PINGS = 100  # pings in a row that come too early; more end the connection
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """Limits of one kind of hop. `max_connection_age_s` makes clients reconnect, so that new servers get a share."""
+    """Limits of one kind of hop. `max_connection_age_s` makes clients reconnect, so that new servers get their share of them."""
 
     max_receive_bytes: int  # of one message, as those that follow
     max_send_bytes: int = 64 * MIB
@@ -43,7 +43,7 @@ def public(max_request_bytes: int = MAX_REQUEST_BYTES) -> Transport:
 
 
 def client_options(transport: Transport = CALLING, *, round_robin: bool = False) -> Options:
-    """Dead peers are noticed within keepalive_time + keepalive_timeout, restarted ones found again within seconds."""
+    """Dead peers are detected within keepalive_time + keepalive_timeout, restarted ones reconnected within seconds."""
     options: Options = [
         *_common(transport),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -59,8 +59,8 @@ def client_options(transport: Transport = CALLING, *, round_robin: bool = False)
 
 def server_options(transport: Transport = SERVING) -> Options:
     """Pings are allowed every 10 s and without calls: the default of 300 s ends connections during long prefills. And some may come sooner:
-    gRPC's own ones that measure the bandwidth follow data, but are counted as if they asked whether anybody is there. By default the third
-    in a row ends the connection; every frame with data begins a new row."""
+    gRPC's own pings that measure the bandwidth follow data, but count as keepalive pings. By default the third in a row ends the
+    connection; every frame with data resets the count."""
     options: Options = [
         *_common(transport),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

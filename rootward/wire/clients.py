@@ -1,7 +1,7 @@
 """The remote implementations of the ports: a drafter and a verifier behind an address.
 
-Nothing above a port can tell them from the objects they stand for: values in, values out, `ServiceError` when something
-is wrong. Both are context managers; the channel is opened on first use, inside the event loop that uses it.
+Code above a port uses them like the objects that they stand for: values in, values out, `ServiceError` for every failure. Both are
+context managers; the channel is opened on first use, inside the event loop that uses it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rootward.wire.tls import ClientTls
 
 T = TypeVar("T")
 
-DEADLINE_SLACK_S = 1.0  # a deadline passes at the service first, whose error says more than gRPC's own
+DEADLINE_SLACK_S = 1.0  # the service reaches a deadline first: its error says more than that of gRPC
 LONGEST_OPEN_S = 60.0  # for a long prompt to reach a drafter
 LONGEST_GENERATION_S = 3600.0  # bound of a generation without a deadline
 
@@ -65,7 +65,9 @@ class _Remote:
 
 
 class RemoteDrafter(_Remote):
-    """`ports.Drafter` over one bidirectional stream per session. on_frame: told "sent" or "received", and the bytes, of every message."""
+    """`ports.Drafter` over one bidirectional stream per session.
+
+    on_frame: called for every message with "sent" or "received" and its size in bytes."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class RemoteDrafter(_Remote):
 
 
 class RemoteVerifier(_Remote):
-    """`ports.Verifier` over one call per generation, and one feed for what all of them commit."""
+    """`ports.Verifier` over one call per generation and one feed with the committed runs of all of them."""
 
     def __init__(self, address: str, *, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0) -> None:
         super().__init__(address, CALLING, tls, rpc_timeout_s)
@@ -190,7 +192,7 @@ async def _messages(call: Any) -> AsyncGenerator[Any, None]:
 
 
 async def _failure(call: Any, arrived: Arrived) -> None:
-    """Tell a generation whose runs come by a feed how its call has failed, if it does."""
+    """Pass the failure of a call, if it fails, to the generation whose runs come by the feed."""
     try:
         await _next(call)
     except ServiceError as error:

@@ -1,8 +1,8 @@
-"""Both ends of a feed: what many generations of one caller commit, in one message per engine step.
+"""Both ends of a feed: the committed runs of many generations of one caller, in one message per engine step.
 
-Messages per step must not grow with the batch: reading or writing one costs a Python event loop more than all that is done with its
-content. A generation is still a call of its own, which carries its request, its errors, its deadline and its cancellation; only its runs
-take the feed. Nothing waits in either end but what requests may still generate, so both are bounded by their `max_tokens`.
+The number of messages per step must not grow with the batch: reading or writing one costs a Python event loop more than decoding its
+content. A generation is still a call of its own, which carries its request, errors, deadline and cancellation; only its runs take the
+feed. Both ends queue at most the tokens that requests may still generate, so `max_tokens` bounds them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
 Frame = verifier_pb2.FeedFrame
 
-JOINED_TOKENS = 256  # about; one stream must not keep the loop from the others
+JOINED_TOKENS = 256  # approximate limit of a merged run: one stream must not block the loop for the others
 
 
 class Feeds:
@@ -55,13 +55,13 @@ class Feeds:
             del self._open[name]
 
     def end(self) -> None:
-        """Let all of them end once what waits is out."""
+        """End all feeds after the messages that are queued."""
         for feed in self._open.values():
             feed.end()
 
 
 class Feed:
-    """What was committed since the last message."""
+    """One feed at the verifier: the runs committed since the last message."""
 
     def __init__(self) -> None:
         self._due = Frame()
@@ -69,7 +69,7 @@ class Feed:
         self._ended = False
 
     def put(self, number: int, run: Committed) -> None:
-        """Unavailable once nobody reads it."""
+        """Add a run to the next message. Unavailable once the feed has no reader."""
         if self._ended:
             raise Unavailable("the feed has ended")
         self._due.entries.add(number=number, run=committed_to_pb(run))
@@ -80,7 +80,7 @@ class Feed:
         self._changed.set()
 
     async def frames(self) -> AsyncIterator[Frame]:
-        """All generations that wake up for one step put before this does: it is woken by the first of them."""
+        """The messages. Generations that wake up for one step all put their runs before this task runs: the first of them wakes it."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -93,10 +93,10 @@ class Feed:
 
 
 class Arrived:
-    """Runs of one generation that nobody has taken yet, and what it failed with."""
+    """Queue of one generation at the caller: its runs, and its error."""
 
     def __init__(self, *, joining: bool) -> None:
-        """`joining`: nobody asks what each round committed."""
+        """joining: runs of several rounds may be merged into one."""
         self._joining = joining
         self._items: deque[Committed | ServiceError] = deque()
         self._some = asyncio.Event()
@@ -110,7 +110,7 @@ class Arrived:
         self._some.set()
 
     async def take(self) -> Committed:
-        """The next run, joined with those after it: whoever is late has less to do. Raises what the generation failed with."""
+        """The next run, merged with those after it, so that a slow caller handles fewer of them. Raises the error of the generation."""
         while not self._items:
             self._some.clear()
             await self._some.wait()
@@ -138,17 +138,17 @@ def _joined(runs: Sequence[Committed]) -> Committed:
 
 
 class FeedReader:
-    """The caller's end: hands the runs of a feed to the generations they belong to."""
+    """The caller's end: passes the runs of a feed to their generations."""
 
     def __init__(self, address: str) -> None:
         self.name = 1 + secrets.randbelow(2**64 - 1)
-        self.over: ServiceError | None = None  # why nothing comes any more
+        self.over: ServiceError | None = None  # why the feed has ended
         self._address, self._numbers = address, count(1)
         self._waiting: dict[int, Arrived] = {}
         self._settled = asyncio.Event()  # open, or over
 
     async def read(self, frames: AsyncIterator[Frame]) -> None:
-        """Until they end; every generation that still waits then fails with Unavailable."""
+        """Read until the messages end; every generation that still waits then fails with Unavailable."""
         try:
             async for frame in frames:
                 self._settled.set()
@@ -176,12 +176,12 @@ class FeedReader:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Committed ones that generations have not taken."""
+        """Committed tokens that generations have not taken."""
         return sum(arrived.num_tokens for arrived in self._waiting.values())
 
     @contextmanager
     def subscribed(self, *, joining: bool = True) -> Iterator[tuple[int, Arrived]]:
-        """A number for one generation, and where its runs arrive."""
+        """A number for one generation, and the queue of its runs."""
         number, arrived = next(self._numbers), Arrived(joining=joining)
         self._waiting[number] = arrived
         if self.over is not None:

@@ -1,8 +1,8 @@
 """A verifier's frames on their way to a drafter: hot ones on the stream, Opens with long prefixes over another connection.
 
 A prompt of a hundred thousand tokens is half a megabyte. On the stream it would hold up the commits of every other session, for as long
-as the link takes to carry it. So it travels beside it, by `OpenLong`, and what is said of its slot meanwhile is held (a commit merges
-with the next) until the drafter has the Open.
+as the link takes to carry it. So it is sent beside the stream, by `OpenLong`, and messages of its slot are held meanwhile (a commit
+merges with the next) until the drafter has the Open.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Outgoing:
     def __init__(self, call: Any, open_long: OpenLong, on_frame: OnFrame) -> None:
         self._call, self._open_long, self._on_frame = call, open_long, on_frame
         self._stream = secrets.randbits(64)
-        self._held: dict[int, Commit | None] = {}  # slots whose Open is on its way, and what to say then
+        self._held: dict[int, Commit | None] = {}  # slots whose Open is being sent, and the Commit that follows it
         self._closes: dict[int, Close] = {}
         self._writing = asyncio.Lock()
         self._opening: set[asyncio.Task[None]] = set()
 
     async def run(self, inbound: AsyncIterator[ToDrafter]) -> None:
-        """Send what comes until it ends. A broken call ends this quietly: the reader learns why."""
+        """Send the frames of `inbound` until it ends. A broken call ends this without an error: the reader of the call raises it."""
         try:
             async for frame in inbound:
                 await self._send(self._hot(frame))
@@ -56,7 +56,7 @@ class Outgoing:
                 task.cancel()
 
     def _hot(self, frame: ToDrafter) -> ToDrafter:
-        """What of the frame goes on the stream now; the rest is on its way, or held."""
+        """The part of the frame that goes on the stream now; the rest is being sent beside it, or held."""
         long = [message for message in frame.opens if len(message.prefix) > LONG_TOKENS]
         if not (long or self._held):
             return frame
@@ -86,13 +86,13 @@ class Outgoing:
             arrived = False
         commit, close = self._held.pop(message.slot), self._closes.pop(message.slot, None)
         if not arrived and commit is None:
-            # It will plead for the prefix, which ends the slot.
+            # The drafter answers a Commit of an unknown slot with a resync request, which ends the slot.
             commit = Commit(message.slot, len(message.prefix), (), 0)
         after = ToDrafter(commits=(commit,) if commit else (), closes=(close,) if close else ())
         try:
             await self._send(after)
         except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
-            return  # the stream is gone; its reader learns why
+            return  # the stream is broken; its reader raises the error
 
     async def _send(self, frame: ToDrafter) -> None:
         message = to_drafter_to_pb(frame)

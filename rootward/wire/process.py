@@ -7,8 +7,8 @@ The admin port of every role is for supervisors, never for clients:
     GET /health/live      200 unless only a restart helps; it never asks a peer
     GET /metrics          the Prometheus text format
 
-It listens from the beginning, so that a slow load is told from a hang, and answers in the event loop: a loop that is blocked fails
-the probe by silence. gRPC health stays on the main port for clients; kubelets cannot use it under mutual TLS.
+It listens from the beginning, so that a slow load differs from a hang, and answers in the event loop: a blocked loop fails the
+probe by a timeout. gRPC health stays on the main port for clients; kubelets cannot use it under mutual TLS.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Question = Callable[[], bool]
 
 
 class Admin:
-    """What a process says about itself. Until `serving` it is alive, not started and not ready."""
+    """The state of a process for probes and metrics. Until `serving` it is alive, not started and not ready."""
 
     def __init__(self) -> None:
         process = CollectorRegistry()
@@ -58,9 +58,9 @@ class Admin:
         metrics: CollectorRegistry | None = None,
         model: str = "",
     ) -> None:
-        """From now on these decide, and `metrics` is exported beside what the process tells about itself.
+        """From now on these functions answer the probes, and `metrics` is exported beside the metrics of the process.
 
-        model: its name, to export what has vLLM's meaning under vLLM's names as well ("": not)."""
+        model: its name, to export metrics of vLLM's meaning under vLLM's names as well ("": not)."""
         self._ready, self._live, self._started = ready, live, True
         self._registries += [metrics] if metrics is not None else []
         if metrics is not None and model:
@@ -109,7 +109,7 @@ def _probe(path: str, question: Question) -> Route:
 
 
 def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int:
-    """Run a service's main; a mistake of the operator is one line on stderr and its exit code, never a traceback.
+    """Run a service's main; a configuration error is one line on stderr and its exit code, never a traceback.
 
     On uvloop: a message passes through several tasks and threads, whose hand-overs cost half as much on it."""
     try:
@@ -127,7 +127,7 @@ def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int
 
 
 def announce(role: str, address: str) -> None:
-    """The line that whoever started the process waits for. All that was loaded until now stays: collections need not look at it."""
+    """Print the line that a supervisor waits for. Freezes what was loaded so far, so that garbage collections skip it."""
     gc.collect()
     gc.freeze()
     print(f"rootward {role} listening on {address}", flush=True)
@@ -138,8 +138,8 @@ async def until_stopped(
 ) -> None:
     """Serve until SIGTERM or SIGINT; then refuse new work and let running work end within the limit. A second signal ends at once.
 
-    `ended`: what the service lives by, its own loop for one. When one of them ends by itself, so does the process (RuntimeError), for
-    whoever supervises it to start another.
+    ended: futures that the service depends on, such as its engine loop. When one of them ends, RuntimeError ends the process, and its
+    supervisor starts another.
     """
     loop = asyncio.get_running_loop()
     asked: asyncio.Queue[None] = asyncio.Queue()
@@ -150,7 +150,7 @@ async def until_stopped(
     await server.set_ready(False)
     if not first.done():
         first.cancel()
-        raise RuntimeError("what the service lives by has ended")
+        raise RuntimeError("a loop that the service depends on has ended")
     draining, again = asyncio.ensure_future(drain()), asyncio.ensure_future(asked.get())
     await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):

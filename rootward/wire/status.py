@@ -35,7 +35,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a gRPC status says. `reason` is empty if it does not come from a Rootward service."""
+    """The content of a gRPC status. `reason` is empty if it does not come from a Rootward service."""
 
     code: grpc.StatusCode
     message: str
@@ -149,7 +149,7 @@ def api_error(error: grpc.RpcError) -> APIError:
     )
 
 
-# Without a reason only the code is known: the closest class that makes no further promise.
+# Without a reason only the code is known: the most general class of that code.
 _KIND_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.NOT_FOUND: errors.NotFound,

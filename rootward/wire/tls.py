@@ -1,7 +1,7 @@
 """TLS on both ends of a hop, from PEM files that may be renewed while the process runs.
 
-A role has one certificate, with which it serves and with which it calls. Servers look at the files on every handshake;
-callers when they open a channel, and `Certificates.watch` tells them when to open another.
+A role has one certificate, with which it serves and with which it calls. Servers read the files on every handshake; callers when they
+open a channel, and `Certificates.watch` reports when to open another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Certificates:
         )
 
     def watch(self) -> WatchedFiles:
-        """Says when one of them has been renewed."""
+        """Reports when one of them has been renewed."""
         return WatchedFiles(self.certificate, self.key, self.authority)
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from rootward.clock import FakeClock
-from rootward.discovery.sources import Source, open_sources, parse_sources, pools_of
+from rootward.discovery.sources import Source, open_sources, parse_sources
 from rootward.discovery.static import DnsDiscovery, StaticDiscovery, addresses_of
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
@@ -40,10 +40,6 @@ def test_an_entry_names_a_pool_a_kind_and_a_target(entry: str, source: Source) -
 def test_wrong_entries_are_refused_by_name(entry: str) -> None:
     with pytest.raises(ValueError, match=r"write|pool"):
         parse_sources([entry])
-
-
-def test_pools_come_in_order_and_once() -> None:
-    assert pools_of(parse_sources(["b=x:1", "redis:a", "b=y:2"])) == ("b", "a")
 
 
 async def test_the_registry_needs_a_redis() -> None:

@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 from rootward.errors import ConfigurationError
-from rootward.telemetry import configure_logging, request_context
+from rootward.telemetry import configure_logging
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def lines(stream):
 def test_json_lines_carry_role_and_request():
     stream = io.StringIO()
     configure_logging("verifier", "info", json=True, stream=stream)
-    with request_context("r1", epoch=2):
+    with structlog.contextvars.bound_contextvars(request_id="r1", epoch=2):
         structlog.get_logger().info("admitted", slot=3)
         logging.getLogger("grpc").warning("lost %s", "peer")
     structlog.get_logger().debug("quiet")
