@@ -1,25 +1,23 @@
-"""How many requests run, how many may wait and in which order. Beyond that a request is refused at once, so that queues stay short.
+"""Admission: how many requests run and wait, which of them runs next, and how many tokens a tenant may use.
 
-What a tenant may use: a bucket of tokens that fills at a steady rate, shared by all gateways through the session store.
+A request that finds neither a slot nor room in the queue is refused at once, so that queues stay short. A free slot goes to the lowest
+priority, then to the tenant with the fewest running requests, then to the one that came first. A full queue makes room for a tenant that
+has fewer waiting requests by refusing the newest one of the tenant that has the most.
 
-A request takes prompt + max_tokens before it runs and gets back what it did not use. While the store does not answer each gateway counts by
-itself, with the whole rate: an outage must not refuse anybody.
-
-What a request costs its tenant: prompt + max_tokens, paid once, however often it is resumed; what was not used is given back.
-
-Who drives the request holds what was paid for it: who takes it over from a driver that may still run, or has died, inherits that; who takes
-it up after it was interrupted, and its rest given back, pays for this rest again.
+A tenant's tokens are a bucket that fills at a steady rate, shared by all gateways through the session store. A request pays prompt +
+max_tokens once, however often it is resumed, and gets back what it did not use. While the store does not answer, each gateway counts by
+itself with the whole rate: an outage refuses nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -31,95 +29,121 @@ if TYPE_CHECKING:  # the ledger charges the buckets of this module
 
 RETRY_AFTER_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0
-MOST_GONE = 64  # places in the heap whose clients have gone
 NEWEST = 0.1  # weight of the newest observation in the mean time between two ends
+MAX_BUCKETS = 4096  # after which full ones are forgotten
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    tenant: str
+    priority: int
+    tokens: int
+    arrival: int
+    slot: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class Admission:
     """Conservation: `num_running` <= max_num_seqs, `num_waiting` <= max_num_queued_reqs and, one request alone excepted,
-    `num_waiting_tokens` <= max_num_queued_tokens; all are 0 at rest. Nobody waits while a place is free."""
+    `num_waiting_tokens` <= max_num_queued_tokens; all are 0 at rest. Nobody waits while a slot is free."""
 
     def __init__(self, *, max_num_seqs: int, max_num_queued_reqs: int, max_num_queued_tokens: int = 1 << 62):
         self.max_num_seqs, self._max_queued = max_num_seqs, max_num_queued_reqs
         self._max_queued_tokens = max_num_queued_tokens
-        self._line: list[tuple[int, int, asyncio.Future[None]]] = []  # heap of (priority, arrival, place)
+        self._running: Counter[str] = Counter()  # by tenant
+        self._queue: list[_Waiting] = []  # by arrival
         self._arrivals = itertools.count()
         self._between_ends_s, self._last_end = 0.0, -math.inf
         self._rest = asyncio.Event()
         self._rest.set()
-        self.num_running = self.num_waiting = self.num_waiting_tokens = 0
+        self.num_running = 0  # a slot that was given to a waiting request counts from then on
         self.draining = False
 
-    @asynccontextmanager
-    async def slot(self, tokens: int = 0, priority: int = 0) -> AsyncIterator[None]:
-        """Hold one of the running places, after waiting for it; lower priorities first, then who came first. `tokens`: of the prompt.
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
 
-        Overloaded when the queue is full in requests or tokens, and says when to try again."""
-        self._check(tokens)
-        self._rest.clear()
-        await self._place(tokens, priority)
+    @property
+    def num_waiting_tokens(self) -> int:
+        return sum(waiting.tokens for waiting in self._queue)
+
+    @asynccontextmanager
+    async def slot(self, tokens: int = 0, priority: int = 0, tenant: str = "") -> AsyncIterator[None]:
+        """Hold one of the running slots, after waiting for it. `tokens`: of the prompt.
+
+        Overloaded when the queue is full in requests or tokens, with the time after which to try again. Unavailable while draining."""
+        if self.draining:
+            raise Unavailable("the gateway is draining; send the request to another one", retry_after_s=RETRY_AFTER_S)
+        if self.num_running < self.max_num_seqs:
+            self._start(tenant)
+        else:
+            await self._wait(_Waiting(tenant, priority, tokens, next(self._arrivals)))
         try:
             yield
         finally:
             self._note_end()
-            self._leave()
+            self._leave(tenant)
 
     async def at_rest(self) -> None:
         """Return when nothing runs or waits."""
         await self._rest.wait()
 
-    def _check(self, tokens: int) -> None:
-        if self.draining:
-            raise Unavailable("the gateway is draining; send the request to another one", retry_after_s=RETRY_AFTER_S)
-        if self.num_running < self.max_num_seqs:
-            return
-        if self.num_waiting >= self._max_queued:
-            message = f"the queue holds {self.num_waiting} requests, its limit"
-        elif self.num_waiting and self.num_waiting_tokens + tokens > self._max_queued_tokens:
-            message = (
-                f"the queue holds prompts of {self.num_waiting_tokens} tokens; its limit is {self._max_queued_tokens}"
-            )
-        else:
-            return
-        raise Overloaded(message, retry_after_s=self._retry_after_s())
-
-    async def _place(self, tokens: int, priority: int) -> None:
-        """Wait for a place and take it; between waiting and running a request must not look like none."""
-        if self.num_running < self.max_num_seqs:
-            self.num_running += 1
-            return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._line, (priority, next(self._arrivals), place))
-        self.num_waiting += 1
-        self.num_waiting_tokens += tokens
+    async def _wait(self, waiting: _Waiting) -> None:
+        self._make_room(waiting)
+        self._queue.append(waiting)
         try:
-            await place
+            await waiting.slot
         except BaseException:
-            if place.done() and not place.cancelled():  # it was given the place and leaves before it knew
-                self._leave()
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+            elif waiting.slot.done() and not waiting.slot.cancelled() and not waiting.slot.exception():
+                self._leave(waiting.tenant)  # it was given the slot and leaves before it knew
             raise
-        finally:
-            self.num_waiting -= 1
-            self.num_waiting_tokens -= tokens
-            place.cancel()
-            self._forget_gone()
-            self._note_rest()
 
-    def _leave(self) -> None:
-        """Give the place back, or to the next in line."""
+    def _make_room(self, waiting: _Waiting) -> None:
+        """Overloaded unless the queue holds one more, perhaps after refusing a request of the tenant that has the most there."""
+        while (full := self._full(waiting.tokens)) is not None:
+            refused = self._newest_of_largest(waiting.tenant)
+            error = Overloaded(full, retry_after_s=self._retry_after_s())
+            if refused is None:
+                raise error
+            self._queue.remove(refused)
+            refused.slot.set_exception(error)
+
+    def _full(self, tokens: int) -> str | None:
+        if self.num_waiting >= self._max_queued:
+            return f"the queue holds {self.num_waiting} requests, its limit"
+        held = self.num_waiting_tokens
+        if self._queue and held + tokens > self._max_queued_tokens:
+            return f"the queue holds prompts of {held} tokens; its limit is {self._max_queued_tokens}"
+        return None
+
+    def _newest_of_largest(self, tenant: str) -> _Waiting | None:
+        """None unless some tenant has at least two more waiting requests than this one: afterwards it still has no fewer."""
+        counts = Counter(waiting.tenant for waiting in self._queue)
+        largest, most = max(counts.items(), key=lambda of: of[1], default=("", 0))
+        if most < counts[tenant] + 2:
+            return None
+        return next(waiting for waiting in reversed(self._queue) if waiting.tenant == largest)
+
+    def _start(self, tenant: str) -> None:
+        self._rest.clear()
+        self.num_running += 1
+        self._running[tenant] += 1
+
+    def _leave(self, tenant: str) -> None:
+        """Free a slot, and give it to the next in the queue."""
         self.num_running -= 1
-        while self._line and self.num_running < self.max_num_seqs:
-            *_, place = heapq.heappop(self._line)
-            if not place.done():
-                self.num_running += 1
-                place.set_result(None)
-        self._note_rest()
-
-    def _forget_gone(self) -> None:
-        """Who left the line stays in the heap until it is large: it must not grow with clients that come and go."""
-        if len(self._line) > 2 * self.num_waiting + MOST_GONE:
-            self._line = [waiting for waiting in self._line if not waiting[2].done()]
-            heapq.heapify(self._line)
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant]
+        self._queue = [waiting for waiting in self._queue if not waiting.slot.done()]  # cancelled ones
+        if self._queue and self.num_running < self.max_num_seqs:
+            following = min(self._queue, key=lambda w: (w.priority, self._running[w.tenant], w.arrival))
+            self._queue.remove(following)
+            self._start(following.tenant)
+            following.slot.set_result(None)
+        if not self.num_running:
+            self._rest.set()
 
     def _note_end(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -128,17 +152,9 @@ class Admission:
         self._last_end = now
 
     def _retry_after_s(self) -> float:
-        """When the queue of now will have been served, at the pace of late."""
+        """When the queue of now will have been served, at the recent pace."""
         wait_s = self.num_waiting * self._between_ends_s
         return float(math.ceil(min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)))
-
-    def _note_rest(self) -> None:
-        if not self.num_running and not self.num_waiting:
-            self._rest.set()
-
-
-LONGEST_RETRY_AFTER_S = 60.0
-FORGET_AT = 4096  # tenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +166,7 @@ class Rate:
 
 
 class Buckets:
-    """Buckets of one process; the rule is that of `redis_schema.TAKE_TOKENS`. `now` is in seconds."""
+    """Buckets of one process; the rule is that of `redis_store.TAKE_TOKENS`. `now` is in seconds."""
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
@@ -165,7 +181,7 @@ class Buckets:
         if cost > 0 and level < needed:
             return (needed - level) / rate.tokens_per_s
         self._levels[tenant] = min(rate.size, level - cost), now
-        if len(self._levels) > FORGET_AT:
+        if len(self._levels) > MAX_BUCKETS:
             self._levels = {name: known for name, known in self._levels.items() if not self._full(known, rate)}
         return 0.0
 
@@ -173,23 +189,25 @@ class Buckets:
         return known[0] + (self._now() - known[1]) * rate.tokens_per_s >= rate.size
 
 
-def refusal(tenant: str, cost: int, wait_s: float) -> RateLimited:
-    """What a tenant is told whose bucket is empty."""
+def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
     retry_after_s = float(math.ceil(min(wait_s, LONGEST_RETRY_AFTER_S)))
     return RateLimited(f"tenant: {tenant!r} has used up its tokens; {cost} are asked for", retry_after_s=retry_after_s)
 
 
 class Account:
-    """Of one drive of one request; a context manager around it. No rate: nothing costs anything."""
+    """What one request costs its tenant, as a context manager around the request on this gateway. No rate: nothing costs anything.
+
+    Who takes a request over from a gateway that may still run, or has died, inherits what was paid; who resumes one that was interrupted,
+    and its rest given back, pays for this rest again."""
 
     def __init__(self, ledger: Ledger, plan: Plan, rate: Rate | None):
         self._ledger, self._plan, self._rate = ledger, plan, rate
         self._price = len(plan.first.prompt) + plan.first.stopping.max_tokens
-        self._held = 0  # paid, and not given back so far
+        self._paid = 0  # and not given back so far
         self._entry: Entry | None = None
 
     async def __aenter__(self) -> Self:
-        """RateLimited when the tenant has used up its tokens. What is resumed is looked up first, see `resumed`."""
+        """RateLimited when the tenant has used up its tokens. A request that is resumed is looked up first, see `resumed`."""
         if self._plan.request.resume is None:
             await self._pay(self._price)
         return self
@@ -199,7 +217,7 @@ class Account:
         if not record.finished:
             await self._pay(owed(self._price, len(self._plan.first.prompt), record))
 
-    def driven(self, entry: Entry) -> None:
+    def started(self, entry: Entry) -> None:
         """It runs; from now on its prompt is used."""
         self._entry = entry
 
@@ -207,19 +225,19 @@ class Account:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         used = len(self._plan.first.prompt) + len(self._entry.tokens) if self._entry else 0
-        if self._rate is None or used >= self._held:
+        if self._rate is None or used >= self._paid:
             return
         if self._entry is None or await self._ledger.confirmed(self._entry):
-            await self._ledger.charge(self._plan.first.tenant, used - self._held, self._rate)
+            await self._ledger.charge(self._plan.first.tenant, used - self._paid, self._rate)
 
     async def _pay(self, cost: int) -> None:
         if self._rate is not None and cost:
             await self._ledger.charge(self._plan.first.tenant, cost, self._rate)
-        self._held = self._price
+        self._paid = self._price
 
 
 def owed(price: int, num_prompt: int, record: Record) -> int:
-    """Tokens to pay for an unfinished request: all of an unknown one, nothing where the last driver gave nothing back."""
+    """Tokens to pay for an unfinished request: all of an unknown one, nothing while the last gateway gave nothing back."""
     if not record.fields:
         return price
     return 0 if record.running else max(0, price - num_prompt - len(record.output))

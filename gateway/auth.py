@@ -6,7 +6,7 @@ A file of keys, hashed at rest. `rootward keys new NAME` makes an entry and prin
       - name: mobile-app
         sha256: 5e88…                       # of the key; the key itself is stored nowhere
         tenant: mobile                      # default: the name
-        scopes: [generate]                  # generate, admin (default: generate)
+        scopes: [generate]                  # generate, priority, admin (default: generate)
         models: [my-model]                  # default: all
         expires: 2027-01-01T00:00:00Z       # default: never
 
@@ -52,6 +52,7 @@ class Scope(StrEnum):
     """What a key may do."""
 
     GENERATE = "generate"  # text, tokens, models, load
+    PRIORITY = "priority"  # run before the requests of others (priority below 0)
     ADMIN = "admin"  # drain, abort and watch what others run; metrics
 
 

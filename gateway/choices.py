@@ -37,7 +37,7 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
     for index in range(len(given) * request.n):
         own = f"{name}{MARK}{index}" if index else name
         prompt, choice = given[index // request.n], index % request.n
-        made.append(replace(request, prompt=prompt, request_id=own, n=1, choice=choice, index=index))
+        made.append(replace(request, prompt=prompt, request_id=own, choice=choice, index=index))
     return made
 
 

@@ -1,38 +1,46 @@
-"""The moment at which a request stops waiting: its deadline, or earlier when somebody aborts it.
+"""One request from dispatch to its end: attempts at verifiers, joined into one stream.
 
-Speculation counts of attempts that did not live to report them, and of all attempts together.
-
-One request from dispatch to its end: attempts at verifiers, joined into one stream without a seam.
+A verifier that dies is replaced: a new epoch makes everything the lost attempt may still send stale, and the next verifier continues after
+the committed tokens. A request during which a verifier died before its first token is tried once more, while no other such request is, and
+refused from then on (`PoisonList`): it may be what verifiers die of.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any, TypeVar
 
 import structlog
 
+from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending, Seen, Timing, Usage
-from gateway.router import Outcome, Upstream, Upstreams
+from gateway.router import Upstream, Upstreams
 from gateway.session_store import Entry, Ledger, Run, StreamInterrupted, finish_to_field
 from gateway.tokenizer import Output, Span
-from gateway.watching import Told
+from gateway.watching import WatchedRequest
 from rootward.core.requests import (
     Committed,
     Finish,
     FinishReason,
     Prefilled,
     SpeculationStats,
-    TokenLogprob,
     VerifierRequest,
 )
-from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
+
+log = structlog.get_logger()
+
+MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
+MAX_DEATHS = 2  # of verifiers before the first token of a request
+POISON_TTL_S = 600.0
+MAX_POISON = 1024  # requests that are remembered
 
 T = TypeVar("T")
 
@@ -41,8 +49,14 @@ class Aborted(Exception):
     """The request was aborted while it waited."""
 
 
+class PoisonRequest(InvalidRequest):
+    """Verifiers died while they worked on a request like this one."""
+
+    reason = "POISON_REQUEST"
+
+
 class Cutoff:
-    """One per request. `deadline` is in seconds of the loop's clock; None = never."""
+    """The moment at which a request stops waiting: its deadline, in seconds of the loop's clock (None = never), or an abort before it."""
 
     def __init__(self, deadline: float | None):
         self.deadline = deadline
@@ -75,60 +89,42 @@ class Cutoff:
             self._timer = None
 
 
-def derived(accepted: Sequence[bool]) -> SpeculationStats:
-    """Counts as far as committed tokens tell: every round ends with its bonus token.
+class PoisonList:
+    """Requests that verifiers died of, by a hash of their content, for `POISON_TTL_S`. `now` is in seconds."""
 
-    A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
-    only the accepted ones are counted.
-    """
-    lengths, length = [], 0
-    for flag in accepted:
-        if flag:
-            length += 1
-        else:
-            lengths.append(length)
-            length = 0
-    if length:  # cut inside a round
-        lengths.append(length)
-    histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
-    num_tree = sum(n > 0 for n in lengths)
-    total = sum(lengths)
-    return SpeculationStats(num_tree, len(lengths) - num_tree, total, total, tuple(histogram))
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self._added: OrderedDict[bytes, float] = OrderedDict()
+        self.exclusive = asyncio.Lock()  # held by a request under suspicion until its first token
 
+    def check(self, request: VerifierRequest) -> None:
+        """PoisonRequest if a request of this content is on the list."""
+        added = self._added.get(_content(request))
+        if added is not None and self._now() - added < POISON_TTL_S:
+            fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
+            raise PoisonRequest("request", "refused", fix)
 
-def predicted(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int] | None:
-    """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
-    if not prediction:
-        return None
-    both = (Counter(prediction) & Counter(output)).total()
-    return both, len(prediction) - both
+    def add(self, request: VerifierRequest) -> None:
+        content = _content(request)
+        self._added[content] = self._now()
+        self._added.move_to_end(content)
+        while len(self._added) > MAX_POISON:
+            self._added.popitem(last=False)
+        log.error("poison_request", content=content.hex(), request_id=request.request_id, tenant=request.tenant)
 
 
-def joined(first: SpeculationStats, second: SpeculationStats) -> SpeculationStats:
-    """Both together; names are those of the second."""
-    pairs = zip_longest(first.acceptance_histogram, second.acceptance_histogram, fillvalue=0)
-    return SpeculationStats(
-        first.num_spec_steps + second.num_spec_steps,
-        first.num_plain_steps + second.num_plain_steps,
-        first.num_draft_tokens + second.num_draft_tokens,
-        first.num_accepted_draft_tokens + second.num_accepted_draft_tokens,
-        tuple(a + b for a, b in pairs),
-        first.num_drafter_misses + second.num_drafter_misses,
-        second.drafter,
-        second.verification,
-        second.seed,
-    )
-
-
-log = structlog.get_logger()
-
-MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
+def _content(request: VerifierRequest) -> bytes:
+    """What a verifier computes with; not what a client can vary at no cost (ids, seed, deadline, salt)."""
+    asked = (request.prompt, request.sampling, request.stopping, request.structure, request.prediction)
+    logprobs = (request.logprobs, request.prompt_logprobs)
+    return blake2b(repr((asked, logprobs)).encode(errors="replace"), digest_size=16).digest()
 
 
 class Generation:
     """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock.
 
-    An entry that has tokens already is one that is resumed: they come first, and `ended` says how it ended if it has.
+    An entry that has tokens already is one that is resumed: they come first, and `ended` says how it ended if it has. `held`: tokens of the
+    prompt that each verifier is thought to hold.
     """
 
     def __init__(
@@ -140,29 +136,28 @@ class Generation:
         *,
         upstreams: Upstreams,
         ledger: Ledger,
-        arrived: float,
-        held: dict[str, int] | None = None,
-        ended: Finish | None = None,
-        on_redispatch: Callable[[], None] = lambda: None,
-        on_routed: Callable[[Outcome], None] = lambda outcome: None,
-        told: Told | None = None,
-        redispatch_wait_s: float = 10.0,
+        metrics: Metrics,
+        poison: PoisonList,
+        watched: WatchedRequest,
+        held: dict[str, int],
+        ended: Finish | None,
+        redispatch_wait_s: float,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
-        self._upstreams, self._ledger = upstreams, ledger
-        self._held, self._on_redispatch, self._on_routed = held or {}, on_redispatch, on_routed
-        self._ended, self._told = ended, told
+        self._upstreams, self._ledger, self._metrics, self._poison = upstreams, ledger, metrics, poison
+        self._watched, self._held, self._ended = watched, held, ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
-        self._arrived, self._started = arrived, self._now()
+        self._arrived, self._started = watched.arrived, self._now()
         self._first_at: float | None = None
         self._flags: list[bool] = []  # accepted or bonus, of the running attempt
         self._lost_stats = SpeculationStats()  # of the attempts before it
-        self._heard, self._prefilled = False, Prefilled()  # of the first attempt
+        self._prefilled: Prefilled | None = None  # of the first attempt: to later ones more of the prompt may be cached
         self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
         self._num_sent = 0
         self._failed: set[str] = set()
-        self._fruitless = 0
+        self._fruitless = 0  # attempts in a row without a token
+        self._deaths = 0  # of verifiers before the first token
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Closing it cancels the verifier's stream. The last delta has an ending."""
@@ -171,21 +166,28 @@ class Generation:
             yield delta
             if delta.ending:
                 return
+        self._poison.check(self._plan.first)
         while (reason := self._over()) is None:
-            try:
-                upstream = await self._cutoff.wait(self._choose(), "dispatch")
-            except Aborted:
-                continue
-            try:
-                async with aclosing(self._attempt(upstream)) as runs:
-                    async for run in runs:
-                        delta = self._take(run)
-                        if delta.spans or delta.ending or delta.rounds:
-                            yield delta
-                        if delta.ending:
-                            return
-            except (Unavailable, Overloaded) as error:
-                await self._recover(upstream, error)
+            async with AsyncExitStack() as exclusive:
+                try:
+                    if self._deaths:
+                        await self._cutoff.wait(exclusive.enter_async_context(self._poison.exclusive), "dispatch")
+                    upstream = await self._cutoff.wait(self._choose(), "dispatch")
+                except Aborted:
+                    continue
+                incarnation = upstream.incarnation
+                try:
+                    async with aclosing(self._attempt(upstream)) as runs:
+                        async for run in runs:
+                            delta = self._take(run)
+                            if self._entry.tokens:
+                                await exclusive.aclose()
+                            if delta.spans or delta.ending or delta.rounds:
+                                yield delta
+                            if delta.ending:
+                                return
+                except (Unavailable, Overloaded) as error:
+                    await self._recover(upstream, incarnation, error)
         yield self._last(Finish(reason))
 
     def _over(self) -> FinishReason | None:
@@ -207,11 +209,10 @@ class Generation:
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
-        self._on_routed(choice.outcome)
+        self._metrics.routed(choice.outcome)
         self._ledger.note(self._entry, verifier=choice.name)
         self._ledger.computed(self._plan.first, (), choice.name)
-        if self._told is not None:
-            self._told.sent(choice.name, self._entry.epoch)
+        self._watched.sent(choice.name, self._entry.epoch)
         return self._upstreams.get(choice.name)
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
@@ -240,17 +241,33 @@ class Generation:
         return replace(self._plan.first, committed=tuple(entry.tokens), epoch=entry.epoch, deadline_s=left)
 
     def _take(self, run: Committed) -> Delta:
-        """Tokens of this epoch that are new; everything else is dropped."""
+        """Tokens of this epoch that are new; everything else is dropped. Unavailable for a run that does not continue the output."""
         known = len(self._entry.tokens)
         if run.epoch != self._entry.epoch:
             return self._delta([])
         if run.offset > known:
             raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
+        if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
+            raise Unavailable(f"the verifier sent {len(run.logprobs)} logprobs for {len(run.tokens)} tokens")
         self._read_prompt(run)
-        new = Run(run.tokens, run.accepted, self._logprobs(run)).since(known - run.offset)
-        self._note(new)
+        new = Run(run.tokens, run.accepted, run.logprobs).since(known - run.offset)
+        if new:
+            self._watched.round(known, new.accepted)
+            self._ledger.extend(self._entry, new)
+            self._flags += new.accepted
+            self._first_at = self._first_at or self._now()
+            self._fruitless = 0
         rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
         return self._shown(new, run.finish, rounds)
+
+    def _read_prompt(self, run: Committed) -> None:
+        if self._prefilled is not None:
+            return
+        first, prefilled = self._plan.first, run.prefilled or Prefilled()
+        num_logprobs = len(prefilled.logprobs)
+        if first.prompt_logprobs is not None and num_logprobs != len(first.prompt) - 1:
+            raise Unavailable(f"the verifier sent {num_logprobs} logprobs for a prompt of {len(first.prompt)} tokens")
+        self._prefilled = prefilled
 
     def _resumed(self) -> Delta:
         """What was committed before this gateway took over. The whole of it, whatever the client has received."""
@@ -268,36 +285,18 @@ class Generation:
             return self._delta(spans, rounds=rounds)
         return self._last(finish, spans, rounds)
 
-    def _read_prompt(self, run: Committed) -> None:
-        """What the first attempt told of the prompt counts; to later ones it may be cached."""
-        if self._heard:
-            return
-        first, prefilled = self._plan.first, run.prefilled or Prefilled()
-        told = len(prefilled.logprobs)
-        if first.prompt_logprobs is not None and told != len(first.prompt) - 1:
-            raise Unavailable(f"the verifier sent {told} logprobs for a prompt of {len(first.prompt)} tokens")
-        self._heard, self._prefilled = True, prefilled
-
-    def _logprobs(self, run: Committed) -> tuple[TokenLogprob, ...]:
-        """One per token where the client asked for them."""
-        if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
-            raise Unavailable(f"the verifier sent {len(run.logprobs)} logprobs for {len(run.tokens)} tokens")
-        return run.logprobs
-
-    def _note(self, run: Run) -> None:
-        if run:
-            if self._told is not None:
-                self._told.round(len(self._entry.tokens), run.accepted)
-            self._ledger.extend(self._entry, run)
-            self._flags += run.accepted
-            self._first_at = self._first_at or self._now()
-            self._fruitless = 0
-
     def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         offset = self._num_sent
         self._num_sent += len(spans)
-        name, prompt, told = self._plan.request.request_id, self._plan.first.prompt, self._prefilled.logprobs
-        return Delta(name, offset, tuple(spans), ending, prompt=prompt, prompt_logprobs=told, rounds=rounds)
+        return Delta(
+            self._plan.request.request_id,
+            offset,
+            tuple(spans),
+            ending,
+            prompt=self._plan.first.prompt,
+            prompt_logprobs=self._prefilled.logprobs if self._prefilled else (),
+            rounds=rounds,
+        )
 
     def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
@@ -323,34 +322,48 @@ class Generation:
 
     def _usage(self, num_output: int) -> Usage:
         first = self._plan.first
-        shown = self._entry.tokens[:num_output]
-        return Usage(len(first.prompt), num_output, self._prefilled.num_cached, predicted(first.prediction, shown))
+        predicted = prediction_counts(first.prediction, self._entry.tokens[:num_output])
+        return Usage(len(first.prompt), num_output, self._prefilled.num_cached if self._prefilled else 0, predicted)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
         reported = finish is not None and finish.stats != SpeculationStats()
-        last = finish.stats if finish is not None and reported else derived(self._flags)
-        return replace(joined(self._lost_stats, last), seed=self._plan.first.seed)
+        last = finish.stats if finish is not None and reported else stats_from_flags(self._flags)
+        return replace(sum_of_stats(self._lost_stats, last), seed=self._plan.first.seed)
 
     def _timing(self) -> Timing:
         now, since = self._now(), self._arrived
         first = self._first_at or now
         return Timing(*(1000 * s for s in (self._started - since, first - since, now - first, now - since)))
 
-    async def _recover(self, upstream: Upstream, error: Unavailable | Overloaded) -> None:
+    async def _recover(self, upstream: Upstream, incarnation: int, error: Unavailable | Overloaded) -> None:
         """After a lost attempt: a new epoch, so that nothing of the old one counts, and a verifier that answers."""
-        self._lost_stats = joined(self._lost_stats, derived(self._flags))
+        self._lost_stats = sum_of_stats(self._lost_stats, stats_from_flags(self._flags))
         self._flags = []
         self._failed.add(upstream.name)
         self._fruitless += 1
         others = any(u.ready and u.name not in self._failed for u in self._upstreams)
         full = isinstance(error, Overloaded)
+        if not full:
+            await self._count_death(upstream, incarnation, error)
         if self._fruitless > MAX_FRUITLESS or (full and not others):
             raise self._interrupted(str(error)) if self._num_sent else error
         if not full:
             self._upstreams.lost(upstream.name)
         log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
-        self._on_redispatch()
+        self._metrics.redispatched()
         await self._ledger.next_epoch(self._entry)
+
+    async def _count_death(self, upstream: Upstream, incarnation: int, error: ServiceError) -> None:
+        """PoisonRequest when this was the second verifier that accepted the request and died before its first token."""
+        if self._entry.tokens or "failed to connect" in str(error):  # it was gone before it saw the request
+            return
+        if not await self._upstreams.has_died(upstream, incarnation):
+            return
+        self._deaths += 1
+        if self._deaths >= MAX_DEATHS:
+            self._poison.add(self._plan.first)
+            self._metrics.poisoned()
+            self._poison.check(self._plan.first)
 
     def _patience(self) -> float:
         """Before the first token a client had better try again itself, and soon."""
@@ -367,3 +380,46 @@ class Generation:
 
 async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:
     return await anext(stream, None)
+
+
+def stats_from_flags(accepted: Sequence[bool]) -> SpeculationStats:
+    """Counts of an attempt that was lost before it reported them, as far as committed tokens tell: every round ends with its bonus token.
+
+    A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
+    only the accepted ones are counted.
+    """
+    lengths, length = [], 0
+    for flag in accepted:
+        if flag:
+            length += 1
+        else:
+            lengths.append(length)
+            length = 0
+    if length:  # cut inside a round
+        lengths.append(length)
+    histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
+    num_tree = sum(n > 0 for n in lengths)
+    total = sum(lengths)
+    return SpeculationStats(num_tree, len(lengths) - num_tree, total, total, tuple(histogram))
+
+
+def sum_of_stats(first: SpeculationStats, second: SpeculationStats) -> SpeculationStats:
+    """Both together; names are those of the second."""
+    pairs = zip_longest(first.acceptance_histogram, second.acceptance_histogram, fillvalue=0)
+    return replace(
+        second,
+        num_spec_steps=first.num_spec_steps + second.num_spec_steps,
+        num_plain_steps=first.num_plain_steps + second.num_plain_steps,
+        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
+        num_accepted_draft_tokens=first.num_accepted_draft_tokens + second.num_accepted_draft_tokens,
+        acceptance_histogram=tuple(a + b for a, b in pairs),
+        num_drafter_misses=first.num_drafter_misses + second.num_drafter_misses,
+    )
+
+
+def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int] | None:
+    """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
+    if not prediction:
+        return None
+    both = (Counter(prediction) & Counter(output)).total()
+    return both, len(prediction) - both

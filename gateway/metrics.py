@@ -79,6 +79,7 @@ class Metrics:
         self._redispatched = counter("redispatch", "Attempts lost and begun anew.")
         self._resumed = counter("requests_resumed", "Requests taken up again by clients.")
         self._routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
+        self._poisoned = counter("requests_poisoned", "Requests refused because verifiers died of them.")
         self._running = gauge("num_requests_running", "Requests at verifiers.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a place.")
         self._ready = gauge("upstream_ready", "Verifiers that take requests.")
@@ -118,6 +119,9 @@ class Metrics:
 
     def redispatched(self) -> None:
         self._redispatched.inc()
+
+    def poisoned(self) -> None:
+        self._poisoned.inc()
 
     def routed(self, outcome: Outcome) -> None:
         self._routed.labels(outcome.value).inc()

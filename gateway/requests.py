@@ -62,7 +62,7 @@ class GenerateRequest:
     prediction: str | tuple[int, ...] = ""  # the output that the client expects
     cache_salt: str = ""  # prompts with different salts never share cached prefixes
     traceparent: str = ""  # W3C trace context of the client; "" = none
-    n: int = 1  # choices; the service itself runs one at a time, see choices.py
+    n: int = 1  # choices that the client asked for; this is one of them, see choices.py
     choice: int = 0  # which of them: its noise is that of (seed, choice)
     index: int = 0  # of this output among all of the client's request
     priority: int = 0  # lower runs earlier

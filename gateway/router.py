@@ -184,6 +184,11 @@ class Upstream:
     def ready(self) -> bool:
         return self.answers and self.fits and self.listed and self.info is not None and not self.info.draining
 
+    @property
+    def incarnation(self) -> int:
+        """Of its process, as it last said; 0 = it has not answered yet."""
+        return self.info.incarnation if self.info else 0
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         self.num_in_flight += 1
@@ -263,6 +268,11 @@ class Upstreams:
         """A stream of this verifier broke: not ready until it answers again."""
         if (lost := self._upstreams.get(name)) is not None:
             lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
+
+    async def has_died(self, upstream: Upstream, incarnation: int) -> bool:
+        """Whether the process that was `incarnation` has gone: nothing answers there, or another process does. Asks it now."""
+        await self._ask(upstream)
+        return not upstream.answers or upstream.incarnation != incarnation
 
     async def run(self) -> None:
         """Follow the sources and ask every verifier, until cancelled; then those that were dialled are closed."""

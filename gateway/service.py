@@ -8,12 +8,15 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from gateway import planning
 from gateway.admission import Account, Admission, Rate
+from gateway.auth import Scope, caller
 from gateway.choices import belongs
-from gateway.generation import Aborted, Cutoff, Generation
+from gateway.generation import Aborted, Cutoff, Generation, PoisonList
+from gateway.grammar_check import GrammarCheck
 from gateway.metrics import Metrics
 from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, within, without_texts
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage, seen_at_the_end
@@ -33,18 +36,22 @@ from gateway.session_store import (
     stale,
     with_seed,
 )
-from gateway.tokenizer import Output, Span, Tokenizer
-from gateway.watching import Begun, Ended, Told, Watching
+from gateway.tokenizer import INLINE_CHARACTERS, Output, Span, Tokenizer, TokenizerPool
+from gateway.watching import WatchedRequest, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
-from rootward.errors import ServiceError, Unavailable
+from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
 from rootward.ports import Lease, ModelInfo
 from rootward.tracing import note, request_span, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to let go of everything
-INLINE_CHARACTERS = 2000  # shorter texts are tokenised in the loop; longer ones on a thread
-INLINE_TOKENS = 500  # the same for ids that become text
-MAX_THREADS = 2  # of those that tokenise at a time: enough to keep the loop free, too few to keep it from its turn
+INLINE_TOKENS = INLINE_CHARACTERS // 4  # fewer become text in the loop
+CHARACTERS_A_TOKEN = (
+    16  # a prompt of more than so many times the context cannot fit: it is refused before it is tokenised
+)
+MIN_CONTEXT = 2048  # tokens; small models take as many characters as one of this context
+MIN_DETOKENIZED = 1 << 16  # ids of one call that are always taken
+TOKENISED_A_CHARGE = 64  # characters whose tokenisation costs a tenant as much as one token of a request
 
 T = TypeVar("T")
 
@@ -58,6 +65,8 @@ class Limits:
     max_num_queued_tokens: int = 1 << 62  # of their prompts
     max_prompt_tokens: int = 0  # of one request; 0 = what the context holds
     max_output_tokens: int = 0  # that one request may ask for; 0 = what the context holds
+    max_prompt_characters: int = 0  # of one prompt; 0 = CHARACTERS_A_TOKEN times the context
+    max_choices: int = 128  # `n` of one request
     tenant_rate: Rate | None = None  # None = no limit
     request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
     redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
@@ -109,12 +118,15 @@ class GatewayService:
         self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
-        self._tokenising = asyncio.Semaphore(MAX_THREADS)
+        self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
+        self._poison = PoisonList(_loop_time)
+        self.drained = asyncio.Event()  # set when a drain that was asked for over the network has ended
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> GatewayService:
         self.started = _loop_time()
+        await self._ledger.probe()
         await self._group.__aenter__()
         self._loops = [self._group.create_task(loop) for loop in (self.upstreams.run(), self._ledger.run())]
         return self
@@ -125,6 +137,8 @@ class GatewayService:
         await self._group.__aexit__(None, None, None)
         await self._ledger.flush()
         await self._store.close()
+        await self._grammars.close()
+        self._pool.close()
 
     @property
     def model(self) -> ModelInfo:
@@ -155,6 +169,7 @@ class GatewayService:
         about: dict[str, str | int] = {"model": self.served_model, "choice": request.choice}
         with self.metrics.of(request) as watched, request_span("gateway.request", request.traceparent, **about) as span:
             check_resume(request)
+            self._check_allowed(request)
             request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
             note(span, request_id=request_id)
             request = replace(request, request_id=request_id, traceparent=traceparent or request.traceparent)
@@ -171,7 +186,7 @@ class GatewayService:
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         size = len(request.prediction) + sum(map(len, request.bad_words))
-        request = await self.off_loop(size > INLINE_CHARACTERS, without_texts, request, self.tokenizer)
+        request = await self._pool.run(size, without_texts, request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
@@ -199,30 +214,39 @@ class GatewayService:
         raise Unavailable("the generation ended without a finish", retry_after_s=1.0)
 
     async def tokenize(
-        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None
+        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None, tenant: str = ""
     ) -> tuple[int, ...]:
-        """Token ids of a text or conversation; none for an empty text."""
+        """Token ids of a text or conversation; none for an empty text. Charged to the tenant."""
         check_model(model, self.served_model)
         if prompt == "":
             return ()
+        self._check_characters(prompt)
+        await self._charge(tenant, _characters(prompt))
         return await self.prompt_ids(GenerateRequest(prompt, add_special_tokens=add_special_tokens))
 
     async def detokenize(
-        self, ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True, field: str = "token_ids"
+        self,
+        ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        field: str = "token_ids",
+        tenant: str = "",
     ) -> str:
-        """The text of token ids. InvalidRequest, naming `field`, for ids that are none."""
+        """The text of token ids. InvalidRequest, naming `field`, for ids that are none. Charged to the tenant."""
         check_model(model, self.served_model)
+        longest = max(self.model.max_positions, MIN_DETOKENIZED)
+        if len(ids) > longest:
+            raise ContextLengthExceeded(field, len(ids), f"ids are more than {longest}; send them in parts")
         check_ids(field, ids, self.model.vocab_size)
-        return await self.off_loop(
-            len(ids) > INLINE_TOKENS, lambda: self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        )
+        await self._charge(tenant, 4 * len(ids))
+        decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        return await self._pool.run(4 * len(ids), decode, ids)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         decode = self.tokenizer.decode
-        return await self.off_loop(
-            len(ids) > INLINE_TOKENS, lambda: [decode([i], skip_special_tokens=False) for i in ids]
-        )
+        return await self._pool.run(4 * len(ids), lambda: [decode([i], skip_special_tokens=False) for i in ids])
 
     def abort(
         self, request_ids: Sequence[str], error: ServiceError | None = None, *, tenant: str | None = None
@@ -248,10 +272,11 @@ class GatewayService:
     def start_draining(self, timeout_s: float) -> None:
         """Drain without waiting for its end."""
         self.admission.draining = True
-        self._loops.append(self._group.create_task(self._drained(timeout_s)))
+        self._loops.append(self._group.create_task(self._drain_and_tell(timeout_s)))
 
-    async def _drained(self, timeout_s: float) -> None:
+    async def _drain_and_tell(self, timeout_s: float) -> None:
         await self.drain(timeout_s)
+        self.drained.set()
 
     async def _at_rest(self, timeout_s: float) -> bool:
         try:
@@ -262,18 +287,38 @@ class GatewayService:
         return True
 
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Token ids of its prompt, as `generate` would take them."""
+        """Token ids of its prompt, as `generate` would take them. ContextLengthExceeded, by characters, before it is tokenised."""
         check_model(request.model, self.served_model)
         prompt = request.prompt
-        long = isinstance(prompt, Chat) or (isinstance(prompt, str) and len(prompt) > INLINE_CHARACTERS)
-        return await self.off_loop(long, planning.prompt_ids, request, self.tokenizer)
+        if isinstance(prompt, tuple):
+            return prompt
+        self._check_characters(prompt)
+        size = _characters(prompt) if isinstance(prompt, str) else INLINE_CHARACTERS + _characters(prompt)
+        return await self._pool.run(size, planning.prompt_ids, request, self.tokenizer)
 
     async def off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
-        """What the tokenizer makes of something; on a thread if that takes long."""
-        if not long:
-            return call(*arguments)
-        async with self._tokenising:
-            return await asyncio.to_thread(call, *arguments)
+        """The result of a call of the tokenizer; on one of its threads if it is a long one."""
+        return await self._pool.run(INLINE_CHARACTERS + 1 if long else 0, call, *arguments)
+
+    def _check_characters(self, prompt: str | Chat) -> None:
+        limit = self.limits.max_prompt_characters
+        if not limit:
+            model = self.upstreams.model
+            limit = CHARACTERS_A_TOKEN * max(model.max_positions if model else 0, MIN_CONTEXT)
+        if (size := _characters(prompt)) > limit:
+            field = "messages" if isinstance(prompt, Chat) else "prompt"
+            raise ContextLengthExceeded(field, size, f"characters are more than this server takes, {limit}; shorten it")
+
+    async def _charge(self, tenant: str, characters: int) -> None:
+        if self.limits.tenant_rate is not None:
+            await self._ledger.charge(tenant, -(-characters // TOKENISED_A_CHARGE), self.limits.tenant_rate)
+
+    def _check_allowed(self, request: GenerateRequest) -> None:
+        """What the operator or the caller's key does not allow. InvalidRequest or PermissionDenied."""
+        if request.n > self.limits.max_choices:
+            raise InvalidRequest("n", request.n, f"is more than this server gives, {self.limits.max_choices}")
+        if request.priority < 0 and (known := caller()) is not None:
+            known.require(Scope.PRIORITY)
 
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
@@ -286,8 +331,14 @@ class GatewayService:
             async with AsyncExitStack() as held:
                 first = plan.first
                 account = await held.enter_async_context(Account(self._ledger, plan, self.limits.tenant_rate))
-                slot = self.admission.slot(len(first.prompt), first.priority)
+                slot = self.admission.slot(len(first.prompt), first.priority, first.tenant)
                 await cutoff.wait(held.enter_async_context(slot), "queue")
+                if first.structure is not None:
+                    model = self.model
+                    check = self._grammars.check(
+                        first.structure, vocab_size=model.vocab_size, eos_ids=tuple(model.eos_ids)
+                    )
+                    await cutoff.wait(check, "structure")
                 yield await held.enter_async_context(self._recorded(plan, described, account, cutoff, arrived))
         finally:
             del self._live[name]
@@ -314,12 +365,12 @@ class GatewayService:
         self, plan: Plan, described: dict[str, str], account: Account, cutoff: Cutoff, arrived: float
     ) -> AsyncIterator[Generation]:
         plan, entry, record = await self._leased(plan, described, account)
-        account.driven(entry)
+        account.started(entry)
         request, error = plan.request, ""
-        told = Told(self.watching, request.request_id, request.session_id, request.tenant, arrived)
-        self.watching.begun(told, Begun(len(plan.first.prompt), len(entry.tokens)))
+        watched = WatchedRequest(self.watching, request.request_id, request.session_id, request.tenant, arrived)
+        watched.begun(len(plan.first.prompt), len(entry.tokens))
         try:
-            yield await self._generation(plan, entry, record, cutoff, told)
+            yield await self._generation(plan, entry, record, cutoff, watched)
         except ServiceError as failure:
             error = failure.reason
             raise
@@ -327,7 +378,7 @@ class GatewayService:
             finished = "finish" in entry.fields
             self._ledger.end(entry, FINISHED if finished else INTERRUPTED)
             reason = finish_of(entry.fields).reason if finished else None
-            self.watching.ended(told, Ended(reason, error, len(entry.tokens)))
+            watched.ended(reason, error, len(entry.tokens))
 
     async def _leased(self, plan: Plan, described: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """The right to drive the request, and what is known of it when it is resumed."""
@@ -353,7 +404,9 @@ class GatewayService:
         self.metrics.resumed()
         return plan, entry, record
 
-    async def _generation(self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, told: Told) -> Generation:
+    async def _generation(
+        self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, watched: WatchedRequest
+    ) -> Generation:
         request = plan.request
         held = await self._ledger.held(plan.first, request.session_id)
         if known := record.fields.get("verifier"):
@@ -366,12 +419,11 @@ class GatewayService:
             cutoff,
             upstreams=self.upstreams,
             ledger=self._ledger,
-            arrived=told.arrived,
+            metrics=self.metrics,
+            poison=self._poison,
+            watched=watched,
             held=held,
             ended=finish_of(record.fields) if record.finished else None,
-            on_redispatch=self.metrics.redispatched,
-            on_routed=self.metrics.routed,
-            told=told,
             redispatch_wait_s=self.limits.redispatch_wait_s,
         )
 
@@ -385,6 +437,12 @@ class _Live:
     request_id: str  # as its client knows it
     tenant: str
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+def _characters(prompt: str | Chat) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(value) for message in prompt.messages for value in message.values())
 
 
 def _loop_time() -> float:

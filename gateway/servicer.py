@@ -26,7 +26,6 @@ from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.router import Upstream
 from gateway.service import GatewayService
 from gateway.tokenizer import Span
-from gateway.watching import Begun, Event, Round, Sent
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.ports import ModelInfo
@@ -133,7 +132,10 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         async with errors_as_status(context):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else None
             ids = await self._service.tokenize(
-                _tokenize_prompt(request), model=request.model, add_special_tokens=special
+                _tokenize_prompt(request),
+                model=request.model,
+                add_special_tokens=special,
+                tenant=tenant(_headers(context)),
             )
             longest = self._service.model.max_positions
         return generate_pb2.TokenizeResponse(token_ids=ids, max_model_len=longest)
@@ -145,7 +147,9 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     ) -> generate_pb2.DetokenizeResponse:
         async with errors_as_status(context):
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            text = await self._service.detokenize(request.token_ids, model=request.model, skip_special_tokens=skip)
+            text = await self._service.detokenize(
+                request.token_ids, model=request.model, skip_special_tokens=skip, tenant=tenant(_headers(context))
+            )
         return generate_pb2.DetokenizeResponse(text=text)
 
 
@@ -226,7 +230,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             async with aclosing(events):
                 await context.send_initial_metadata(())  # the watch has begun
                 async for event in events:
-                    yield event_to_pb(event)
+                    yield event
 
     async def Abort(
         self,
@@ -280,8 +284,11 @@ async def _slow_clients_end(service: GatewayService) -> AsyncIterator[None]:
 
 
 def _request(message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerateRequest:  # type: ignore[type-arg]
-    metadata = {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
-    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=metadata)
+    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
+
+
+def _headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
 def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
@@ -483,29 +490,6 @@ def _template_kwargs(text: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
     return value
-
-
-def event_to_pb(event: Event) -> control_pb2.SessionEvent:
-    message = control_pb2.SessionEvent(
-        request_id=event.request_id,
-        session_id=event.session_id,
-        tenant=event.tenant,
-        elapsed_s=event.elapsed_s,
-        num_missed=event.num_missed,
-    )
-    what = event.what
-    if isinstance(what, Begun):
-        message.begun.num_prompt_tokens, message.begun.num_known_tokens = what.num_prompt_tokens, what.num_known_tokens
-    elif isinstance(what, Sent):
-        message.sent.verifier, message.sent.epoch = what.verifier, what.epoch
-    elif isinstance(what, Round):
-        told = message.round
-        told.offset, told.num_tokens, told.num_accepted = what.offset, what.num_tokens, what.num_accepted
-    else:
-        message.ended.error, message.ended.num_tokens = what.error, what.num_tokens
-        if what.reason is not None:
-            message.ended.reason = REASONS[what.reason]
-    return message
 
 
 def verifier_load_to_pb(upstream: Upstream) -> control_pb2.VerifierLoad:

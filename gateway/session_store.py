@@ -24,7 +24,7 @@ from typing import Protocol
 
 import structlog
 
-from gateway.admission import Buckets, Rate, refusal
+from gateway.admission import Buckets, Rate, out_of_tokens
 from gateway.planning import Plan
 from gateway.requests import Resume, as_chosen, of_tenant
 from gateway.router import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
@@ -395,6 +395,13 @@ class Ledger:
         self._writing = asyncio.Lock()
         self._down = False
 
+    async def probe(self) -> None:
+        """Ask whether the store answers, so that a gateway that starts without it does not make its first requests wait."""
+        try:
+            await self._store.record("")
+        except StoreUnavailable:
+            self._mark_down()
+
     async def begin(self, request_id: str, about: Mapping[str, str] | None = None, *, least_epoch: int = 1) -> Entry:
         """Take the lease of a new run; `about` goes into its record. DuplicateRequest when it is running somewhere.
 
@@ -452,7 +459,7 @@ class Ledger:
         except (StoreUnavailable, TimeoutError):
             wait_s = self._own_buckets.take(tenant, cost, rate)
         if wait_s:
-            raise refusal(tenant, cost, wait_s)
+            raise out_of_tokens(tenant, cost, wait_s)
 
     def extend(self, entry: Entry, run: Run) -> None:
         """These tokens became final. StaleEpoch when another gateway has taken over."""

@@ -7,15 +7,24 @@ that its template writes.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rootward.core.requests import TokenLogprob
-from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
+from rootward.errors import ConfigurationError, InvalidRequest, Overloaded, UnsupportedParameter
+
+INLINE_CHARACTERS = 2000  # up to which a text is tokenised in the loop
+LARGE_CHARACTERS = 1 << 16
+MAX_CALLS = 64  # at or before the threads of a pool
+
+T = TypeVar("T")
 
 _BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -42,6 +51,10 @@ class Tokenizer(Protocol):
     @property
     def content_hash(self) -> str:
         """Hash of what decides between text and ids; "" without a vocabulary."""
+
+    @property
+    def backend_json(self) -> str:
+        """The tokenizer as the `tokenizers` library writes it; "" without one."""
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]: ...
 
@@ -111,6 +124,12 @@ class HuggingFaceTokenizer:
         from rootward.engine.tokenizers import content_hash
 
         return content_hash(self._tokenizer)
+
+    @property
+    def backend_json(self) -> str:
+        """For the compiler of structured outputs; "" where only a slow tokenizer is there."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        return str(backend.to_str()) if backend is not None else ""
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids of a prompt. An empty text is the beginning-of-sequence token, or refused where there is none."""
@@ -213,6 +232,7 @@ class TokenNumbers:
     """For models without a tokenizer (`tabular:…`): a text is its token ids, each followed by a blank."""
 
     content_hash = ""
+    backend_json = ""
 
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """The numbers in the text."""
@@ -249,6 +269,34 @@ class TokenNumbers:
 
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
         return Detokenizer(self.decode, context)
+
+
+class TokenizerPool:
+    """Threads for what the tokenizer does with long texts, and no others: work elsewhere never waits for it.
+
+    One text of more than `LARGE_CHARACTERS` is worked on at a time, so that short ones always find a thread. Beyond `MAX_CALLS`
+    the next one is Overloaded."""
+
+    def __init__(self, num_threads: int = 2):
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
+        self._large = asyncio.Semaphore(max(1, num_threads - 1))
+        self._num_calls = 0
+
+    async def run(self, size: int, call: Callable[..., T], *arguments: object) -> T:
+        """The result of `call`. `size`: characters; below `INLINE_CHARACTERS` it is called at once, in the loop."""
+        if size <= INLINE_CHARACTERS:
+            return call(*arguments)
+        if self._num_calls >= MAX_CALLS:
+            raise Overloaded(f"{self._num_calls} texts wait for the tokenizer, its limit", retry_after_s=1.0)
+        self._num_calls += 1
+        try:
+            async with self._large if size > LARGE_CHARACTERS else nullcontext():
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call, *arguments)
+        finally:
+            self._num_calls -= 1
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 @cache

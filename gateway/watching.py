@@ -1,132 +1,78 @@
-"""What becomes of requests while they run, told to whoever watches: counts and times, never text.
+"""Events of requests while they run, for operators: counts and times, never text. An event is the message `SessionEvent` of the wire.
 
-Telling costs a look at a list that is nearly always empty. A watcher that is too slow misses events and is told how many.
+Without a watcher an event costs a look at an empty list. A watcher that reads too slowly misses events and is told how many.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from gateway.choices import belongs
 from rootward.core.requests import FinishReason
+from rootward.v1.control_pb2 import SessionEvent
+from rootward.wire.codec_common import REASONS
 
 MAX_WAITING = 1024  # events of one watcher
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    num_prompt_tokens: int
-    num_known_tokens: int = 0  # of the output, where it goes on with one
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    verifier: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    offset: int
-    num_tokens: int
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """No reason: it failed, or its client went away."""
-
-    reason: FinishReason | None
-    error: str
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    request_id: str
-    session_id: str
-    tenant: str
-    elapsed_s: float
-    what: Begun | Sent | Round | Ended
-    num_missed: int = 0
-
-
 @dataclass(slots=True, eq=False)
-class Watcher:
+class _Watcher:
     """Either id is empty."""
 
     session_id: str
     request_id: str
-    events: asyncio.Queue[Event] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
+    events: asyncio.Queue[SessionEvent] = field(default_factory=lambda: asyncio.Queue(MAX_WAITING))
     num_missed: int = 0
 
-    def wants(self, told: Told) -> bool:
+    def wants(self, request: WatchedRequest) -> bool:
         if self.session_id:
-            return told.session_id == self.session_id
-        return belongs(told.request_id, [self.request_id])
+            return request.session_id == self.session_id
+        return belongs(request.request_id, [self.request_id])
 
-    def take(self, event: Event) -> None:
+    def put(self, event: SessionEvent) -> None:
         """The end of a request is never missed: a watch of it would not end."""
         if self.events.full():
             self.num_missed += 1
-            if not isinstance(event.what, Ended):
+            if not event.HasField("ended"):
                 return
             self.num_missed += self.events.get_nowait().num_missed
-        self.events.put_nowait(replace(event, num_missed=self.num_missed))
+        own = SessionEvent(num_missed=self.num_missed)
+        own.MergeFrom(event)
+        self.events.put_nowait(own)
         self.num_missed = 0
 
 
 class Watching:
-    """All watchers of a gateway, and what there is to watch. `now` is in seconds."""
+    """All watchers of a gateway, and the requests that run. `now` is in seconds."""
 
     def __init__(self, now: Callable[[], float]):
-        self._now = now
-        self._live: dict[Told, Begun] = {}
-        self._watchers: list[Watcher] = []
+        self.now = now
+        self.watchers: list[_Watcher] = []
+        self.running: dict[WatchedRequest, SessionEvent] = {}  # with its event `begun`
 
-    def begun(self, told: Told, begun: Begun) -> None:
-        self._live[told] = begun
-        self.tell(told, begun)
-
-    def ended(self, told: Told, ended: Ended) -> None:
-        if self._live.pop(told, None) is not None:
-            self.tell(told, ended)
-
-    def tell(self, told: Told, what: Begun | Sent | Round | Ended) -> None:
-        for watcher in self._watchers:
-            if watcher.wants(told):
-                watcher.take(self._event(told, what))
-
-    async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[Event, None]:
-        """Events of a session until it is closed, or of a request until it has ended. What runs is told of as begun."""
-        watcher = Watcher(session_id, request_id)
-        for told, begun in self._live.items():
-            if watcher.wants(told):
-                watcher.take(self._event(told, begun))
-        self._watchers.append(watcher)
+    async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
+        """Events of a session until the caller leaves, or of a request until it has ended. A request that runs already has begun."""
+        watcher = _Watcher(session_id, request_id)
+        for running, begun in self.running.items():
+            if watcher.wants(running):
+                watcher.put(begun)
+        self.watchers.append(watcher)
         try:
             while True:
                 event = await watcher.events.get()
                 yield event
-                over = isinstance(event.what, Ended) and not any(map(watcher.wants, self._live))
+                over = event.HasField("ended") and not any(map(watcher.wants, self.running))
                 if request_id and over and watcher.events.empty():
                     return
         finally:
-            self._watchers.remove(watcher)
-
-    @property
-    def anybody(self) -> bool:
-        return bool(self._watchers)
-
-    def _event(self, told: Told, what: Begun | Sent | Round | Ended) -> Event:
-        return Event(told.request_id, told.session_id, told.tenant, self._now() - told.arrived, what)
+            self.watchers.remove(watcher)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Told:
-    """One request, as it tells of itself."""
+class WatchedRequest:
+    """One request, which reports its own events. `arrived` is in seconds."""
 
     watching: Watching
     request_id: str
@@ -134,9 +80,40 @@ class Told:
     tenant: str
     arrived: float
 
+    def begun(self, num_prompt_tokens: int, num_known_tokens: int = 0) -> None:
+        """`num_known_tokens`: of the output, where the request is resumed."""
+        begun = SessionEvent.Begun(num_prompt_tokens=num_prompt_tokens, num_known_tokens=num_known_tokens)
+        self.watching.running[self] = self._event(begun=begun)
+        self._put(begun=begun)
+
     def sent(self, verifier: str, epoch: int) -> None:
-        self.watching.tell(self, Sent(verifier, epoch))
+        self._put(sent=SessionEvent.Sent(verifier=verifier, epoch=epoch))
 
     def round(self, offset: int, accepted: Sequence[bool]) -> None:
-        if self.watching.anybody:
-            self.watching.tell(self, Round(offset, len(accepted), sum(accepted)))
+        if self.watching.watchers:
+            num_accepted = sum(accepted)
+            self._put(round=SessionEvent.Round(offset=offset, num_tokens=len(accepted), num_accepted=num_accepted))
+
+    def ended(self, reason: FinishReason | None, error: str, num_tokens: int) -> None:
+        """No reason: it failed, or its client went away."""
+        if self.watching.running.pop(self, None) is not None:
+            ended = SessionEvent.Ended(error=error, num_tokens=num_tokens)
+            if reason is not None:
+                ended.reason = REASONS[reason]
+            self._put(ended=ended)
+
+    def _put(self, **event: object) -> None:
+        for watcher in self.watching.watchers:
+            if watcher.wants(self):
+                watcher.put(self._event(**event))
+
+    def _event(self, **event: object) -> SessionEvent:
+        made = SessionEvent(
+            request_id=self.request_id,
+            session_id=self.session_id,
+            tenant=self.tenant,
+            elapsed_s=self.watching.now() - self.arrived,
+        )
+        ((name, value),) = event.items()
+        getattr(made, name).CopyFrom(value)
+        return made

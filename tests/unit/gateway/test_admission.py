@@ -120,7 +120,7 @@ async def test_places_are_conserved_under_cancellation(seed):
     assert (admission.num_running, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
 
 
-async def test_who_left_the_line_is_forgotten():
+async def test_cancelled_requests_leave_the_queue():
     admission = Admission(max_num_seqs=1, max_num_queued_reqs=2)
     released = asyncio.Event()
     running = asyncio.create_task(hold(admission, released))
@@ -130,9 +130,46 @@ async def test_who_left_the_line_is_forgotten():
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-    assert len(admission._line) <= 100
+    assert not admission._queue
     last = asyncio.create_task(hold(admission, released))
     await asyncio.sleep(0)
     released.set()
     await asyncio.gather(running, last)
+    assert await is_at_rest(admission)
+
+
+async def held_by(admission, order, tenant, seconds=0.0):
+    async with admission.slot(tenant=tenant):
+        order.append(tenant)
+        await asyncio.sleep(seconds)
+
+
+async def test_a_free_slot_goes_to_the_tenant_with_the_fewest_running_requests():
+    admission, order = Admission(max_num_seqs=2, max_num_queued_reqs=9), []
+    async with asyncio.TaskGroup() as group, admission.slot(tenant="many"), admission.slot(tenant="many"):
+        for tenant in ("many", "many", "many", "few"):
+            group.create_task(held_by(admission, order, tenant))
+        await asyncio.sleep(0)
+        assert admission.num_waiting == 4
+    assert order[0] == "few"
+    assert await is_at_rest(admission)
+
+
+async def test_a_full_queue_refuses_the_newest_request_of_the_tenant_that_fills_it():
+    admission = Admission(max_num_seqs=1, max_num_queued_reqs=3)
+    order = []
+    async with admission.slot(tenant="many"):
+        many = [asyncio.create_task(held_by(admission, order, "many")) for _ in range(3)]
+        await asyncio.sleep(0)
+        few = asyncio.create_task(held_by(admission, order, "few"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert many[2].done()
+        with pytest.raises(Overloaded, match="its limit"):
+            many[2].result()
+        assert admission.num_waiting == 3
+        with pytest.raises(Overloaded):  # it has the most, and makes no room for itself
+            await held_by(admission, order, "many")
+    await asyncio.gather(*many[:2], few)
+    assert sorted(order) == ["few", "many", "many"]
     assert await is_at_rest(admission)

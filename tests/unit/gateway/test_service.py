@@ -44,7 +44,7 @@ async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
         await at_rest(service, verifier)
 
 
-@pytest.mark.parametrize("deaths", [[0], [2], [3], [0, 0, 3], [2, 0, 2, 0, 2, 0]])
+@pytest.mark.parametrize("deaths", [[0], [2], [3], [0, 3], [3, 0, 0], [2, 0, 2, 0, 2, 0]])
 async def test_a_lost_verifier_loses_and_repeats_no_token(deaths):
     """Two verifiers that die in turn and come back: the text is the same."""
     plan = list(deaths)

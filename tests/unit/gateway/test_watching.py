@@ -11,7 +11,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway import watching
 from gateway.requests import GenerateRequest
-from gateway.watching import Begun, Ended, Round, Told, Watching
+from gateway.watching import WatchedRequest, Watching
 from rootward.cli import main as cli
 from rootward.cli.top import _view, rates
 from rootward.client import AsyncClient, Client, SamplingParams
@@ -27,7 +27,7 @@ async def collected(events):
 
 async def begun(service, count=1):
     async with asyncio.timeout(10):
-        while len(service.watching._watchers) < count:
+        while len(service.watching.watchers) < count:
             await asyncio.sleep(0.005)
 
 
@@ -51,7 +51,7 @@ async def test_a_request_from_its_beginning_to_its_end():
         events = [first, sent, *rounds, last]
         assert {(e.request_id, e.session_id, e.num_missed) for e in events} == {("one", "s", 0)}
         assert [e.elapsed_s for e in events] == sorted(e.elapsed_s for e in events)
-        assert not service.watching._watchers
+        assert not service.watching.watchers
 
 
 async def test_a_session_over_its_turns_and_across_a_lost_verifier():
@@ -72,7 +72,7 @@ async def test_a_session_over_its_turns_and_across_a_lost_verifier():
             epochs = [e.epoch for e in own if e.kind == "sent"]
             assert epochs == list(range(1, len(epochs) + 1))
         async with asyncio.timeout(10):
-            while service.watching._watchers:  # the caller has left
+            while service.watching.watchers:  # the caller has left
                 await asyncio.sleep(0.005)
 
 
@@ -80,47 +80,47 @@ async def test_what_runs_already_and_what_fails():
     verifier = SpellingVerifier(run=1, delay_s=0.05)
     async with serving(verifier) as service:
         running = asyncio.create_task(service.collect(GenerateRequest("a", request_id="one", deadline_s=0.4)))
-        while not service.watching._live:
+        while not service.watching.running:
             await asyncio.sleep(0.005)
         first, *_, last = await collected(service.watching.watch(request_id="one"))
-        assert first.what == Begun(1)
-        assert (last.what.reason, last.what.error) == (None, "DEADLINE_EXCEEDED")
+        assert first.begun.num_prompt_tokens == 1
+        assert (last.ended.reason, last.ended.error) == (0, "DEADLINE_EXCEEDED")
         await asyncio.gather(running, return_exceptions=True)
         await at_rest(service, verifier)
-        assert not service.watching._live
+        assert not service.watching.running
 
 
 async def test_a_slow_watcher_is_told_what_it_missed(monkeypatch):
     monkeypatch.setattr(watching, "MAX_WAITING", 4)
     seen = Watching(lambda: 0.0)
-    told = Told(seen, "one", "", "", 0.0)
+    request = WatchedRequest(seen, "one", "", "", 0.0)
     events = seen.watch(request_id="one")
-    seen.begun(told, Begun(1))
+    request.begun(1)
     first = asyncio.create_task(anext(events))
     await asyncio.sleep(0)
-    assert (await first).what == Begun(1)
+    assert (await first).begun.num_prompt_tokens == 1
     for i in range(10):
-        told.round(i, (False,))
-    assert [(await anext(events)).what.offset for _ in range(4)] == [0, 1, 2, 3]
-    told.round(10, (True, False))
+        request.round(i, (False,))
+    assert [(await anext(events)).round.offset for _ in range(4)] == [0, 1, 2, 3]
+    request.round(10, (True, False))
     late = await anext(events)
-    assert (late.what, late.num_missed) == (Round(10, 2, 1), 6)
+    assert (late.round.offset, late.round.num_tokens, late.round.num_accepted, late.num_missed) == (10, 2, 1, 6)
     await events.aclose()
 
 
 async def test_the_end_is_never_missed(monkeypatch):
     monkeypatch.setattr(watching, "MAX_WAITING", 4)
     room = Watching(lambda: 0.0)
-    told = Told(room, "one", "", "", 0.0)
-    room.begun(told, Begun(1))
+    request = WatchedRequest(room, "one", "", "", 0.0)
+    request.begun(1)
     events = room.watch(request_id="one")
     seen = [await anext(events)]
     for i in range(10):
-        told.round(i, [True])
-    room.ended(told, Ended(None, "", 10))  # nobody has looked since: the queue is full
+        request.round(i, [True])
+    request.ended(None, "", 10)  # nobody has looked since: the queue is full
     async with asyncio.timeout(10):
         seen += [event async for event in events]
-    assert isinstance(seen[-1].what, Ended)
+    assert seen[-1].HasField("ended")
     assert len(seen) + sum(e.num_missed for e in seen) == 12
 
 

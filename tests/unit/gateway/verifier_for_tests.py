@@ -52,7 +52,7 @@ class SpellingVerifier:
     async def generate(self, request: VerifierRequest) -> AsyncIterator[Committed]:
         self.requests.append(request)
         if not self.up:
-            raise Unavailable("down")
+            raise Unavailable("failed to connect to all addresses")
         if request.epoch < self.epochs.get(request.request_id, 0):
             raise StaleEpoch("old")
         self.epochs[request.request_id] = request.epoch

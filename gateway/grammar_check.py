@@ -1,0 +1,228 @@
+"""Structured-output forms are compiled in a child process before any verifier sees them.
+
+The compiler is native code that recurses over references and rules: a schema of a thousand chained `$ref`s overflows its stack, and the
+process with it. The child compiles with a quarter of the stack that a verifier's thread has, and within limits of memory and time. A form
+that crashes it or takes too long is refused as `InvalidGrammar`, and so is one that does not compile.
+
+`python -m gateway.grammar_check` is the child. Frames on its pipes: length (4 bytes, little-endian), JSON. It reads the vocabulary, then
+one form at a time, and writes one answer for each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import signal
+import struct
+import sys
+import threading
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, BinaryIO
+
+import structlog
+
+from rootward.core.requests import Form, Structure
+from rootward.errors import InvalidGrammar, InvalidRequest, UnsupportedParameter
+
+log = structlog.get_logger()
+
+MAX_DEPTH = 64  # brackets of a schema inside one another
+MAX_REFERENCES = 512  # in a schema
+MAX_RULES = 512  # of a Lark grammar
+STACK_BYTES = 2 << 20  # the thread that compiles at a verifier has 8 MiB
+MEMORY_BYTES = 2 << 30  # address space of the child
+COMPILE_S = 5.0
+START_S = 30.0  # for the child to import its libraries and to read the vocabulary
+MAX_REMEMBERED = 1024  # forms
+
+_LENGTH = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a form is not served. `unsupported`: no form is, because the compiler is not installed."""
+
+    fix: str
+    unsupported: bool = False
+
+    def error(self, wanted: Structure) -> InvalidRequest:
+        kind = UnsupportedParameter if self.unsupported else InvalidGrammar
+        return kind(wanted.form.value, wanted.text if len(wanted.text) <= 32 else f"{wanted.text[:31]}…", self.fix)
+
+
+class GrammarCheck:
+    """Owns the child, which starts with the first form and again after a crash. `tokenizer`: the model's as JSON; "" = it has none."""
+
+    def __init__(self, tokenizer: str):
+        self._tokenizer = tokenizer
+        self._child: Process | None = None
+        self._exclusive = asyncio.Lock()  # one form at a time
+        self._results: OrderedDict[bytes, Refusal | None] = OrderedDict()
+        self.num_crashes = 0
+
+    async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
+        """InvalidGrammar for a form that does not compile within the limits; UnsupportedParameter where the compiler is missing."""
+        refusal = beyond_limits(wanted)
+        if (
+            refusal is None and self._tokenizer and eos_ids
+        ):  # otherwise a verifier refuses every form before it compiles it
+            refusal = await self._compiled(wanted, vocab_size, eos_ids)
+        if refusal is not None:
+            raise refusal.error(wanted)
+
+    async def close(self) -> None:
+        """End the child."""
+        child, self._child = self._child, None
+        if child is not None:
+            with suppress(ProcessLookupError):
+                child.kill()
+            await child.wait()
+
+    async def _compiled(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> Refusal | None:
+        key = blake2b(f"{wanted.form.value} {wanted.text}".encode(), digest_size=16).digest()
+        async with self._exclusive:
+            if key not in self._results:
+                self._results[key] = await self._ask(wanted, vocab_size, eos_ids)
+            self._results.move_to_end(key)
+            while len(self._results) > MAX_REMEMBERED:
+                self._results.popitem(last=False)
+            return self._results[key]
+
+    async def _ask(self, wanted: Structure, vocab_size: int, eos_ids: tuple[int, ...]) -> Refusal | None:
+        try:
+            child = await self._running(vocab_size, eos_ids)
+            async with asyncio.timeout(COMPILE_S):
+                answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
+        except (TimeoutError, OSError, EOFError) as error:
+            self.num_crashes += 1
+            late = isinstance(error, TimeoutError)
+            log.warning("grammar_check_failed", form=wanted.form.value, characters=len(wanted.text), timeout=late)
+            await self.close()
+            cause = f"does not compile within {COMPILE_S:g} s" if late else "overflows the compiler"
+            return Refusal(f"{cause}; use fewer or shorter chains of references, rules and repetitions")
+        except BaseException:  # cancelled between a question and its answer
+            await self.close()
+            raise
+        if answer["error"] is None:
+            return None
+        return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
+
+    async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+        if self._child is None or self._child.returncode is not None:
+            command = (sys.executable, "-m", "gateway.grammar_check")
+            self._child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            async with asyncio.timeout(START_S):
+                vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
+                await _exchange(self._child, vocabulary)
+        return self._child
+
+
+def beyond_limits(wanted: Structure) -> Refusal | None:
+    """What can be refused without compiling. Takes time in the length of the text and no recursion."""
+    if wanted.form in (Form.JSON_SCHEMA, Form.JSON_OBJECT):
+        if (depth := json_depth(wanted.text)) > MAX_DEPTH:
+            return Refusal(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
+        if (references := wanted.text.count('"$ref"')) > MAX_REFERENCES:
+            return Refusal(f"has {references} references; the limit is {MAX_REFERENCES}")
+    elif wanted.form is Form.GRAMMAR:
+        rules = sum(":" in line for line in wanted.text.splitlines())
+        if rules > MAX_RULES:
+            return Refusal(f"has {rules} rules; the limit is {MAX_RULES}")
+    return None
+
+
+def json_depth(text: str) -> int:
+    """How deep the brackets of a JSON text are nested, those inside strings aside."""
+    depth = deepest = 0
+    quoted = escaped = False
+    for character in text:
+        if quoted:
+            quoted = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            quoted = True
+        elif character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth -= 1
+    return deepest
+
+
+async def _exchange(child: Process, question: dict[str, Any]) -> dict[str, Any]:
+    """EOFError when the child ends without an answer."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    body = json.dumps(question).encode()
+    child.stdin.write(_LENGTH.pack(len(body)) + body)
+    await child.stdin.drain()
+    (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
+    answer: dict[str, Any] = json.loads(await child.stdout.readexactly(length))
+    return answer
+
+
+def _read(pipe: BinaryIO) -> dict[str, Any] | None:
+    """The next question; None when the gateway has gone."""
+    head = pipe.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    question: dict[str, Any] = json.loads(pipe.read(_LENGTH.unpack(head)[0]))
+    return question
+
+
+def _write(pipe: BinaryIO, answer: dict[str, Any]) -> None:
+    body = json.dumps(answer).encode()
+    pipe.write(_LENGTH.pack(len(body)) + body)
+    pipe.flush()
+
+
+def _serve() -> None:
+    """Answer until the pipe ends, or a form ends the process."""
+    from rootward.core.tree import root_only
+    from rootward.engine.grammar import Grammars, Vocabulary
+
+    questions, answers = sys.stdin.buffer, sys.stdout.buffer
+    given = _read(questions)
+    if given is None:
+        return
+
+    def vocabulary() -> Vocabulary:
+        from llguidance import LLTokenizer
+
+        end_ids = tuple(given["eos_ids"])
+        tokenizer = LLTokenizer(given["tokenizer"], n_vocab=given["vocab_size"], eos_token=list(end_ids))
+        return Vocabulary(tokenizer, given["vocab_size"], end_ids)
+
+    grammars = Grammars(vocabulary)
+    _write(answers, {})
+    while (question := _read(questions)) is not None:
+        error, unsupported = None, False
+        signal.setitimer(
+            signal.ITIMER_REAL, 2 * COMPILE_S
+        )  # ends this process also when the gateway was killed meanwhile
+        try:
+            grammars.matcher(Structure(Form(question["form"]), question["text"])).masks(root_only())
+        except InvalidRequest as refused:
+            error, unsupported = refused.fix, isinstance(refused, UnsupportedParameter)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(answers, {"error": error, "unsupported": unsupported})
+
+
+def main() -> None:
+    """The child."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the gateway
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    threading.stack_size(STACK_BYTES)
+    thread = threading.Thread(target=_serve)
+    thread.start()
+    thread.join()
+
+
+if __name__ == "__main__":
+    main()

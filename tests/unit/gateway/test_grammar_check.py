@@ -1,0 +1,108 @@
+"""Forms that would end a verifier are refused by a child process; forms that compile pass."""
+
+import json
+
+import pytest
+from unit.gateway.service_for_tests import at_rest, serving
+from unit.gateway.tokenizers_for_tests import END, byte_level
+from unit.gateway.verifier_for_tests import SpellingVerifier
+
+from gateway import grammar_check
+from gateway.grammar_check import GrammarCheck, beyond_limits, json_depth
+from gateway.requests import GenerateRequest
+from rootward.core.requests import Form, Structure
+from rootward.errors import InvalidGrammar
+
+pytest.importorskip("llguidance")
+END_ID = byte_level().encode(END)[0]
+
+
+def chain(length, key="$ref"):
+    """A schema of so many definitions, each of which is the next one."""
+    links = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(length)}
+    if key != "$ref":
+        links = {name: {key: [link] if key in ("allOf", "anyOf") else link} for name, link in links.items()}
+    return json.dumps({"$ref": "#/$defs/a0", "$defs": {**links, f"a{length}": {"type": "string"}}})
+
+
+def rules(length):
+    lines = [f'r{i}: "a" r{i + 1}' for i in range(length)]
+    return "\n".join(["start: r0", *lines, f'r{length}: "b"'])
+
+
+@pytest.fixture
+async def check():
+    made = GrammarCheck(byte_level().backend_json)
+
+    async def ask(form, text):
+        await made.check(Structure(form, text), vocab_size=byte_level().num_ids, eos_ids=(END_ID,))
+
+    ask.owner = made
+    yield ask
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (Form.JSON_SCHEMA, chain(1000)),
+        (Form.JSON_SCHEMA, chain(1000, "allOf")),
+        (Form.JSON_SCHEMA, chain(1000, "anyOf")),
+        (Form.JSON_SCHEMA, chain(1000, "items")),
+        (Form.JSON_SCHEMA, '{"items":' * 972 + "{}" + "}" * 972),
+        (Form.GRAMMAR, rules(5000)),
+    ],
+    ids=["ref", "allOf", "anyOf", "items", "nested", "lark"],
+)
+async def test_forms_beyond_the_static_limits_are_refused_without_a_child(check, form, text):
+    with pytest.raises(InvalidGrammar, match="the limit is"):
+        await check(form, text)
+    assert check.owner._child is None
+
+
+async def test_a_form_that_overflows_the_compiler_is_refused_and_the_next_one_is_served(check, monkeypatch):
+    monkeypatch.setattr(grammar_check, "MAX_REFERENCES", 1 << 30)
+    with pytest.raises(InvalidGrammar, match="overflows the compiler"):
+        await check(Form.JSON_SCHEMA, chain(1000))
+    assert check.owner.num_crashes == 1
+    with pytest.raises(InvalidGrammar, match="overflows the compiler"):
+        await check(Form.JSON_SCHEMA, chain(1000))
+    assert check.owner.num_crashes == 1  # it is remembered
+    await check(Form.JSON_SCHEMA, chain(20))
+    await check(Form.REGEX, "[a-z]+")
+
+
+async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):
+    await check(Form.REGEX, "a")
+    monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
+    with pytest.raises(InvalidGrammar, match="does not compile within 0 s"):
+        await check(Form.REGEX, "b")
+    monkeypatch.undo()
+    await check(Form.REGEX, "c")
+
+
+async def test_a_form_that_does_not_compile_says_why(check):
+    with pytest.raises(InvalidGrammar, match="does not compile"):
+        await check(Form.REGEX, "(")
+    assert check.owner.num_crashes == 0
+
+
+async def test_no_verifier_is_asked_for_a_form_that_is_refused():
+    verifier = SpellingVerifier()
+    async with serving(verifier) as service:
+        with pytest.raises(InvalidGrammar):
+            await service.collect(GenerateRequest("a", structure=Structure(Form.JSON_SCHEMA, chain(1000))))
+        await at_rest(service, verifier)
+    assert not verifier.requests
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"), [("{}", 1), ('{"a":[{}]}', 3), ('{"a":"[[["}', 1), ('{"a\\"[":[]}', 2), ("1", 0)]
+)
+def test_depth_counts_brackets_outside_strings(text, depth):
+    assert json_depth(text) == depth
+
+
+def test_ordinary_forms_are_within_the_limits():
+    for form, text in ((Form.JSON_SCHEMA, chain(400)), (Form.GRAMMAR, rules(400)), (Form.JSON_OBJECT, "")):
+        assert beyond_limits(Structure(form, text)) is None
