@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -25,7 +26,7 @@ from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
 from rootward.wire.process import admin_port, announce, run_service, until_stopped
-from rootward.wire.server import RpcServer
+from rootward.wire.server import RpcServer, is_loopback
 
 READY_POLL_S = 0.2
 FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up
@@ -36,10 +37,10 @@ async def serve(settings: GatewaySettings) -> None:
     async with AsyncExitStack() as stack:
         http = HttpServer(settings.http_listen, tls=settings.server_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
-        access = Access(Keys(settings.api_keys), settings.name) if settings.api_keys else None
+        keys = Keys(settings.api_keys) if settings.api_keys else None
+        access = Access(keys, settings.name, local=is_loopback(settings.listen))
         service = await _service(settings, stack)
-        checks = (access.check_rpc,) if access else ()
-        transport = public(settings.max_request_bytes)
+        transport, checks = public(settings.max_request_bytes), (access.check_rpc,)
         server = RpcServer(settings.listen, transport=transport, tls=settings.server_tls, checks=checks, grace_s=1.0)
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
@@ -52,8 +53,9 @@ async def serve(settings: GatewaySettings) -> None:
                 max_bytes_in_flight=settings.max_http_bytes_in_flight,
                 hosts=settings.http_hosts,
             )
-            group.create_task(http.run_until_stopped(access.around(app) if access else app))
+            group.create_task(http.run_until_stopped(access.around(app)))
             readiness = group.create_task(_keep_ready(service, server))
+            drained = group.create_task(_stop_when_drained(service))
             await service.upstreams.wait_ready(FIRST_VERIFIER_S)
             await server.set_ready(service.ready)
             alias = settings.name if settings.metrics_compat == "vllm" else ""
@@ -62,6 +64,7 @@ async def serve(settings: GatewaySettings) -> None:
             limit_s = settings.shutdown_timeout_s
             await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)
             await service.drain(0)
+            drained.cancel()
             http.stop()
 
 
@@ -72,7 +75,7 @@ async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayS
         add_special_tokens=settings.add_special_tokens,
         special_tokens_in_messages=settings.special_tokens_in_messages,
     )
-    store = await open_store(settings.redis_url)
+    store = open_store(settings.redis_url)
     found = await stack.enter_async_context(open_sources(settings.sources, "verifier", redis_url=settings.redis_url))
     dial = partial(RemoteVerifier, tls=settings.client_tls)
     sources = [source for _, source in found]
@@ -91,13 +94,19 @@ async def _keep_ready(service: GatewayService, server: RpcServer) -> None:
         await asyncio.sleep(READY_POLL_S)
 
 
+async def _stop_when_drained(service: GatewayService) -> None:
+    """A gateway that an administrator has drained ends as if it had been told by its supervisor."""
+    await service.drained.wait()
+    signal.raise_signal(signal.SIGTERM)
+
+
 async def _drain(service: GatewayService, limit_s: float, readiness: asyncio.Task[None]) -> None:
     readiness.cancel()
     await service.drain(limit_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a drain, 2 for wrong settings, 4 when Redis cannot be reached."""
+    """Exit code: 0 after a drain, 2 for wrong settings."""
 
     async def run() -> None:
         settings = GatewaySettings.load(argv, prog="rootward serve gateway")

@@ -159,7 +159,8 @@ def _without_content(error: Exception) -> str:
 
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the call that this task serves
 
-ADMIN_RPC = {f"/rootward.v1.Control/{name}" for name in ("Drain", "WatchSession")}
+ADMIN_RPC = ("/rootward.v1.Control/Drain", "/rootward.v1.Control/WatchSession", "/grpc.reflection.")
+ABORT_RPC = "/rootward.v1.Control/Abort"  # with a key: of requests of its own tenant, see `ends_requests_of`
 REFLECTION = "/grpc.reflection."
 OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
 OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
@@ -195,23 +196,34 @@ def http_scope(path: str) -> Scope | None:
 
 
 class Access:
-    """The keys of a gateway and the model that it serves."""
+    """Checks calls against the keys of a gateway and the model that it serves. Without keys every caller may generate, and administer only
+    a gateway that listens on loopback alone (`local`)."""
 
-    def __init__(self, keys: Keys, model: str):
-        self._keys, self._model = keys, model
+    def __init__(self, keys: Keys | None, model: str, *, local: bool = False):
+        self._keys, self._model, self._local = keys, model, local
 
     def check_rpc(self, method: str, context: Context) -> None:
         """`rootward.wire.auth.Check` of the gRPC server."""
+        if self._keys is None:
+            if not self._local and (rpc_scope(method) is Scope.ADMIN or method == ABORT_RPC):
+                fix = (
+                    "is for administrators, and this gateway has no API keys to tell them by; start it with --api-keys"
+                )
+                raise PermissionDenied(f"{method}: {fix}, or on a loopback address")
+            return
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        _CALLER.set(self._admit(rpc_scope(method), headers.get("authorization")))
+        _CALLER.set(self._admit(self._keys, rpc_scope(method), headers.get("authorization")))
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The HTTP application behind the same check."""
+        keys = self._keys
+        if keys is None:
+            return app
 
         async def checked(scope: AsgiScope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and (needed := http_scope(scope["path"])) is not None:
                 try:
-                    _CALLER.set(self._admit(needed, Headers(scope=scope).get("authorization")))
+                    _CALLER.set(self._admit(keys, needed, Headers(scope=scope).get("authorization")))
                 except ServiceError as error:
                     peer = ":".join(map(str, scope.get("client") or ()))
                     log.warning("call_refused", path=scope["path"], peer=peer, reason=error.reason, error=str(error))
@@ -221,8 +233,8 @@ class Access:
 
         return checked
 
-    def _admit(self, needed: Scope, authorization: str | None) -> Caller:
-        known = self._keys.caller(authorization)
+    def _admit(self, keys: Keys, needed: Scope, authorization: str | None) -> Caller:
+        known = keys.caller(authorization)
         known.require(needed)
         if needed is Scope.GENERATE:
             known.require_model(self._model)

@@ -47,9 +47,8 @@ from gateway.session_store import (
     stale,
 )
 from rootward.clock import SystemClock
-from rootward.errors import ConfigurationError
 from rootward.ports import Lease
-from rootward.redis_client import open_redis, redacted
+from rootward.redis_client import open_redis
 
 # Of all scripts on a request, KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease, retention (ms).
 _HELD = """
@@ -178,9 +177,9 @@ TIMEOUT_S = 2.0
 Arguments = list[str | int]
 
 
-async def open_store(url: str, *, timeout_s: float = TIMEOUT_S) -> Store:
-    """The store of a URL, connected; "" is memory. ConfigurationError (exit code 4) when Redis cannot be reached."""
-    return await RedisStore.connect(url, timeout_s=timeout_s) if url else MemoryStore()
+def open_store(url: str, *, timeout_s: float = TIMEOUT_S) -> Store:
+    """The store of a URL, not yet connected: a gateway starts without Redis. "" is memory. ConfigurationError for what is no URL."""
+    return RedisStore(open_redis(url, timeout_s=timeout_s), timeout_s=timeout_s) if url else MemoryStore()
 
 
 class RedisStore:
@@ -193,20 +192,8 @@ class RedisStore:
         self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
-    @staticmethod
-    async def connect(url: str, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S) -> RedisStore:
-        client = open_redis(url, timeout_s=timeout_s)
-        store = RedisStore(client, timeout_s=timeout_s, retention_s=retention_s)
-        try:
-            await store.ping()
-        except StoreUnavailable as error:
-            await client.aclose()
-            message = f"redis_url: {redacted(url)!r} cannot be reached; start Redis there, or leave it empty"
-            raise ConfigurationError(message, exit_code=4) from error
-        return store
-
     async def ping(self) -> None:
-        """Whether a key can be asked for: on a cluster that needs all of it, unlike PING."""
+        """Ask for a key: on a cluster that needs all of it, unlike PING."""
         async with self._answering():
             await self._client.exists(session_key(""))
 

@@ -105,6 +105,9 @@ class Write:
 class Store(Protocol):
     """Control plane only: never on the round path. Every call is bounded in time and may raise StoreUnavailable."""
 
+    async def ping(self) -> None:
+        """Whether it answers."""
+
     async def begin(
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
     ) -> Lease:
@@ -161,6 +164,9 @@ class MemoryStore:
         self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
         self._buckets = Buckets(now)
         self._look_again = 0.0
+
+    async def ping(self) -> None:
+        """It always answers."""
 
     async def begin(
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
@@ -398,7 +404,7 @@ class Ledger:
     async def probe(self) -> None:
         """Ask whether the store answers, so that a gateway that starts without it does not make its first requests wait."""
         try:
-            await self._store.record("")
+            await self._store.ping()
         except StoreUnavailable:
             self._mark_down()
 
@@ -550,7 +556,7 @@ class Ledger:
             self._dirty.clear()
             try:
                 if self._down:
-                    await self._store.record("")  # there may be nothing to write that would show whether it is back
+                    await self._store.ping()  # there may be nothing to write that would show whether it is back
                 await self._write([entry for entry in self._entries if self._is_due(entry)])
                 await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
                 while self._sessions:

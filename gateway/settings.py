@@ -64,6 +64,10 @@ class GatewaySettings(ProcessSettings):
     max_num_queued_reqs: int = Field(256, ge=0, description="requests that may wait for a place")
     max_num_queued_tokens: int = Field(1 << 20, ge=1, description="prompt tokens that may wait for a place")
     max_prompt_tokens: int = Field(0, ge=0, description="longest prompt of a request (default: the context)")
+    max_prompt_characters: int = Field(
+        0, ge=0, description="longest prompt in characters (default: 16 for every token of the context)"
+    )
+    max_choices: int = Field(16, ge=1, le=128, description="most choices (n) of one request")
     max_output_tokens: int = Field(0, ge=0, description="most tokens that a request may ask for (default: the context)")
     tenant_tokens_per_minute: int = Field(
         0, ge=0, description="prompt and output tokens of a tenant (default: no limit)"
@@ -121,6 +125,8 @@ class GatewaySettings(ProcessSettings):
             max_num_queued_tokens=self.max_num_queued_tokens,
             max_prompt_tokens=self.max_prompt_tokens,
             max_output_tokens=self.max_output_tokens,
+            max_prompt_characters=self.max_prompt_characters,
+            max_choices=self.max_choices,
             tenant_rate=self.tenant_rate,
             request_timeout_s=self.request_timeout_s,
             redispatch_wait_s=self.redispatch_wait_s,

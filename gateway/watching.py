@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gateway.choices import belongs
 from rootward.core.requests import FinishReason
 from rootward.v1.control_pb2 import SessionEvent
-from rootward.wire.codec_common import REASONS
+from rootward.wire.public_codec import REASONS
 
 MAX_WAITING = 1024  # events of one watcher
 

@@ -55,7 +55,7 @@ class RpcServer:
 
     async def start(self) -> None:
         """Listen. ConfigurationError if the address is taken or cannot be bound."""
-        if self._checks or _is_loopback(
+        if self._checks or is_loopback(
             self.address
         ):  # never to everybody: reflection is behind the checks of the server
             names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
@@ -104,6 +104,7 @@ class RpcServer:
         return self.grpc.add_secure_port(self.address, server_credentials(self._tls))
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Whether only processes of this machine can connect to an address that a server listens on."""
     host = address.rpartition(":")[0].strip("[]")
     return host == "localhost" or host == "::1" or host.startswith("127.") or address.startswith("unix:")

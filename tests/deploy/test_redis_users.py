@@ -62,7 +62,7 @@ async def test_every_role_can_do_its_work(urls):
         assert await registry.workers("drafter", "cheap") == (worker("drafter"),)
     async with open_registry(urls["gateway"]) as registry:
         assert await registry.workers("verifier", "cheap") == (worker("verifier"),)
-    store = await open_store(urls["gateway"])
+    store = open_store(urls["gateway"])
     try:
         lease = await store.begin("r1", "gateway-1", 5.0, {"digest": "d"})
         assert (await store.record("r1")).fields["digest"] == "d"

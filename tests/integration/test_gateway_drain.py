@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 
+import grpc
 import httpx
 import pytest
 import pytest_asyncio
@@ -12,6 +13,7 @@ from support.processes import gateway, verifier
 from rootward import AsyncClient, SamplingParams
 from rootward.client import connection
 from rootward.errors import APIConnectionError, StreamInterruptedError, UnavailableError
+from rootward.v1 import control_pb2, control_pb2_grpc
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -91,3 +93,17 @@ async def nothing_runs(target):
     async with RemoteVerifier(target.address) as remote, asyncio.timeout(5):
         while (await remote.get_info()).num_running:
             await asyncio.sleep(0.05)
+
+
+async def test_a_gateway_that_an_administrator_has_drained_ends_its_process(target):
+    with gateway(MODEL, [target.address]) as front:
+        async with AsyncClient(front.address) as client:
+            stream = client.stream([1, 2], sampling=LONG)
+            deltas = await some_tokens(stream)
+            async with grpc.aio.insecure_channel(front.address) as channel:
+                control = control_pb2_grpc.ControlStub(channel)
+                answer = await control.Drain(control_pb2.DrainRequest(timeout_s=60))
+            assert answer.num_running == 1
+            async for _ in deltas:
+                pass
+        assert await asyncio.to_thread(front.process.wait, 20) == 0

@@ -157,7 +157,7 @@ async def test_a_stop_is_clean_and_complete():
     ("flags", "code", "words"),
     [
         (["--model", "/nowhere"], 2, "model: '/nowhere' is not a folder"),
-        (["--redis-url", "redis://127.0.0.1:1/0"], 4, "redis_url: 'redis://127.0.0.1:1/0' cannot be reached"),
+        (["--redis-url", "redis://me:p/w@127.0.0.1:1/0"], 2, "redis_url: 'redis://…' is no Redis URL"),
         (["--verifier-flags=--nope"], 2, "rootward verifier: --nope: unknown flag"),
         (["--nope"], 2, "rootward all: --nope: unknown flag"),
     ],

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from unit.gateway.redis_for_tests import redis_server
 
-from gateway.redis_store import RedisStore
+from gateway.redis_store import open_store
 from gateway.router import BLOCK, TTL_S, Prefixes, tokens_held
 from gateway.session_store import Ledger, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import VerifierRequest
@@ -192,7 +192,7 @@ async def test_the_loop_writes_and_sleeps_when_there_is_nothing(store, ledger):
 
 
 async def test_who_computed_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
-    stores = [await RedisStore.connect(redis_url) for _ in range(2)]
+    stores = [open_store(redis_url) for _ in range(2)]
     one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))
     one.computed(prompt, (7,) * 40, "v1", "talk")

@@ -10,7 +10,7 @@ from unit.gateway.service_for_tests import IDS, at_rest, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.admission import Buckets, Rate
-from gateway.redis_store import RedisStore
+from gateway.redis_store import open_store
 from gateway.requests import GenerateRequest
 from gateway.session_store import MemoryStore, StoreUnavailable
 from rootward.errors import ContextLengthExceeded, RateLimited
@@ -53,7 +53,7 @@ def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_off()
 
 async def test_the_bucket_in_redis_is_shared_and_follows_the_same_rule():
     with redis_server() as url:
-        one, two = [await RedisStore.connect(url) for _ in range(2)]
+        one, two = [open_store(url) for _ in range(2)]
         slow = Rate(0.5, 100.0)
         assert await one.take_tokens("t", 60, slow) == 0
         assert await two.take_tokens("t", 60, slow) == pytest.approx(40, abs=1)

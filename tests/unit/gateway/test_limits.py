@@ -1,0 +1,99 @@
+"""What one client asks for costs the others little: tokenising is bounded and charged, choices and priority are limited."""
+
+import asyncio
+import threading
+
+import pytest
+from unit.gateway.service_for_tests import at_rest, grpc_serving, serving
+
+from gateway import auth, tokenizer
+from gateway.admission import Rate
+from gateway.auth import Caller, Scope
+from gateway.choices import outputs
+from gateway.requests import Chat, GenerateRequest
+from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
+from rootward.client import AsyncClient
+from rootward.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PermissionDenied, RateLimited
+
+
+@pytest.mark.parametrize("prompt", ["x" * 101, Chat(({"role": "user", "content": "x" * 101},))], ids=["text", "chat"])
+async def test_a_prompt_is_refused_by_its_characters_before_it_is_tokenised(prompt, monkeypatch):
+    async with serving(max_prompt_characters=100) as service:
+        monkeypatch.setattr(service, "tokenizer", None)
+        for call in (service.tokenize(prompt), service.collect(GenerateRequest(prompt))):
+            with pytest.raises(ContextLengthExceeded, match="characters are more than this server takes, 100"):
+                await call
+
+
+async def test_without_a_setting_the_context_bounds_the_characters():
+    async with serving() as service:
+        with pytest.raises(ContextLengthExceeded, match="characters are more than"):
+            await service.tokenize("x" * 10_000_000)
+
+
+async def test_tokenising_is_charged_to_the_tenant():
+    async with serving(tenant_rate=Rate(0.001, 10)) as service:
+        for _ in range(10):
+            await service.tokenize("x" * 64, tenant="t")
+        with pytest.raises(RateLimited, match="'t'"):
+            await service.tokenize("x", tenant="t")
+        with pytest.raises(RateLimited):
+            await service.detokenize([65], tenant="t")
+        await service.tokenize("x", tenant="u")
+
+
+async def test_short_texts_do_not_wait_for_long_ones():
+    release = threading.Event()
+    pool = TokenizerPool()
+    large = [asyncio.create_task(pool.run(LARGE_CHARACTERS + 1, release.wait, 30)) for _ in range(4)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        assert await pool.run(5000, lambda: "short") == "short"
+    release.set()
+    await asyncio.gather(*large)
+    pool.close()
+
+
+async def test_the_queue_for_the_tokenizer_is_bounded(monkeypatch):
+    monkeypatch.setattr(tokenizer, "MAX_CALLS", 2)
+    release = threading.Event()
+    pool = TokenizerPool()
+    waiting = [asyncio.create_task(pool.run(5000, release.wait, 30)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="2 texts wait for the tokenizer"):
+        await pool.run(5000, release.wait)
+    assert await pool.run(10, lambda: "in the loop") == "in the loop"
+    release.set()
+    await asyncio.gather(*waiting)
+    pool.close()
+
+
+async def test_a_long_text_leaves_the_tokenizer_to_others_over_the_wire():
+    async with grpc_serving(max_prompt_characters=50) as (_, address), AsyncClient(address) as client:
+        with pytest.raises(Exception, match="characters are more than"):
+            await client.tokenize("x" * 51)
+
+
+async def test_choices_are_bounded():
+    async with serving(max_choices=3) as service:
+        for request in outputs(GenerateRequest("a", n=4)):
+            with pytest.raises(InvalidRequest, match="n: 4 is more than this server gives, 3"):
+                await service.collect(request)
+        for request in outputs(GenerateRequest("a", n=3)):
+            await service.collect(request)
+        await at_rest(service)
+
+
+@pytest.mark.parametrize("scope", [Scope.PRIORITY, Scope.ADMIN, Scope.GENERATE])
+async def test_who_goes_first_needs_a_scope(scope):
+    async with serving() as service:
+        token = auth._CALLER.set(Caller("k", "t", frozenset({Scope.GENERATE, scope})))
+        try:
+            await service.collect(GenerateRequest("a", priority=1))
+            if scope is Scope.GENERATE:
+                with pytest.raises(PermissionDenied, match="priority"):
+                    await service.collect(GenerateRequest("a", priority=-1))
+            else:
+                await service.collect(GenerateRequest("a", priority=-1))
+        finally:
+            auth._CALLER.reset(token)
