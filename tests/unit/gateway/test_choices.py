@@ -15,10 +15,10 @@ def test_outputs_are_prompts_times_choices():
     request = GenerateRequest("a", request_id="r", n=2, seed=3)
     made = outputs(request, ["a", (5, 6)])
     assert [(m.prompt, m.request_id, m.choice, m.index, m.n) for m in made] == [
-        ("a", "r", 0, 0, 1),
-        ("a", "r#1", 1, 1, 1),
-        ((5, 6), "r#2", 0, 2, 1),
-        ((5, 6), "r#3", 1, 3, 1),
+        ("a", "r", 0, 0, 2),
+        ("a", "r#1", 1, 1, 2),
+        ((5, 6), "r#2", 0, 2, 2),
+        ((5, 6), "r#3", 1, 3, 2),
     ]
     (alone,) = outputs(GenerateRequest("a", request_id="r", seed=3))
     assert (alone.request_id, alone.choice, alone.seed) == (made[0].request_id, made[0].choice, made[0].seed)

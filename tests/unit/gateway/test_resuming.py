@@ -105,7 +105,7 @@ async def test_a_finished_one_is_told_again_without_a_verifier(offset):
     verifier = SpellingVerifier()
     async with two_gateways(verifier) as (_, one, two):
         first = await one.collect(ask(seed=3))
-        await asyncio.sleep(0.15)
+        await at_rest(one, verifier)
         verifier.up = False
         ids, text, ending = await rest(two, ask(offset, seed=3))
         assert (ids, ending.reason, ending.stats) == (IDS[offset:], FinishReason.STOP, first.ending.stats)
@@ -118,7 +118,7 @@ async def test_a_finished_one_is_told_again_without_a_verifier(offset):
 async def test_other_endings_are_told_again_too(options, words):
     async with two_gateways(SpellingVerifier()) as (_, one, two):
         first = await one.collect(ask(**options))
-        await asyncio.sleep(0.15)
+        await at_rest(one)
         _, text, ending = await rest(two, ask(0, **options))
         assert text == first.text
         assert (ending.reason, ending.stop_string) == (first.ending.reason, first.ending.stop_string)
