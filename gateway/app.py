@@ -21,6 +21,7 @@ from starlette.types import Scope
 import rootward
 from gateway import schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, model_card
+from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, simple_error
 from gateway.planning import check_model, check_name
 from gateway.service import GatewayService
@@ -79,17 +80,26 @@ def build_app(service: GatewayService) -> FastAPI:
         return json_response(model_card(service.served_model, service.model, created))
 
     @app.post("/tokenize", responses=_answers(schemas.Tokens))
-    async def tokenize(body: schemas.TokenizeRequest) -> Response:
+    async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages; the texts of the tokens if `return_token_strs`."""
-        ids = await service.tokenize(body.text_or_chat, model=body.model, add_special_tokens=body.add_special_tokens)
+        ids = await service.tokenize(
+            body.text_or_chat,
+            model=body.model,
+            add_special_tokens=body.add_special_tokens,
+            tenant=tenant(request.headers),
+        )
         texts = await service.token_texts(ids) if body.return_token_strs else None
         length = service.model.max_positions
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": length, "token_strs": texts})
 
     @app.post("/detokenize", responses=_answers(schemas.Text))
-    async def detokenize(body: schemas.DetokenizeRequest) -> Response:
+    async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> Response:
         text = await service.detokenize(
-            body.tokens, model=body.model, skip_special_tokens=body.skip_special_tokens, field="tokens"
+            body.tokens,
+            model=body.model,
+            skip_special_tokens=body.skip_special_tokens,
+            field="tokens",
+            tenant=tenant(request.headers),
         )
         return json_response({"prompt": text})
 

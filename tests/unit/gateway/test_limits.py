@@ -3,11 +3,13 @@
 import asyncio
 import threading
 
+import httpx
 import pytest
 from unit.gateway.service_for_tests import at_rest, grpc_serving, serving
 
 from gateway import auth, tokenizer
 from gateway.admission import Rate
+from gateway.app import build_app
 from gateway.auth import Caller, Scope
 from gateway.choices import outputs
 from gateway.requests import Chat, GenerateRequest
@@ -97,3 +99,13 @@ async def test_who_goes_first_needs_a_scope(scope):
                 await service.collect(GenerateRequest("a", priority=-1))
         finally:
             auth._CALLER.reset(token)
+
+
+async def test_tokenising_over_http_is_charged_too():
+    async with serving(tenant_rate=Rate(0.001, 1)) as service:
+        transport = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            answers = [
+                await client.post("/tokenize", json={"prompt": "x"}, headers={"x-rootward-tenant": "t"}) for _ in "12"
+            ]
+    assert [answer.status_code for answer in answers] == [200, 429]
