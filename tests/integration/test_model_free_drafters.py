@@ -14,7 +14,6 @@ from support.services import collect, drafter_of, request, tabular_pair, until, 
 from transformers import AutoTokenizer
 
 from benchmarks.lookup import replayed
-from benchmarks.noisy import NoisyModel
 from drafter_service.__main__ import build_lookup, recipe_of
 from drafter_service.growth_loop import DrafterService, without_model
 from drafter_service.lookup_grower import LookupGrower
@@ -280,13 +279,12 @@ async def test_five_drafters_one_text() -> None:
     await one_text(target, drafters, PROMPT, 120)
 
 
-async def test_five_drafters_one_text_with_the_demo_pair() -> None:
+async def test_all_drafters_give_one_text_with_the_demo_pair() -> None:
     paths = demo.paths()
     target = load_model(str(paths.target), max_slots=1)
     drafters = {
         "none": None,
         "draft": drafter_of(load_model(str(paths.draft), max_slots=1)),
-        "noisy": drafter_of(NoisyModel(load_model(str(paths.target), max_slots=1), 1.0, seed=3)),
         "ngram": lookup_of("ngram:"),
         "random": lookup_of(f"random:vocab={target.info.vocab_size},seed=1"),
     }
