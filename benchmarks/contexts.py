@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from rootward.core.requests import Sampling
-from rootward.engine.sampling import draw_rows, processed
+from rootward.engine.sampling import processed
+from rootward.engine.verify import inverse_rows
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, Rows
 
@@ -99,7 +100,7 @@ def prefill(model: LanguageModel, slots: Sequence[int], texts: Sequence[Sequence
 
 def _tokens(logits_CV: torch.Tensor, temperature: float, rng: np.random.Generator) -> list[int]:
     probs = processed(logits_CV, [Sampling(temperature)] * len(logits_CV))
-    tokens: list[int] = draw_rows(probs, rng.random(len(logits_CV))).tolist()
+    tokens: list[int] = inverse_rows(probs.double(), rng.random(len(logits_CV))).tolist()
     return tokens
 
 

@@ -109,20 +109,6 @@ def bonus_coin(key: Key, epoch: int, position: int) -> float:
     return float(first[0] >> np.uint64(11)) * 2.0**-53
 
 
-def bonus_coins(rounds: Sequence[tuple[Key, int, int]], count: int) -> Floats:
-    """float64[B, count]: `bonus_coin` of several rounds (key, epoch, position) at their position and the ones after it."""
-    for _, epoch, position in rounds:
-        _within("counter", epoch, 32)
-        _within("counter", position + count, 32)
-    of_round = [(position, epoch, Role.BONUS.value, key.derive(Role.BONUS)) for key, epoch, position in rounds]
-    table = np.array(of_round, dtype=np.uint64).reshape(-1, 4)
-    position, epoch, salt, keys = np.repeat(table, count, axis=0).T
-    position = position + np.tile(np.arange(count, dtype=np.uint64), len(rounds))
-    out = _rounds([np.full(position.shape, NO_TOKEN, np.uint64), position, epoch, salt], keys)
-    first = out[0] | out[1] << np.uint64(32)
-    return ((first >> np.uint64(11)).astype(np.float64) * 2.0**-53).reshape(-1, count)
-
-
 def target_gumbel(key: Key, position: int, tokens: int | ArrayLike) -> Floats:
     """Gumbel noise of the target's own token at a position; it carries no epoch, so it survives a change of owner."""
     return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, position, 0))

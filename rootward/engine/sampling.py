@@ -85,40 +85,6 @@ def top_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, NDArray[np.
     return ids_TK.gather(1, order).cpu().numpy(), probs_TK.cpu().numpy()
 
 
-@torch.inference_mode()
-def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
-    """Mass at some ids of each row, float64[T, G] (0 where the id is -1), and mass of all others, float64[T].
-
-    The tail is summed over the complement in double: 1 - sum would keep only the rounding errors of a small tail.
-    """
-    num_rows, vocab = probs_TV.shape
-    if len(ids_TG) and ids_TG.size and int(ids_TG.max()) >= vocab:
-        raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
-    ids = torch.from_numpy(np.where(ids_TG < 0, vocab, ids_TG)).to(probs_TV.device)
-    rest = probs_TV.new_zeros(num_rows, vocab + 1)  # the last column takes the padding
-    rest[:, :vocab] = probs_TV
-    p_TG = rest.gather(1, ids).double()
-    rest.scatter_(1, ids, 0.0)
-    return p_TG.cpu().numpy(), rest.sum(-1, dtype=torch.float64).cpu().numpy()
-
-
-def draw(row_V: Floats, u: float) -> int:
-    """The smallest token whose cumulative mass exceeds u times the whole; never one without mass. `u` in [0, 1)."""
-    cumulative = np.cumsum(row_V, dtype=np.float64)
-    total = float(cumulative[-1])
-    if not total > 0:
-        raise ValueError(f"row: its mass is {total}; nothing can be drawn")
-    token = int(np.searchsorted(cumulative, u * total, side="right"))
-    # u * total may round up to the total: then the last token with mass.
-    return token if token < len(cumulative) else int(np.searchsorted(cumulative, total, side="left"))
-
-
-def draw_rows(rows_BV: Floats | torch.Tensor, u_B: Floats) -> Ints:
-    """int64[B]: `draw` on each row."""
-    rows = rows_BV.cpu().numpy() if isinstance(rows_BV, torch.Tensor) else rows_BV
-    return np.array([draw(row, float(u)) for row, u in zip(rows, u_B, strict=True)], dtype=np.int64)
-
-
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
     if all(t in (0.0, 1.0) for t in temperature):
         return scores_TV

@@ -64,11 +64,11 @@ def error(
         for _ in range(levels[0]):
             grow_level(model, tree, growth, text)
         first = tree.snapshot(cap(model, tree, caps[0]))
-        verdict, target = decide(model, first, text)
+        verdict = decide(model, first, text)
         for _ in range(levels[1]):
             grow_level(model, tree, growth, text)
         stop = chooser.choose(verdict.stop)
-        bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))
+        bonus = chooser.choose(verdict.bonus_row(stop))
         run = [*first.tree.path(stop), bonus]
         tree.commit(run)
         growth.rerooted()
@@ -79,9 +79,9 @@ def error(
         for _ in range(levels[2]):
             grow_level(model, tree, growth, text)
         second = tree.snapshot(cap(model, tree, caps[1]))
-        verdict, target = decide(model, second, text)
+        verdict = decide(model, second, text)
         for stop in np.flatnonzero(verdict.stop).tolist():
-            residual = verdict.bonus_row(stop, target[stop])
+            residual = verdict.bonus_row(stop)
             for bonus in np.flatnonzero(residual).tolist():
                 mass = chooser.mass * verdict.stop[stop] * residual[bonus]
                 put(out, model, [*text, *second.tree.path(stop), bonus], len(prompt), mass)

@@ -139,9 +139,9 @@ def error(
         if cap is None:
             cap = after(event, tree, lambda: grow_level(model, tree, growth, prompt))
         first = tree.snapshot(cap_of(tree, cap))
-        verdict, target = decide(model, first, prompt)
+        verdict = decide(model, first, prompt)
         stop = chooser.choose(verdict.stop)
-        bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))
+        bonus = chooser.choose(verdict.bonus_row(stop))
         put(out, model, [*prompt, *first.tree.path(stop), bonus], len(prompt), chooser.mass)
 
     chooser.runs(program)

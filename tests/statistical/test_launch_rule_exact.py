@@ -69,16 +69,16 @@ class Program:
         first = self.tree.snapshot(cap)
         for _ in range(meanwhile or 0):
             self.level()
-        verdict, target = decide(self.model, first, self.text)
+        verdict = decide(self.model, first, self.text)
         if meanwhile is None:
             for stop in np.flatnonzero(verdict.stop).tolist():
-                row = verdict.bonus_row(stop, target[stop])
+                row = verdict.bonus_row(stop)
                 for bonus in np.flatnonzero(row).tolist():
                     mass = self.chooser.mass * verdict.stop[stop] * row[bonus]
                     put(self.out, self.model, [*self.text, *first.tree.path(stop), bonus], 2, mass)
             return
         stop = self.chooser.choose(verdict.stop)
-        run = [*first.tree.path(stop), self.chooser.choose(verdict.bonus_row(stop, target[stop]))]
+        run = [*first.tree.path(stop), self.chooser.choose(verdict.bonus_row(stop))]
         self.tree.commit(run)
         self.growth.rerooted()
         self.text += run

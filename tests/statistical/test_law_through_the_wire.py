@@ -16,8 +16,8 @@ from scipy.stats import chi2
 from support.services import collect, over_grpc, request, tabular_pair
 
 from rootward.core.requests import DraftMode, Rule
-from rootward.core.verification.batched import ForestLaw, forest_law
 from rootward.engine.tabular import TabularModel
+from rootward.engine.verify import ForestLaw, forest_law
 
 ALPHA = 1e-4
 VOCAB = 4
@@ -73,9 +73,9 @@ async def test_the_system_emits_exactly_the_target_s_law(rule: str, ahead: int) 
     assert p_value(target, texts) > ALPHA / len(CASES)
 
 
-def against_a_stale_row(algorithm, forest, ids, weight, target_at, tail) -> ForestLaw:
+def against_a_stale_row(forest, ids, weight, target_at, tail) -> ForestLaw:
     """Wrong: the ratio tests use another law than the one the children were drawn from (here: a flatter one)."""
-    return forest_law(algorithm, forest, ids, np.ceil(np.sqrt(weight)).astype(np.int64), target_at, tail)
+    return forest_law(forest, ids, np.ceil(np.sqrt(weight)).astype(np.int64), target_at, tail)
 
 
 async def test_the_same_test_fails_when_the_verifier_uses_a_wrong_rule() -> None:

@@ -11,11 +11,12 @@ import itertools
 
 import numpy as np
 import pytest
+from support.batched import batched_law
 from support.rounds import Chooser
 
 from rootward.core.distribution import DraftDistribution
+from rootward.core.law import VerificationLaw
 from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 
 V, LENGTH, PROMPT = 3, 3, [0, 1]
 EXACT, SEEN = 1e-12, 1e-4
@@ -60,18 +61,18 @@ class Session:
     def run(self) -> None:
         self.grow(self.draws[0])
         first = self.tree.snapshot(self.first_cap)
-        law, target = self.law(first)
+        law = self.law(first)
         stop = self.chooser.choose(law.stop)
-        self.commit(first, stop, self.bonus(first, stop, law.bonus_row(stop, target[stop])))
+        self.commit(first, stop, self.bonus(first, stop, law.bonus_row(stop)))
         if len(self.text) >= len(PROMPT) + LENGTH:
             self.put(self.text, 1.0)
             return
         self.after_commit(law)
         self.grow(self.draws[1])
         second = self.tree.snapshot(self.second_cap())
-        law, target = self.law(second)
+        law = self.law(second)
         for stop in np.flatnonzero(law.stop).tolist():
-            residual = law.bonus_row(stop, target[stop])
+            residual = law.bonus_row(stop)
             for bonus in np.flatnonzero(residual).tolist():
                 self.put([*self.text, *second.tree.path(stop), bonus], law.stop[stop] * residual[bonus])
 
@@ -85,7 +86,7 @@ class Session:
         self.tree.commit(run)
         self.text += run
 
-    def after_commit(self, law: SparseLaw) -> None:
+    def after_commit(self, law: VerificationLaw) -> None:
         """Nothing is dropped: the whole subtree is kept."""
 
     def second_cap(self) -> int:
@@ -119,7 +120,7 @@ class Session:
         values = sum((i + 2) * self.tree.at(n).token for i, n in enumerate(nodes[1:]))
         return able[-1 - values % len(able)] if able else None
 
-    def law(self, snapshot: Snapshot) -> tuple[SparseLaw, np.ndarray]:
+    def law(self, snapshot: Snapshot) -> VerificationLaw:
         tree = snapshot.tree
         target = np.stack([self.model.p[tuple((self.text + list(tree.path(i)))[-2:])] for i in range(len(tree))])
         atoms = np.full((len(tree), V), -1)
@@ -127,8 +128,7 @@ class Session:
         for i, row in enumerate(snapshot.rows):
             if row is not None:
                 atoms[i, : len(row[0])], weight[i, : len(row[0])] = row
-        ids = gather_ids(tree, atoms)
-        return sparse_law("traversal", tree, ids, weight, *gather(target, ids)), target
+        return batched_law("traversal", tree, atoms, weight, target)
 
     def put(self, text: list[int], mass: float) -> None:
         emitted = text[len(PROMPT) : len(PROMPT) + LENGTH]
@@ -166,7 +166,7 @@ class PlainIfSmall(Session):
 class DropUnlikely(Session):
     """Drops the kept subtree when its first node was unlikely."""
 
-    def after_commit(self, law: SparseLaw) -> None:
+    def after_commit(self, law: VerificationLaw) -> None:
         first = next(iter(self.tree.nodes.values()), None)
         row = self.model.q[tuple(self.text[-2:])]
         if first is not None and row.law[row.ids == first.token].sum() < 0.4:
@@ -176,7 +176,7 @@ class DropUnlikely(Session):
 class DropByText(Session):
     """Drops the kept subtree on grounds that do not look below the new root."""
 
-    def after_commit(self, law: SparseLaw) -> None:
+    def after_commit(self, law: VerificationLaw) -> None:
         if sum(self.text) % 2:
             self.plant()
 
@@ -225,9 +225,9 @@ class LostVerdict(Session):
         self.grow(1)
         now = self.entry()
         again = min(1.0, now / heard) if self.same_coins else now  # P(U < now | U < heard)
-        law, target = self.law(self.tree.snapshot(1))
+        law = self.law(self.tree.snapshot(1))
         self.put([*self.text, *self.path(1)], again)
-        for token, mass in enumerate(law.bonus_row(0, target[0])):
+        for token, mass in enumerate(law.bonus_row(0)):
             self.put([*self.text, token], (1.0 - again) * mass)
 
     def entry(self) -> float:

@@ -61,9 +61,9 @@ class Walk:
         if snapshot is not None:
             snapshot = self.wrong(snapshot)
         snapshot = self.ladder.launch(session, snapshot) or LivingTree(len(text), 0, vocab_size=V).snapshot(0)
-        law, target = decide(self.model, snapshot, text)
+        law = decide(self.model, snapshot, text)
         stop = self.chooser.choose(law.stop)
-        bonus = self.chooser.choose(law.bonus_row(stop, target[stop]))
+        bonus = self.chooser.choose(law.bonus_row(stop))
         tokens = (*snapshot.tree.path(stop), bonus)
         session.advance(tokens, len(snapshot.tree) - 1, missed=False)
         if draft is not None:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support import enumeration as enum
 from support import wrong_rules as wrong
+from support.batched import batched_law
 from support.models import Model, deep_models, test_models
 
 from rootward.core import TokenTree
 from rootward.core.distribution import DraftDistribution, quantise
-from rootward.core.verification import gather, gather_ids, sparse_law
 
 MODELS = test_models()
 DEEP = deep_models()
@@ -113,10 +113,10 @@ def bounded(model: Model, num_atoms: int) -> tuple[Model, dict[tuple[int, ...], 
     return Model(model.name, model.vocab, model.depth, model.p, dense), rows
 
 
-def sparse(
+def batched(
     rows: dict[tuple[int, ...], DraftDistribution], algorithm: str, num_atoms: int, chosen: int = 0
 ) -> enum.Verifier:
-    """The sparse verifier, fed what a drafter sends: atoms and weights of every expanded node."""
+    """The batched verifier, fed what a drafter sends: atoms and weights of every expanded node."""
 
     def verifier(tree: TokenTree, target: np.ndarray, draft: np.ndarray):
         atoms = np.full((len(tree), num_atoms), -1)
@@ -126,8 +126,7 @@ def sparse(
                 row = rows[tree.path(node)]
                 row = row.without(row.ids[:chosen].tolist())
                 atoms[node, : len(row)], weight[node, : len(row)] = row.ids, row.weight
-        ids = gather_ids(tree, atoms)
-        return sparse_law(algorithm, tree, ids, weight, *gather(target, ids)).dense(target)
+        return batched_law(algorithm, tree, atoms, weight, target)
 
     return verifier
 
@@ -138,14 +137,14 @@ def test_bounded_support_is_lossless(algorithm, num_atoms):
     for model in MODELS:
         drafter, rows = bounded(model, num_atoms)
         trees_ = enum.drawn(drafter, enum.shape(drafter, [2, 2]))
-        assert enum.error(drafter, trees_, sparse(rows, algorithm, num_atoms)) < EXACT, model.name
+        assert enum.error(drafter, trees_, batched(rows, algorithm, num_atoms)) < EXACT, model.name
 
 
 @pytest.mark.parametrize("algorithm", ["token", "traversal"])
 def test_bounded_support_greedy_is_lossless(algorithm):
     for model in MODELS:
         drafter, rows = bounded(model, 3)
-        assert enum.error(drafter, enum.greedy(drafter, [2, 2]), sparse(rows, algorithm, 3, chosen=1)) < EXACT, (
+        assert enum.error(drafter, enum.greedy(drafter, [2, 2]), batched(rows, algorithm, 3, chosen=1)) < EXACT, (
             model.name
         )
 

@@ -83,9 +83,9 @@ def error(
         for _ in range(levels[2]):
             grow_level(model, session.next_draft.tree, new, text)
         session.next_draft.heard = heard
-        verdict, target = decide(model, first, text)
+        verdict = decide(model, first, text)
         stop = chooser.choose(verdict.stop)
-        bonus = chooser.choose(verdict.bonus_row(stop, target[stop]))
+        bonus = chooser.choose(verdict.bonus_row(stop))
         run = [*first.tree.path(stop), bonus]
         choose(pool, session, run)
         text += run
@@ -97,9 +97,9 @@ def error(
         growths[id(tree)].rerooted()
         grow_level(model, tree, growths[id(tree)], text)
         second = tree.snapshot(8)
-        verdict, target = decide(model, second, text)
+        verdict = decide(model, second, text)
         for stop in np.flatnonzero(verdict.stop).tolist():
-            residual = verdict.bonus_row(stop, target[stop])
+            residual = verdict.bonus_row(stop)
             for bonus in np.flatnonzero(residual).tolist():
                 mass = chooser.mass * verdict.stop[stop] * residual[bonus]
                 put(out, model, [*text, *second.tree.path(stop), bonus], len(PROMPT), mass)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from support.processed_law import PROCESSORS, STOP, processed_law, text_law
 
-import verifier_service.runner as runner_module
+import rootward.engine.verify as verify_module
 from rootward.core.living_tree import Snapshot
 from rootward.core.requests import DraftMode, Rule, Sampling, Stopping, VerifierRequest
 from rootward.core.rng import Key
 from rootward.core.tree import TokenTree
-from rootward.core.verification.batched import forest_law
 from rootward.engine.processors import History, _tails
 from rootward.engine.tabular import TabularModel
+from rootward.engine.verify import forest_law
 from verifier_service.runner import Chunk, Round, Runner
 from verifier_service.sessions import Session
 
@@ -55,8 +55,8 @@ class Recorder:
             self.law = forest_law(*args)
             return self.law
 
-        monkeypatch.setattr(runner_module, "laws", recorded)
-        self.model, self.runner = model, Runner(model, decide=decided)
+        monkeypatch.setattr(verify_module, "laws", recorded)
+        self.model, self.runner = model, Runner(model, law=decided)
 
     def round_law(self, session: Session, rule: Rule, snapshot: Snapshot) -> dict[tuple[int, ...], float]:
         """Probability of each run that the round may commit."""
@@ -87,7 +87,7 @@ class Recorder:
         return runs
 
 
-laws = runner_module.laws
+laws = verify_module.laws
 
 
 def error(sampling: Sampling, min_tokens: int, rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:

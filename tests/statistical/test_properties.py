@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.batched import batched_law
 from support.random_trees import Round, declared
 
 from rootward.core import TokenTree, verification
 from rootward.core.distribution import DraftDistribution
-from rootward.core.verification import gather, gather_ids, sparse_law, stop_node
+from rootward.core.verification import stop_node
 
 WEIGHTS = st.sampled_from([0, 0, 1, 1, 2, 3, 7, 1000, 65535])
 NUDGES = st.sampled_from([0.0, 0.0, 1e-16, 2.3e-16, 1e-12, 1e-3, 1e3])
@@ -97,13 +98,12 @@ def test_multi_step(r):
 @pytest.mark.parametrize("algorithm", ["token", "traversal"])
 @settings(deadline=None, max_examples=150, derandomize=True)
 @given(r=rounds())
-def test_sparse_is_dense(algorithm, r):
-    ids = gather_ids(r.tree, r.atoms)
-    sparse = sparse_law(algorithm, r.tree, ids, r.weight, *gather(r.target, ids))
+def test_the_batched_form_is_the_oracle(algorithm, r):
+    sparse = batched_law(algorithm, r.tree, r.atoms, r.weight, r.target)
     dense = verification.law(algorithm, r.tree, r.target, r.draft)
-    check(sparse.dense(r.target), r)
+    check(sparse, r)
     np.testing.assert_allclose(sparse.stop, dense.stop, rtol=0, atol=1e-12)
-    weighted = sparse.stop[:, None] * sparse.dense(r.target).residual
+    weighted = sparse.stop[:, None] * sparse.residual
     np.testing.assert_allclose(weighted, dense.stop[:, None] * dense.residual, rtol=0, atol=1e-12)
 
 

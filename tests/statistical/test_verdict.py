@@ -7,13 +7,14 @@ import itertools
 import numpy as np
 import pytest
 from scipy.stats import chisquare
+from support.batched import batched_law
 from support.models import Model, random_model
 from support.random_trees import random_round
 
 from rootward.core import TokenTree, verification
 from rootward.core.distribution import draw_children, greedy_family, quantise
 from rootward.core.rng import Key, bonus_gumbel, coins, draw_words, target_gumbel
-from rootward.core.verification import bonus_token, gather, gather_ids, sparse_law, stop_node
+from rootward.core.verification import bonus_token, stop_node
 
 LARGEST_COIN = np.nextafter(1.0, 0.0)
 
@@ -37,9 +38,8 @@ def test_coins_have_the_law(algorithm):
         r = random_round(rng, vocab=10, num_atoms=5, num_nodes=int(rng.integers(1, 9)))
         law = verification.law(algorithm, r.tree, r.target, r.draft)
         np.testing.assert_allclose(law_by_coins(law), law.stop, rtol=0, atol=1e-12)
-        ids = gather_ids(r.tree, r.atoms)
-        sparse = sparse_law(algorithm, r.tree, ids, r.weight, *gather(r.target, ids))
-        np.testing.assert_allclose(law_by_coins(sparse), law.stop, rtol=0, atol=1e-12)
+        batched = batched_law(algorithm, r.tree, r.atoms, r.weight, r.target)
+        np.testing.assert_allclose(law_by_coins(batched), law.stop, rtol=0, atol=1e-12)
 
 
 def test_coins_have_the_law_of_block():
@@ -93,17 +93,16 @@ def drawn_tree(model: Model, key: Key, committed: int, family: str) -> tuple[Tok
 
 
 def one_round(model: Model, key: Key, position: int, family: str, algorithm: str) -> list[int]:
-    """Production path at a fresh root: draw, gather, sparse law, coins, bonus."""
+    """Production path at a fresh root: draw, gather, batched law, coins, bonus."""
     tree, rows = drawn_tree(model, key, position, family)
     atoms, weight = np.full((len(tree), 3), -1), np.zeros((len(tree), 3), dtype=np.int64)
     for node, row in rows.items():
         atoms[node, : len(row)], weight[node, : len(row)] = row.ids, row.weight
     target = model.target(tree)
-    ids = gather_ids(tree, atoms)
-    law = sparse_law(algorithm, tree, ids, weight, *gather(target, ids))
+    law = batched_law(algorithm, tree, atoms, weight, target)
     stop = stop_node(law, coins(key, 1, position, np.arange(len(tree))))
     noise = bonus_gumbel(key, 1, position + int(tree.depth[stop]), model.vocab)
-    return [*tree.path(stop), bonus_token(law.bonus_row(stop, target[stop]), noise)]
+    return [*tree.path(stop), bonus_token(law.bonus_row(stop), noise)]
 
 
 @pytest.mark.parametrize(("family", "algorithm"), [("rsd_c", "traversal"), ("greedy", "traversal"), ("rsd_c", "token")])

@@ -22,21 +22,29 @@ class Round:
 
 
 def random_round(
-    rng: np.random.Generator, *, vocab: int = 40, num_atoms: int = 8, num_nodes: int = 12, chosen: float = 0.25
+    rng: np.random.Generator,
+    *,
+    vocab: int = 40,
+    num_atoms: int = 8,
+    num_nodes: int = 12,
+    chosen: float = 0.25,
+    copies: bool = False,
+    chain: bool = False,
 ) -> Round:
-    """Nodes under random parents; a child is drawn from its parent's row without its siblings, or chosen."""
+    """Nodes under random parents; a child is drawn from its parent's row without its siblings (copies: from the whole row), or chosen."""
     target = softmax(rng.gumbel(size=(num_nodes, vocab)) * rng.choice([0.5, 2.0, 8.0], size=(num_nodes, 1)))
     noisy = np.log(target + 1e-9) + rng.normal(size=target.shape) * rng.choice([0.0, 0.5, 2.0])
     rows = [quantise(row, num_atoms) for row in softmax(noisy)]
     taken: list[set[int]] = [set() for _ in range(num_nodes)]
     token, parent, sampled = [0], [-1], [False]
     while len(token) < num_nodes:
-        node = int(rng.integers(len(token)))
+        node = len(token) - 1 if chain else int(rng.integers(len(token)))
         left = rows[node].without(taken[node])
         flag = len(left) > 0 and rng.random() >= chosen
         free = sorted(set(range(vocab)) - taken[node])
         x = int(rng.choice(left.ids, p=left.law)) if flag else int(rng.choice(free))
-        taken[node].add(x)
+        if not copies:
+            taken[node].add(x)
         token.append(x)
         parent.append(node)
         sampled.append(flag)

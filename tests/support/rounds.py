@@ -1,4 +1,4 @@
-"""Rounds of the production path as a random program that can be enumerated: Growth draws, LivingTree cuts and re-roots, the sparse
+"""Rounds of the production path as a random program that can be enumerated: Growth draws, LivingTree cuts and re-roots, the batched
 law decides. V = 3; p and q depend on the last two tokens; the law of the first LENGTH committed tokens is compared with the target's.
 """
 
@@ -8,12 +8,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from support.batched import batched_law
 
 from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import BestFirst, Growth
+from rootward.core.law import VerificationLaw
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode
-from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 
 V, LENGTH = 3, 3  # tokens of committed text that are compared
 
@@ -82,7 +83,7 @@ def grow_level(model: Model, tree: LivingTree, growth: Growth, text: list[int]) 
     growth.draw(lambda n: np.zeros(n, np.uint64))
 
 
-def decide(model: Model, snapshot: Snapshot, text: list[int]) -> tuple[SparseLaw, np.ndarray]:
+def decide(model: Model, snapshot: Snapshot, text: list[int]) -> VerificationLaw:
     tree = snapshot.tree
     target = np.stack([model.p[tuple((text + list(tree.path(i)))[-2:])] for i in range(len(tree))])
     atoms = np.full((len(tree), V), -1)
@@ -90,8 +91,7 @@ def decide(model: Model, snapshot: Snapshot, text: list[int]) -> tuple[SparseLaw
     for i, row in enumerate(snapshot.rows):
         if row is not None:
             atoms[i, : len(row[0])], weight[i, : len(row[0])] = row
-    ids = gather_ids(tree, atoms)
-    return sparse_law("traversal", tree, ids, weight, *gather(target, ids)), target
+    return batched_law("traversal", tree, atoms, weight, target)
 
 
 def tail_law(model: Model, text: list[int], done: int, length: int = LENGTH) -> np.ndarray:

@@ -54,7 +54,7 @@ def verifier_of(
     metrics: Metrics | None = None,
     **policy,
 ) -> VerifierService:
-    runner = Runner(model) if decide is None else Runner(model, decide=decide)
+    runner = Runner(model) if decide is None else Runner(model, law=decide)
     rules = Policy(**({"num_draft_tokens": 8, "draft_wait_s": 1.0} | policy))
     return VerifierService(
         model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner, metrics=metrics

@@ -97,20 +97,20 @@ class Session:
     def round(self, cap: int) -> bool:
         """Verify the first nodes and commit. True when there is text enough."""
         first = self.tree.snapshot(cap)
-        verdict, target = decide(self.model, first, self.text)
+        verdict = decide(self.model, first, self.text)
         stop = self.chooser.choose(verdict.stop)
         length = len(self.text) + int(first.tree.depth[stop])
-        bonus = self.noise.token(length, verdict.bonus_row(stop, target[stop]))
+        bonus = self.noise.token(length, verdict.bonus_row(stop))
         self.commit([*first.tree.path(stop), bonus])
         return self.enough()
 
     def last_round(self, cap: int, epoch: int = 0) -> None:
         """As `round`, summed up."""
         first = self.tree.snapshot(cap)
-        verdict, target = decide(self.model, first, self.text)
+        verdict = decide(self.model, first, self.text)
         for stop in np.flatnonzero(verdict.stop).tolist():
             length = len(self.text) + int(first.tree.depth[stop])
-            law = self.noise.law(length, verdict.bonus_row(stop, target[stop]), epoch)
+            law = self.noise.law(length, verdict.bonus_row(stop), epoch)
             for bonus in np.flatnonzero(law).tolist():
                 self.put([*self.text, *first.tree.path(stop), bonus], verdict.stop[stop] * law[bonus])
 

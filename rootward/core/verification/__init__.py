@@ -16,12 +16,11 @@ from rootward.core.verification.block import block
 from rootward.core.verification.child_laws import checked
 from rootward.core.verification.match import match
 from rootward.core.verification.multi_step import multi_step
-from rootward.core.verification.sparse import SparseLaw, gather, gather_ids, sparse_law
 from rootward.core.verification.token import token
 from rootward.core.verification.traversal import traversal
 from rootward.core.verification.verdict import bonus_token, stop_node
 
-__all__ = ["SparseLaw", "Verdict", "bonus_token", "gather", "gather_ids", "law", "match", "sparse_law", "stop_node"]
+__all__ = ["Verdict", "bonus_token", "law", "match", "stop_node"]
 
 ALGORITHMS: dict[str, Callable[[TokenTree, Floats, Floats, bool], VerificationLaw]] = {
     "token": token,

@@ -16,10 +16,9 @@ from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats
 from rootward.core.law import VerificationLaw
-from rootward.core.verification.sparse import SparseLaw
 
 
-def stop_node(law: VerificationLaw | SparseLaw, coins: ArrayLike) -> int:
+def stop_node(law: VerificationLaw, coins: ArrayLike) -> int:
     """The node where the round stops. coins float64[N] in [0, 1), one per node of the tree; the root's is not used."""
     u = np.asarray(coins, dtype=np.float64)
     if u.shape != (len(law.tree),):
@@ -40,14 +39,14 @@ def bonus_token(row: ArrayLike, gumbel: ArrayLike) -> int:
         return int(np.argmax(np.log(law) + np.asarray(gumbel, dtype=np.float64)))
 
 
-def _first_in_post_order(law: VerificationLaw | SparseLaw, u: Floats) -> int:
+def _first_in_post_order(law: VerificationLaw, u: Floats) -> int:
     order = law.tree.post_order
     success = u[order] < law.budget[order]
     success[-1] = True
     return int(order[np.argmax(success)])
 
 
-def _from_the_top(law: VerificationLaw | SparseLaw, u: Floats) -> int:
+def _from_the_top(law: VerificationLaw, u: Floats) -> int:
     node = 0
     while (child := next((c for c in law.tree.children[node] if u[c] < law.entry[c]), None)) is not None:
         node = child

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.stats import kstest
 
 from rootward.core.rng import (
@@ -13,6 +15,7 @@ from rootward.core.rng import (
     bonus_coin,
     bonus_gumbel,
     coins,
+    coins_batch,
     draw_words,
     filter_coin,
     philox,
@@ -159,3 +162,26 @@ def test_noise_is_finite_at_the_ends_of_the_words():
 def test_refuses_numbers_that_do_not_fit(call):
     with pytest.raises(ValueError, match="use "):
         call()
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.builds(Key, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)),
+            st.integers(0, 2**32 - 1),
+            st.integers(0, 2**32 - 1),
+            st.lists(st.integers(0, 2**32 - 1), max_size=20),
+        ),
+        max_size=5,
+    )
+)
+def test_coins_of_a_batch_are_the_coins_of_its_rounds(rounds):
+    want = [coins(key, epoch, position, nodes) for key, epoch, position, nodes in rounds]
+    assert coins_batch(rounds).tobytes() == b"".join(column.tobytes() for column in want)
+
+
+@pytest.mark.parametrize("change", [{"epoch": 2**32}, {"position": -1}, {"nodes": [2**32]}])
+def test_coins_of_a_batch_refuse_what_coins_refuse(change):
+    given_ = {"epoch": 1, "position": 1, "nodes": [1]} | change
+    with pytest.raises(ValueError, match="counter"):
+        coins_batch([(Key(1), 1, 1, [1]), (Key(2), given_["epoch"], given_["position"], given_["nodes"])])

@@ -11,8 +11,6 @@ import torch
 from support.waits import Waits
 from unit.engine.networks import FAMILIES, VOCAB, tiny
 
-from rootward.core.tree import TokenTree
-from rootward.core.verification.batched import Forest, gather_ids
 from rootward.engine import batch, graphs, tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.graphs import Run, StaticStep, bucket_of
@@ -21,7 +19,6 @@ from rootward.engine.model import HuggingFaceModel
 from rootward.engine.paged import Extents
 from rootward.engine.passes import TreePass
 from rootward.engine.slots import Size, Slots
-from rootward.engine.verification import place, verify
 from rootward.ports import COMMITTED, Rows
 
 META = torch.device("meta")
@@ -259,13 +256,3 @@ def test_a_step_that_reads_is_seen() -> None:
         with pytest.raises((RuntimeError, NotImplementedError)):
             own._recordable(static)
         handle.remove()
-
-
-@pytest.mark.parametrize("algorithm", ["traversal", "token"])
-def test_a_verdict_reads_nothing(algorithm: str) -> None:
-    tree_ = TokenTree(np.array([0, 1, 2, 3]), np.array([-1, 0, 0, 1]), np.array([False, True, True, True]))
-    forest = Forest.of([tree_, tree_])
-    ids = np.tile(np.arange(4), (8, 1))
-    placed = place(forest, gather_ids(forest, ids), np.ones((8, 4), dtype=np.int64), VOCAB, META)
-    probs, coins, u = torch.empty(8, VOCAB, device=META), torch.empty(8, device=META), torch.empty(2, device=META)
-    assert verify(algorithm, placed, probs, coins, u).bonus_B.shape == (2,)

@@ -9,7 +9,7 @@ import torch
 from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
 from rootward.engine import noise as noise_module
 from rootward.engine.noise import bonus_noise, device_noise, target_noise
-from rootward.engine.residual import gumbel_choice, largest_residual
+from rootward.engine.verify import gumbel_choice
 
 
 @pytest.mark.parametrize("vocab", [1, 2, 7, 2049])
@@ -27,22 +27,6 @@ def test_the_noise_of_the_bonus_token_is_what_a_drafter_computes(vocab: int) -> 
     for noise in (on_device, bonus_noise(at, vocab, "cpu")):
         for row, (key, epoch, position) in zip(noise.numpy(), at, strict=True):
             np.testing.assert_allclose(row, bonus_gumbel(key.bonus(), epoch, position, vocab), rtol=1e-12, atol=1e-12)
-
-
-def test_the_bonus_token_is_the_largest_of_residual_and_noise() -> None:
-    """Over the whole row: gathered tokens have a mass of their own, the others the target's, scaled."""
-    rng = np.random.default_rng(1)
-    probs = rng.dirichlet(np.ones(30), 50)
-    ids, mass = [np.array([3, 7, -1])] * 50, [np.array([0.5, 0.0, 9.0])] * 50
-    at = [(Key(9), 1, position) for position in range(50)]
-    got = largest_residual(torch.from_numpy(probs), np.full(50, 0.25), ids, mass, at)
-    rows = 0.25 * probs
-    rows[:, 3], rows[:, 7] = 0.5, 0.0
-    with np.errstate(divide="ignore"):
-        wanted = [np.argmax(np.log(row) + bonus_gumbel(*place, 30)) for row, place in zip(rows, at, strict=True)]
-    assert got.tolist() == wanted
-    assert 7 not in got
-    assert 3 in got
 
 
 def test_the_choice_takes_the_noise_of_its_row_and_never_a_token_without_mass() -> None:

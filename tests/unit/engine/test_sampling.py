@@ -1,4 +1,4 @@
-"""Processors against those of transformers; atoms, tails and draws against their definition."""
+"""Processors against those of transformers; atoms against their definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 
 from rootward.core.requests import Sampling
 from rootward.engine import sampling
-from rootward.engine.sampling import draw, draw_rows, gather, greedy_choice, processed, top_atoms
+from rootward.engine.sampling import greedy_choice, processed, top_atoms
 
 
 def reference(row_V: torch.Tensor, s: Sampling) -> torch.Tensor:
@@ -106,54 +106,3 @@ def test_top_atoms_break_ties_by_id(rows: list[list[int]], num: int) -> None:
     expected = [sorted(range(6), key=lambda i: (-row[i], i))[:num] for row in rows]
     assert ids.tolist() == expected
     assert values.tolist() == [[row[i] / 8 for i in e] for row, e in zip(rows, expected, strict=True)]
-
-
-def test_gather_and_the_tail() -> None:
-    rng = np.random.default_rng(0)
-    probs = torch.from_numpy(rng.dirichlet(np.full(50, 0.1), size=3)).float()
-    ids = np.array([[4, 7, 4], [-1, 0, -1], [-1, -1, -1]])
-    mass, tail = gather(probs, ids)
-    exact = probs.double().numpy()
-    assert (mass.dtype, tail.dtype) == (np.float64, np.float64)
-    np.testing.assert_array_equal(mass, [exact[0, [4, 7, 4]], [0, exact[1, 0], 0], [0, 0, 0]])
-    outside = [np.delete(exact[0], [4, 7]).sum(), exact[1, 1:].sum(), exact[2].sum()]
-    np.testing.assert_allclose(tail, outside, rtol=1e-14)
-    with pytest.raises(ValueError, match="outside"):
-        gather(probs, np.array([[50], [0], [0]]))
-
-
-def test_a_small_tail_is_not_rounding_noise() -> None:
-    probs = torch.tensor([[1.0, 1e-12, 3e-12]])
-    mass, tail = gather(probs, np.array([[0]]))
-    assert mass[0, 0] == 1.0
-    assert tail[0] == pytest.approx(4e-12, rel=1e-6)
-
-
-@settings(max_examples=200, deadline=None)
-@given(weights=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any), num=st.integers(0, 999))
-def test_draw_is_the_inverse_distribution_function(weights: list[int], num: int) -> None:
-    """Weights over 1000 equal steps of u: token i for exactly its share, up to the step on each border."""
-    u, total = num / 1000, sum(weights)
-    token = draw(np.array(weights, dtype=np.float64), u)
-    below = sum(weights[:token])
-    assert weights[token] > 0
-    assert below <= u * total + 1e-9
-    assert u * total < below + weights[token] + 1e-9
-
-
-def test_draw_at_the_ends() -> None:
-    row = np.array([0.0, 0.3, 0.0, 0.7, 0.0])
-    assert draw(row, 0.0) == 1
-    assert draw(row, np.nextafter(1.0, 0.0)) == 3
-    assert draw(np.array([0.1] * 10 + [0.0]), np.nextafter(1.0, 0.0)) == 9
-    rows = torch.tensor([[0.5, 0.5], [1.0, 0.0]], dtype=torch.float64)
-    assert draw_rows(rows, np.array([0.5, 0.999])).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="mass"):
-        draw(np.zeros(3), 0.5)
-
-
-def test_draws_follow_the_law() -> None:
-    row = np.random.default_rng(0).dirichlet(np.ones(6))
-    grid = (np.arange(20000) + 0.5) / 20000
-    share = np.bincount([draw(row, u) for u in grid], minlength=6) / 20000
-    np.testing.assert_allclose(share, row, atol=1 / 20000)

@@ -1,0 +1,658 @@
+"""Verification of a batch of rounds: every rule, every device, without a Python loop over nodes.
+
+What is O(vocabulary) happens in torch where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
+O(nodes × atoms) happens in numpy on the host, after one small copy (docs/decisions/0018-verification-on-the-host.md).
+
+`forest_law` is the batched form of `rootward.core.verification` for draft rows of bounded support (algorithms.md, section 7): a row is K
+atoms with integer weights; G_v = atoms of row v ∪ tokens of v's chosen children. Outside G_v no draft distribution has mass, so STEP
+treats everything there as one atom of target mass t, which only scales:
+
+    a = min(1, w·P(x)/Q(x));  R = [w·P − Q]₊;  S = ΣR + w·t;  w' = S/(S + (1 − w));  P' = R/S;  t' = w·t/S
+
+The STEP of a child needs the entry budget of its parent, which its parent's own STEP gives, and what the STEPs of its earlier siblings
+left. So with
+
+    wave(v) = wave(parent) + rank among siblings + 1,      wave(root) = 0
+
+no two children of one wave share a parent, and a wave is one vectorised STEP over all trees, whatever their shapes and rules. There are at
+most (largest depth) × (largest family) waves.
+
+    traversal    a becomes the child's budget, w' the parent's            "Traversal Verification" (2505.12398)
+    block        traversal on a chain                                     "Block Verification" (2403.10444)
+    token        every child starts with w = 1                            "Recursive Speculative Decoding" (2402.14160)
+    multi_step   token-level, i.i.d. siblings in uniformly random order   "SpecInfer" (2305.09781)
+    match        the target's own token per node                          algorithms.md, 5.8 and 5.9
+
+Legend: B trees, T nodes of all trees, K atoms, G gathered tokens (the K atoms first), M children of one wave, V vocabulary, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from rootward.core.arrays import Bools, Floats, Ints, read_only
+from rootward.core.law import VerificationLaw
+from rootward.core.requests import Rule, Sampling
+from rootward.core.rng import Key, bonus_coin, coins_batch
+from rootward.core.tree import TokenTree
+from rootward.core.verification import match
+from rootward.engine.noise import bonus_noise, target_noise
+from rootward.engine.sampling import greedy_choice, laws
+
+ALGORITHMS = ("traversal", "block", "token", "multi_step")
+TOLERANCE = 1e-6  # on the sum of a target row
+ORDER_IDS = 1 << 31  # coins from this node id on order the siblings under multi_step; those of the nodes come before
+
+
+# -- rounds to verdicts ------------------------------------------------------------------------------------------------------
+
+
+class Proposal(Protocol):
+    """One round: a tree below the committed text, and how it is verified.
+
+    rows    the declared draft distribution of each node, (ids int64[k], weight int64[k]); None where nothing was drawn
+    length  of the committed text: the absolute position of the first token of the round
+    shared  the bonus token follows noise that the drafter knows (algorithms.md, 6.6)
+    copies  siblings are i.i.d. copies, each drawn from the whole row; multi_step implies it
+    """
+
+    @property
+    def tree(self) -> TokenTree: ...
+    @property
+    def rows(self) -> Sequence[tuple[Ints, Ints] | None]: ...
+    @property
+    def rule(self) -> Rule: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def key(self) -> Key: ...
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def shared(self) -> bool: ...
+    @property
+    def copies(self) -> bool: ...
+
+
+class Decision(NamedTuple):
+    """The path to node `stop` is committed, then the token `bonus`. `expected`: closed-form block efficiency of the tree, free of coin
+    noise (under multi_step given the order of the siblings); 0 under match."""
+
+    stop: int
+    bonus: int
+    expected: float = 0.0
+
+
+@torch.inference_mode()
+def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction | None = None) -> list[Decision]:
+    """The verdict of every round, in order.
+
+    scores_TV  processed logits (`processors.adjusted`), tree after tree, one row per node
+    law        replaces `forest_law`: tests show that wrong laws are detected
+    """
+    ends = np.cumsum([len(r.tree) for r in rounds])
+    decided: dict[int, Decision] = {}
+    for method in (_match_greedy, _match_sampled, _ratio_test):
+        mine = [i for i, r in enumerate(rounds) if _method(r) is method]
+        if not mine:
+            continue
+        take = np.concatenate([np.arange(ends[i] - len(rounds[i].tree), ends[i]) for i in mine])
+        some = scores_TV if len(mine) == len(rounds) else scores_TV[take]
+        decided.update(zip(mine, method([rounds[i] for i in mine], some, law or forest_law), strict=True))
+    return [decided[i] for i in range(len(rounds))]
+
+
+def _method(r: Proposal) -> Callable[[Sequence[Proposal], torch.Tensor, LawFunction], list[Decision]]:
+    if r.rule is not Rule.MATCH:
+        return _ratio_test
+    return _match_greedy if r.sampling.greedy else _match_sampled
+
+
+def _match_greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
+    return _matched(rounds, greedy_choice(scores_TV))
+
+
+def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
+    """argmax log p + g with noise keyed by (seed, absolute position): the same token whatever the tree or the drafter."""
+    probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
+    at: list[tuple[Key, int]] = []
+    position_T: list[int] = []  # index into `at`: nodes of one depth share the noise of their position
+    for r in rounds:
+        position_T += (len(at) + r.tree.depth).tolist()
+        at += [(r.key, r.length + d) for d in range(int(r.tree.depth.max()) + 1)]
+    noise_PV = target_noise(at, int(probs_TV.shape[1]), probs_TV.device)
+    return _matched(rounds, gumbel_choice(probs_TV, noise_PV, np.array(position_T)))
+
+
+def gumbel_choice(probs_TV: torch.Tensor, noise_PV: torch.Tensor, position_T: Ints) -> Ints:
+    """int64[T]: argmax of log p + g; row t uses the noise position_T[t]."""
+    rows = torch.from_numpy(position_T).to(probs_TV.device)
+    return (probs_TV.double().log() + noise_PV[rows]).argmax(-1).cpu().numpy()
+
+
+def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
+    ends = np.cumsum([len(r.tree) for r in rounds])[:-1]
+    return [Decision(*match(r.tree, choice)) for r, choice in zip(rounds, np.split(choice_T, ends), strict=True)]
+
+
+def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction) -> list[Decision]:
+    probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
+    forest = Forest.of(
+        [r.tree for r in rounds], [r.rule.value for r in rounds], [r.copies for r in rounds], _order(rounds)
+    )
+    atoms, weight = declared_rows(rounds)
+    ids = gather_ids(forest, atoms)
+    found = law(forest, ids, weight, *gather(probs_TV, ids))
+    stop = stop_nodes(found, coins_batch([(r.key, r.epoch, r.length, range(len(r.tree))) for r in rounds]))
+    at = [(r.key, r.epoch, r.length + int(d)) for r, d in zip(rounds, forest.depth[stop], strict=True)]
+    bonus = np.empty(len(rounds), dtype=np.int64)
+    for shared, draw in ((False, draw_bonus), (True, shared_bonus)):
+        mine = [b for b, r in enumerate(rounds) if r.shared is shared]
+        if mine:
+            bonus[mine] = draw(probs_TV, found, stop[mine], [at[b] for b in mine])
+    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), found.block_efficiency.tolist()
+    return [Decision(*values) for values in zip(*columns, strict=True)]
+
+
+def _order(rounds: Sequence[Proposal]) -> Floats | None:
+    """float64[T]: the order in which siblings are tried under multi_step: coins of their own."""
+    if all(r.rule.value != "multi_step" for r in rounds):
+        return None
+    return coins_batch([(r.key, r.epoch, r.length, range(ORDER_IDS, ORDER_IDS + len(r.tree))) for r in rounds])
+
+
+def declared_rows(rounds: Sequence[Proposal]) -> tuple[Ints, Ints]:
+    """(ids int64[T, K], weight int64[T, K]) of the draft distributions of all nodes, padded with -1 and 0."""
+    none = np.empty(0, np.int64), np.empty(0, np.int64)
+    rows = [row or none for r in rounds for row in r.rows]
+    size = np.array([len(row_ids) for row_ids, _ in rows])
+    given = np.arange(size.max()) < size[:, None]
+    ids, weight = np.full(given.shape, -1, dtype=np.int64), np.zeros(given.shape, dtype=np.int64)
+    ids[given], weight[given] = (np.concatenate(column) for column in zip(*rows, strict=True))
+    return ids, weight
+
+
+# -- where the rows are ------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
+    """(float64[T, G] mass at some ids of each row, 0 where the id is -1; float64[T] mass of all others), per unit of the row's mass.
+
+    The tail is summed over the complement: 1 − Σ would keep only the rounding errors of a small tail. probs_TV is changed on the way and
+    restored.
+    """
+    vocab = int(probs_TV.shape[1])
+    if int(ids_TG.max(initial=-1)) >= vocab:
+        raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
+    present = ids_TG >= 0
+    flat = torch.from_numpy(np.flatnonzero(present) // max(ids_TG.shape[1], 1) * vocab + ids_TG[present]).to(
+        probs_TV.device
+    )
+    values = probs_TV.view(-1)
+    gathered = values[flat]
+    values[flat] = 0.0
+    tail_T = _row_sums(probs_TV)
+    values[flat] = gathered
+    both = torch.cat([gathered.to(tail_T.dtype), tail_T]).cpu().numpy().astype(np.float64)  # the host waits
+    at, tail = np.zeros(ids_TG.shape), both[len(gathered) :]
+    at[present] = both[: len(gathered)]
+    whole = at.sum(1) + tail  # float32 softmax: 1 up to rounding
+    return at / whole[:, None], tail / whole
+
+
+@torch.inference_mode()
+def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[tuple[Key, int, int]]) -> Ints:
+    """int64[B]: a token from the residual distribution of each stop node, by the bonus coin of each (key, epoch, position).
+
+    The inverse distribution function runs over the gathered tokens first, so a row of the vocabulary is read only where the coin falls
+    into the tail. Never a token without mass.
+    """
+    cumulative = np.cumsum(np.concatenate([np.zeros((len(stop), 1)), law.residual[stop]], axis=1), axis=1)
+    inside, tail = cumulative[:, -1], law.tail[stop]
+    whole = inside + tail
+    _require_mass(whole)
+    goal = np.array([bonus_coin(*place) for place in at]) * whole
+    in_tail = (goal >= inside) & (tail > 0.0)
+    token = np.empty(len(stop), dtype=np.int64)
+    for b in np.flatnonzero(~in_tail):
+        # u · total may round up to the total: then the first token that reaches it, which has mass.
+        column = min(
+            np.searchsorted(cumulative[b], goal[b], "right"), np.searchsorted(cumulative[b], inside[b], "left")
+        )
+        token[b] = law.ids[stop[b], column - 1]
+    if in_tail.any():
+        nodes = stop[in_tail]
+        share = (goal[in_tail] - inside[in_tail]) / tail[in_tail]
+        token[in_tail] = inverse_rows(_residual_rows(probs_TV, law, nodes, outside=True), share).cpu().numpy()
+    return token
+
+
+@torch.inference_mode()
+def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[tuple[Key, int, int]]) -> Ints:
+    """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (key, epoch, position).
+
+    Never a token without mass."""
+    rows_BV = _residual_rows(probs_TV, law, stop, outside=False)
+    _require_mass(rows_BV.amax(-1).cpu().numpy())
+    return (rows_BV.log() + bonus_noise(at, int(rows_BV.shape[1]), rows_BV.device)).argmax(-1).cpu().numpy()
+
+
+def _residual_rows(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, *, outside: bool) -> torch.Tensor:
+    """[B, V]: the residual distributions of some nodes in double precision; outside: only their mass outside the gathered tokens."""
+    device = probs_TV.device
+    rows_BV = probs_TV[torch.from_numpy(stop).to(device)]
+    rows_BV = rows_BV.to(_widest(device)) * torch.from_numpy(law.tail_scale[stop]).to(device, _widest(device))[:, None]
+    present = law.ids[stop] >= 0
+    mass = np.zeros_like(law.residual[stop]) if outside else law.residual[stop]
+    place = torch.from_numpy(np.nonzero(present)[0] * rows_BV.shape[1] + law.ids[stop][present]).to(device)
+    rows_BV.view(-1)[place] = torch.from_numpy(mass[present]).to(device, rows_BV.dtype)
+    return rows_BV
+
+
+def inverse_rows(rows_BV: torch.Tensor, u_B: Floats) -> torch.Tensor:
+    """int64[B]: the first token of each row whose cumulative mass exceeds the share u of the whole, u in [0, 1]; never one without mass."""
+    cumulative = rows_BV.cumsum(-1)
+    if (
+        rows_BV.device.type != "cpu"
+    ):  # sums in an order of the device's own: only tokens with mass may raise the running maximum
+        cumulative = torch.where(rows_BV > 0.0, cumulative, 0.0).cummax(-1).values
+    total = cumulative[:, -1:].contiguous()
+    goal = torch.from_numpy(u_B).to(total)[:, None] * total
+    # u · total may round up to the total: then the first token that reaches it, which has mass.
+    return torch.minimum(torch.searchsorted(cumulative, goal, right=True), torch.searchsorted(cumulative, total))[:, 0]
+
+
+def _row_sums(rows_TV: torch.Tensor) -> torch.Tensor:
+    """[T] in double precision."""
+    if rows_TV.device.type == "cpu":  # torch would make a double copy of all rows first
+        return torch.from_numpy(rows_TV.numpy().sum(-1, dtype=np.float64))
+    return rows_TV.sum(-1, dtype=_widest(rows_TV.device))
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _require_mass(mass_B: Floats) -> None:
+    if not (mass_B > 0.0).all():  # NaN fails every comparison
+        raise ValueError(
+            f"target: residual distribution of mass {mass_B.min()} at a stop node; give rows that are laws"
+        )
+
+
+# -- on the host: the law of every round -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Forest:
+    """Token trees one after another, and how each is verified. Node i of tree b is node start[b] + i of the forest.
+
+    token, sampled  int64[T], bool[T]  as in `TokenTree`
+    parent          int64[T]           number of the parent in the forest; -1 at a root
+    start           int64[B + 1]       first node of each tree, and T
+    budgets         bool[T]            traversal and block: the tree of the node passes budgets on
+    copies          bool[T]            siblings in its tree are i.i.d. copies, each drawn from the whole row
+    order           float64[T]         siblings are tried by increasing value, equal ones in draw order
+    """
+
+    algorithm: tuple[str, ...]
+    token: Ints
+    parent: Ints
+    sampled: Bools
+    start: Ints
+    budgets: Bools
+    copies: Bools
+    order: Floats | None
+
+    @staticmethod
+    def of(
+        trees: Sequence[TokenTree],
+        algorithm: Sequence[str],
+        copies: Sequence[bool] | None = None,
+        order: Floats | None = None,
+    ) -> Forest:
+        """The forest of some trees, at least one, each with its algorithm.
+
+        copies  by tree; multi_step implies it. Default: children are drawn without replacement
+        order   uniforms by node, used under multi_step only, where siblings are tried in random order
+        """
+        if not trees:
+            raise ValueError("trees: none; give at least one")
+        unknown = set(algorithm) - set(ALGORITHMS)
+        if unknown:
+            raise ValueError(f"algorithm: {min(unknown)!r}; choose from {', '.join(ALGORITHMS)}")
+        size = np.array([len(tree) for tree in trees])
+        start = np.concatenate([[0], np.cumsum(size)])
+        parent = np.concatenate([tree.parent for tree in trees])
+        parent = np.where(parent < 0, -1, parent + np.repeat(start[:-1], size))
+        for b, (tree, name) in enumerate(zip(trees, algorithm, strict=True)):
+            if name == "multi_step" and not tree.sampled[1:].all():
+                raise ValueError(f"sampled: tree {b} has a chosen node; multi_step needs children that are all drawn")
+        random = np.repeat([name == "multi_step" for name in algorithm], size)
+        if random.any() and order is None:
+            raise ValueError("order: None; multi_step needs one uniform per node for the order of siblings")
+        return Forest(
+            algorithm=tuple(algorithm),
+            token=np.concatenate([tree.token for tree in trees]),
+            parent=parent,
+            sampled=np.concatenate([tree.sampled for tree in trees]),
+            start=start,
+            budgets=np.repeat([name in ("traversal", "block") for name in algorithm], size),
+            copies=random | np.repeat(copies if copies is not None else [False] * len(trees), size),
+            order=np.where(random, order, 0.0) if random.any() else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.parent)
+
+    @cached_property
+    def tree(self) -> Ints:
+        """int64[T]: the tree of each node."""
+        return np.repeat(np.arange(len(self)), np.diff(self.start))
+
+    @cached_property
+    def depth(self) -> Ints:
+        """int64[T]: number of draft tokens on the path to each node."""
+        return self._along_path((self.parent >= 0).astype(np.int64))
+
+    @cached_property
+    def rank(self) -> Ints:
+        """int64[T]: number of siblings that are tried before."""
+        by_family = (
+            np.argsort(self.parent, kind="stable") if self.order is None else np.lexsort((self.order, self.parent))
+        )
+        place, parent = np.arange(self.num_nodes), self.parent[by_family]
+        first = np.maximum.accumulate(np.where(np.diff(parent, prepend=-2) != 0, place, 0))
+        rank = np.empty(self.num_nodes, dtype=np.int64)
+        rank[by_family] = place - first
+        rank[self.start[:-1]] = 0  # roots are no siblings
+        return rank
+
+    @cached_property
+    def waves(self) -> list[Ints]:
+        """The children that are handled together, wave after wave; parents and earlier siblings come in earlier waves."""
+        wave = self._along_path(np.where(self.parent >= 0, self.rank + 1, 0))
+        order = np.argsort(wave, kind="stable")
+        first = np.searchsorted(wave[order], np.arange(1, wave[order[-1]] + 1))
+        return np.split(order, first)[1:]  # the roots are wave 0
+
+    @cached_property
+    def post_order(self) -> Ints:
+        """int64[T]: tree after tree; in each, children as they are tried with their whole subtrees, then the parent."""
+        size = np.ones(self.num_nodes, dtype=np.int64)
+        for child in reversed(self.waves):
+            size[self.parent[child]] += size[child]
+        place = np.repeat(self.start[:-1], np.diff(self.start))  # of the next descendant to come; in the end, its own
+        for child in self.waves:
+            node = self.parent[child]
+            place[child] = place[node]
+            place[node] += size[child]
+        order = np.empty(self.num_nodes, dtype=np.int64)
+        order[place] = np.arange(self.num_nodes)
+        return order
+
+    def name(self, node: int) -> str:
+        """A node in words, for messages."""
+        return f"node {node - self.start[self.tree[node]]} of tree {self.tree[node]}"
+
+    def _along_path(self, value: Ints) -> Ints:
+        """int64[T]: sum of value over the path from the root, whose value is 0, to each node: log2(depth) passes."""
+        up = np.where(self.parent < 0, np.arange(self.num_nodes), self.parent)
+        while not np.array_equal(above := up[up], up):  # value[v] is the sum from v up to, but without, up[v]
+            value, up = value + value[up], above
+        return value
+
+
+@dataclass(frozen=True, eq=False)
+class ForestLaw:
+    """`VerificationLaw` of every tree of a forest without a vocabulary: the residual distribution of a node is `residual` on `ids` and
+    tail_scale · p elsewhere. Under multi_step: given the order of the siblings.
+
+    stop, entry, budget  float64[T]     as in `VerificationLaw`; stop sums to 1 over each tree
+    ids                  int64[T, G]    gathered tokens, -1 where there is none
+    residual             float64[T, G]  mass of the residual distribution at ids
+    tail                 float64[T]     mass of the residual distribution elsewhere
+    tail_scale           float64[T]     multiplier of the target's mass elsewhere
+    """
+
+    forest: Forest
+    stop: Floats
+    entry: Floats
+    budget: Floats
+    ids: Ints
+    residual: Floats
+    tail: Floats
+    tail_scale: Floats
+
+    def __post_init__(self) -> None:
+        for array in (self.stop, self.entry, self.budget, self.ids, self.residual, self.tail, self.tail_scale):
+            read_only(array)
+
+    @property
+    def block_efficiency(self) -> Floats:
+        """float64[B]: expected tokens of each round, the bonus token included: 1 + Σ stop · depth."""
+        return 1.0 + np.add.reduceat(self.stop * self.forest.depth, self.forest.start[:-1])
+
+    def dense(self, b: int, tree: TokenTree, target: ArrayLike) -> VerificationLaw:
+        """The law of tree b over the vocabulary. target float64[N, V]."""
+        nodes = slice(int(self.forest.start[b]), int(self.forest.start[b + 1]))
+        residual = np.asarray(target, dtype=np.float64) * self.tail_scale[nodes, None]
+        node, column = np.nonzero(self.ids[nodes] >= 0)
+        residual[node, self.ids[nodes][node, column]] = self.residual[nodes][node, column]
+        arrays = (self.stop[nodes].copy(), residual, self.entry[nodes].copy(), self.budget[nodes].copy())
+        return VerificationLaw(self.forest.algorithm[b], tree, *arrays)
+
+
+LawFunction = Callable[[Forest, Ints, Ints, Floats, Floats], ForestLaw]  # the signature of `forest_law`
+
+
+def gather_ids(forest: Forest, atoms: ArrayLike) -> Ints:
+    """int64[T, G]: the tokens of each row whose target mass a verification needs; -1 where there is none.
+
+    atoms int64[T, K]: support of each draft row, -1 pad. Columns 0..K-1 repeat it; the others are tokens of chosen children outside it.
+    """
+    support = np.asarray(atoms, dtype=np.int64)
+    if support.ndim != 2 or len(support) != forest.num_nodes:
+        shape = f"[{forest.num_nodes}, K]"
+        raise ValueError(f"atoms: shape {support.shape}; give K per node, {shape}, -1 where there is none")
+    chosen = np.flatnonzero(~forest.sampled & (forest.parent >= 0))
+    outside = chosen[~(support[forest.parent[chosen]] == forest.token[chosen, None]).any(axis=1)]
+    if not len(outside):
+        return support
+    node, token = np.unique(
+        np.stack([forest.parent[outside], forest.token[outside]]), axis=1
+    )  # copies name a token twice
+    place = np.arange(len(node)) - np.searchsorted(node, node)  # among the tokens that its parent's row lacks
+    more = np.full((forest.num_nodes, int(place.max()) + 1), -1, dtype=np.int64)
+    more[node, place] = token
+    return np.concatenate([support, more], axis=1)
+
+
+def forest_law(forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: ArrayLike, tail: ArrayLike) -> ForestLaw:
+    """The law of one round of every tree.
+
+    ids       int64[T, G]    from `gather_ids`
+    weight    int[T, K]      integer weights of the atoms ids[:, :K]; all zero where nothing was drawn
+    target_at float64[T, G]  target mass at ids (anything where ids is -1)
+    tail      float64[T]     target mass outside ids
+    """
+    G, n = _draft_rows(forest, ids, weight)
+    p, t = _target_rows(forest, G, target_at, tail)
+    column = _columns(forest, G, n)
+    entry, budget, rest = np.ones(len(t)), np.ones(len(t)), t.copy()
+    for child in forest.waves:
+        v, j, passes_on = forest.parent[child], column[child], forest.budgets[child]
+        q = _child_laws(n.take(v, axis=0), j, forest.sampled[child])
+        entry[child], left_over, p[v], rest[v] = steps(budget[v], p.take(v, axis=0), rest[v], q, j)
+        n[v, j] = np.where(forest.copies[child], n[v, j], 0.0)
+        budget[child] = np.where(passes_on, entry[child], 1.0)  # elsewhere every child starts with the whole budget
+        budget[v] = np.where(passes_on, left_over, 1.0)
+    stop = np.where(forest.budgets, _stop_in_post_order(forest, budget), _stop_from_the_top(forest, entry))
+    scale = np.divide(rest, t, out=np.zeros_like(t), where=t > 0.0)
+    return ForestLaw(forest, stop, entry, budget, G, p, rest, scale)
+
+
+def steps(w: Floats, p: Floats, tail: Floats, q: Floats, j: Ints) -> tuple[Floats, Floats, Floats, Floats]:
+    """STEP for M children: (a[M], w'[M], P'[M, G], t'[M]) from w[M], p[M, G], tail[M], q[M, G] and the columns j[M] of their tokens."""
+    row = np.arange(len(j))
+    rest = w[:, None] * p
+    accept = np.minimum(1.0, rest[row, j] / q[row, j])
+    rest -= q
+    np.maximum(rest, 0.0, out=rest)
+    mass = rest.sum(axis=1) + w * tail
+    whole = mass + (1.0 - w)  # in this form nothing of a small S is lost when w is near 1
+    left_over = np.divide(mass, whole, out=np.ones_like(w), where=whole > 0.0)
+    nothing = mass == 0.0
+    divisor = np.where(nothing, 1.0, mass)
+    rest /= divisor[:, None]
+    tail_left = w * tail / divisor
+    if nothing.any():
+        rest[nothing], tail_left[nothing] = p[nothing], tail[nothing]
+        accept[nothing & (w == 1.0) & (accept > 0.0)] = 1.0  # P = Q up to rounding: `step.nothing_left`
+    return accept, left_over, rest, tail_left
+
+
+def stop_nodes(law: ForestLaw, coins: ArrayLike) -> Ints:
+    """int64[B]: the node of the forest where each round stops.
+
+    coins float64[T] in [0, 1), one per node; those of the roots are not used.
+    """
+    u, forest = np.asarray(coins, dtype=np.float64), law.forest
+    if u.shape != (forest.num_nodes,):
+        raise ValueError(f"coins: shape {u.shape}; give one per node, {forest.num_nodes}")
+    root = forest.start[:-1]
+    budgets = forest.budgets[root]
+    stop = root
+    if budgets.any():  # the first node in post-order that succeeds; the root always does
+        order, place = forest.post_order, np.arange(forest.num_nodes)
+        success = (u[order] < law.budget[order]) | (forest.parent[order] < 0)
+        stop = order[np.minimum.reduceat(np.where(success, place, len(place)), root)]
+    if not budgets.all():  # from the root into the first child that is accepted
+        accepted = np.flatnonzero((u < law.entry) & (forest.parent >= 0))
+        accepted = accepted[np.argsort(-forest.rank[accepted], kind="stable")]
+        down = np.arange(forest.num_nodes)
+        down[forest.parent[accepted]] = accepted  # of several the last assignment holds: the first that is tried
+        while not np.array_equal(below := down[down], down):
+            down = below
+        stop = np.where(budgets, stop, down[root])
+    return stop
+
+
+def _draft_rows(forest: Forest, ids: ArrayLike, weight: ArrayLike) -> tuple[Ints, Floats]:
+    """(a view of ids int64[T, G], our own copy of weight widened to float64[T, G]), or a ValueError."""
+    G, n, T = np.asarray(ids, dtype=np.int64).view(), np.asarray(weight), forest.num_nodes
+    if G.ndim != 2 or len(G) != T:
+        raise ValueError(f"ids: shape {G.shape}; give the gathered tokens, [{T}, G], -1 where there is none")
+    if n.ndim != 2 or len(n) != T or n.shape[1] > G.shape[1]:
+        raise ValueError(f"weight: shape {n.shape}; give the weights of the atoms, [{T}, K] with K <= {G.shape[1]}")
+    wide = np.zeros(G.shape)
+    wide[:, : n.shape[1]] = n
+    pad = G < 0
+    lightest, heaviest = wide.min(initial=0.0), wide.max(initial=0.0)  # NaN wins, and fails every comparison
+    if not (lightest >= 0.0 and heaviest < np.inf) or ((wide > 0.0) & pad).any():
+        raise ValueError("weight: negative, not finite, or given where ids is -1; give the weights of the atoms")
+    ordered = G[~pad.all(axis=1)]
+    ordered.sort(axis=1)
+    if ((ordered[:, 1:] == ordered[:, :-1]) & ~(ordered[:, 1:] < 0)).any():
+        raise ValueError("ids: a row names a token twice; give each atom once")
+    return G, wide
+
+
+def _columns(forest: Forest, ids: Ints, weight: Floats) -> Ints:
+    """int64[T]: where each node's token stands among the gathered tokens of its parent; 0 at roots.
+
+    ids [T, G], weight [T, G]. ValueError if it is not there, is there for a sibling too, or if a drawn one has no weight.
+    """
+    column, child = np.zeros(forest.num_nodes, dtype=np.int64), np.flatnonzero(forest.parent >= 0)
+    if not len(child):
+        return column
+    v, token = forest.parent[child], forest.token[child]
+    present = np.zeros(len(child), dtype=np.bool_)
+    if ids.shape[1]:
+        found = ids.take(v, axis=0) == token[:, None]
+        column[child] = found.argmax(axis=1)
+        present = found[np.arange(len(child)), column[child]]
+    if not present.all():
+        node = int(child[np.argmin(present)])
+        x = forest.token[node]
+        raise ValueError(f"ids: no token {x} in the row of {forest.name(node)}'s parent; use gather_ids(forest, atoms)")
+    siblings = ~forest.copies[child]
+    places = np.sort((v * ids.shape[1] + column[child])[siblings])
+    repeated = places[1:] == places[:-1]
+    if repeated.any():
+        node = int(places[np.argmax(repeated)]) // ids.shape[1]
+        raise ValueError(
+            f"token: siblings below {forest.name(node)} repeat a token; drawn children are without replacement"
+        )
+    drawn = forest.sampled[child]
+    empty = drawn & ~(weight[v, column[child]] > 0.0)
+    if empty.any():
+        node = int(child[np.argmax(empty)])
+        x = forest.token[node]
+        raise ValueError(f"weight: none for token {x} of {forest.name(node)}; send the row the child was drawn from")
+    return column
+
+
+def _child_laws(n: Floats, j: Ints, sampled: Bools) -> Floats:
+    """float64[M, G]: the law each child was drawn from; n [M, G]: weights of its parent's row without earlier siblings.
+
+    n is a copy and is used up."""
+    total = n.sum(axis=1)
+    total[~sampled] = np.inf  # a chosen child: one-hot
+    n /= total[:, None]
+    chosen = np.flatnonzero(~sampled)
+    n[chosen, j[chosen]] = 1.0
+    return n
+
+
+def _stop_in_post_order(forest: Forest, budget: Floats) -> Floats:
+    """float64[T]: probability that each node is the first of its tree in post-order whose coin falls below its budget."""
+    order = forest.post_order
+    tree, place = forest.tree, np.arange(len(order)) - forest.start[forest.tree]  # post-order goes tree by tree as well
+    failed = np.ones((len(forest), int(place.max()) + 2))
+    failed[tree, place + 1] = 1.0 - budget[order]
+    stop = np.empty(len(order))
+    stop[order] = budget[order] * np.cumprod(failed, axis=1)[tree, place]
+    return stop
+
+
+def _stop_from_the_top(forest: Forest, entry: Floats) -> Floats:
+    """float64[T]: where a walk ends that enters each child, as they are tried, with the child's own probability."""
+    stop = (forest.parent < 0).astype(np.float64)
+    for child in forest.waves:
+        v = forest.parent[child]
+        stop[child] = stop[v] * entry[child]  # stop[v]: probability of reaching v and passing the earlier siblings
+        stop[v] *= 1.0 - entry[child]
+    return stop
+
+
+def _target_rows(forest: Forest, ids: Ints, target_at: ArrayLike, tail: ArrayLike) -> tuple[Floats, Floats]:
+    """(target_at with 0 at pads, tail), our own copies."""
+    at, t, T = np.asarray(target_at, dtype=np.float64), np.array(tail, dtype=np.float64), forest.num_nodes
+    if at.shape != ids.shape or t.shape != (T,):
+        shapes = f"{ids.shape}, {at.shape}, {t.shape}"
+        raise ValueError(f"ids, target_at, tail: shapes {shapes}; give [{T}, G], [{T}, G], [{T}]")
+    p = np.where(ids < 0, 0.0, at)
+    whole = p.sum(axis=1) + t
+    wrong = ~((np.abs(whole - 1.0) <= TOLERANCE) & (t >= 0.0))  # NaN fails every comparison
+    if p.min(initial=0.0) < 0.0:
+        wrong |= (p < 0.0).any(axis=1)
+    if wrong.any():
+        node = int(np.argmax(wrong))
+        given = f"row {node}, {forest.name(node)}, sums to {whole[node]}"
+        raise ValueError(f"target_at, tail: {given}; give the target law at ids and its rest")
+    return p, t

@@ -1,0 +1,28 @@
+"""The batched form of verification on one tree, as the oracle of `rootward.core.verification` gives its laws."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from rootward.core.law import VerificationLaw
+from rootward.core.tree import TokenTree
+from rootward.engine.verify import Forest, forest_law, gather, gather_ids
+
+
+def batched_law(
+    algorithm: str,
+    tree: TokenTree,
+    atoms: ArrayLike,
+    weight: ArrayLike,
+    target: ArrayLike,
+    *,
+    copies: bool = False,
+    order: ArrayLike | None = None,
+) -> VerificationLaw:
+    """The law of one round over the vocabulary: what the engine computes from atoms and weights int[N, K] and rows float[N, V]."""
+    rows = np.array(target, dtype=np.float64)
+    forest = Forest.of([tree], [algorithm], [copies], None if order is None else np.asarray(order, dtype=np.float64))
+    ids = gather_ids(forest, atoms)
+    return forest_law(forest, ids, weight, *gather(torch.from_numpy(rows), ids)).dense(0, tree, target)
