@@ -1,4 +1,4 @@
-"""The production path, enumerated: Growth draws, LivingTree cuts and re-roots, SparseLaw decides, twice over.
+"""The production path, enumerated: Growth draws, LivingTree cuts and re-roots, the batched law decides, twice over.
 
 Every draw, verdict and bonus of round one and every draw of round two is enumerated; round two is summed in closed form. The committed
 text, continued by the target, must have exactly the target's law. Two wrong twins show that the harness can see a bias.

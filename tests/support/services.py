@@ -22,6 +22,7 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.engine.tabular import TabularModel
+from rootward.engine.verify import LawFunction
 from rootward.ports import Drafter, LanguageModel, Verifier
 from rootward.testing.slow_link import Conditions, SlowLink
 from rootward.wire.channel import DRAFTING
@@ -29,7 +30,7 @@ from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 from rootward.wire.server import RpcServer
 from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
-from verifier_service.runner import Decide, Runner
+from verifier_service.runner import Runner
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 
@@ -50,7 +51,7 @@ def verifier_of(
     model: LanguageModel,
     drafters: dict[str, Drafter],
     *,
-    decide: Decide | None = None,
+    decide: LawFunction | None = None,
     metrics: Metrics | None = None,
     **policy,
 ) -> VerifierService:
