@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.audit import Draws
 from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling, TokenLogprob
 from rootward.core.rng import Key
@@ -65,8 +66,8 @@ class Round:
     prefix: Prefix = field(default_factory=Prefix)
     logprobs: int | None = None
     shared: bool = False
-    copies: bool = False
     fill: tuple[int, ...] = ()
+    copies: bool = False
 
     @property
     def tree(self) -> TokenTree:
@@ -88,6 +89,7 @@ class Outcome:
     expected: float = 0.0
     path: tuple[int, ...] = ()  # numbers of the accepted nodes, in draw order from 1
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token where they are asked for
+    draws: Draws | None = None  # what the audit of the drafter looks at
 
 
 class Runner:
@@ -128,15 +130,15 @@ class Runner:
         scores_TV = adjusted(logits_TV, [(r.sampling, r.prefix, r.tree) for r in rounds])
         outcomes = []
         decisions = decide(rounds, scores_TV, self.law)
-        for r, start, (stop, bonus, expected) in zip(rounds, starts.tolist(), decisions, strict=True):
-            tree = r.tree
+        for r, start, decision in zip(rounds, starts.tolist(), decisions, strict=True):
+            tree, stop, bonus = r.tree, decision.stop, decision.bonus
             # The invariant that keeps a verified node from being verified twice (algorithms.md, L4).
             assert r.rule is Rule.MATCH or bonus not in tree.token[tree.parent == stop]
             self.model.commit(r.kv_slot, stop, keep_below=False)
             tokens = (*tree.path(stop), bonus)
             logprobs = _logprobs(r, start, stop, tokens, logits_TV)
             path = tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist())
-            outcomes.append(Outcome(tokens, len(tree) - 1, expected, path, logprobs))
+            outcomes.append(Outcome(tokens, len(tree) - 1, decision.expected, path, logprobs, decision.draws))
         return outcomes
 
 

@@ -38,6 +38,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Bools, Floats, Ints, read_only
+from rootward.core.audit import Draws
 from rootward.core.law import VerificationLaw
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key, bonus_coin, coins_batch
@@ -85,11 +86,13 @@ class Proposal(Protocol):
 
 class Decision(NamedTuple):
     """The path to node `stop` is committed, then the token `bonus`. `expected`: closed-form block efficiency of the tree, free of coin
-    noise (under multi_step given the order of the siblings); 0 under match."""
+    noise (under multi_step given the order of the siblings); 0 under match. `draws`: what the audit of the drafter looks at; None under
+    match."""
 
     stop: int
     bonus: int
     expected: float = 0.0
+    draws: Draws | None = None
 
 
 @torch.inference_mode()
@@ -159,7 +162,7 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
         mine = [b for b, r in enumerate(rounds) if r.shared is shared]
         if mine:
             bonus[mine] = draw(probs_TV, found, stop[mine], [at[b] for b in mine])
-    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), found.block_efficiency.tolist()
+    columns = (stop - forest.start[:-1]).tolist(), bonus.tolist(), found.block_efficiency.tolist(), found.draws()
     return [Decision(*values) for values in zip(*columns, strict=True)]
 
 
@@ -349,7 +352,7 @@ class Forest:
             start=start,
             budgets=np.repeat([name in ("traversal", "block") for name in algorithm], size),
             copies=random | np.repeat(copies if copies is not None else [False] * len(trees), size),
-            order=np.where(random, order, 0.0) if random.any() else None,
+            order=np.where(random, order, 0.0) if order is not None and random.any() else None,
         )
 
     def __len__(self) -> int:
@@ -427,6 +430,9 @@ class ForestLaw:
     residual             float64[T, G]  mass of the residual distribution at ids
     tail                 float64[T]     mass of the residual distribution elsewhere
     tail_scale           float64[T]     multiplier of the target's mass elsewhere
+    column               int64[T]       column of the node's token in its parent's row; 0 at roots
+    drawn_from, offered  float64[T, G]  the distribution that each child was drawn from, and budget times target at its turn, on the ids of
+                                        its parent; at roots 0
     """
 
     forest: Forest
@@ -437,6 +443,9 @@ class ForestLaw:
     residual: Floats
     tail: Floats
     tail_scale: Floats
+    column: Ints
+    drawn_from: Floats
+    offered: Floats
 
     def __post_init__(self) -> None:
         for array in (self.stop, self.entry, self.budget, self.ids, self.residual, self.tail, self.tail_scale):
@@ -446,6 +455,13 @@ class ForestLaw:
     def block_efficiency(self) -> Floats:
         """float64[B]: expected tokens of each round, the bonus token included: 1 + Σ stop · depth."""
         return 1.0 + np.add.reduceat(self.stop * self.forest.depth, self.forest.start[:-1])
+
+    def draws(self) -> list[Draws]:
+        """The children of each tree that were drawn, as the audit of drafters takes them."""
+        child = np.flatnonzero(self.forest.sampled & (self.forest.parent >= 0))  # node numbers are draw order
+        arrays = self.ids[self.forest.parent[child]], self.drawn_from[child], self.offered[child], self.column[child]
+        ends = np.searchsorted(child, self.forest.start[1:-1])
+        return [Draws(*columns) for columns in zip(*(np.split(array, ends) for array in arrays), strict=True)]
 
     def dense(self, b: int, tree: TokenTree, target: ArrayLike) -> VerificationLaw:
         """The law of tree b over the vocabulary. target float64[N, V]."""
@@ -494,16 +510,31 @@ def forest_law(forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: Arr
     p, t = _target_rows(forest, G, target_at, tail)
     column = _columns(forest, G, n)
     entry, budget, rest = np.ones(len(t)), np.ones(len(t)), t.copy()
+    drawn_from, offered = np.zeros(G.shape), np.zeros(G.shape)
     for child in forest.waves:
         v, j, passes_on = forest.parent[child], column[child], forest.budgets[child]
+        w, target = budget[v], p.take(v, axis=0)
         q = _child_laws(n.take(v, axis=0), j, forest.sampled[child])
-        entry[child], left_over, p[v], rest[v] = steps(budget[v], p.take(v, axis=0), rest[v], q, j)
+        drawn_from[child], offered[child] = q, w[:, None] * target
+        entry[child], left_over, p[v], rest[v] = steps(w, target, rest[v], q, j)
         n[v, j] = np.where(forest.copies[child], n[v, j], 0.0)
         budget[child] = np.where(passes_on, entry[child], 1.0)  # elsewhere every child starts with the whole budget
         budget[v] = np.where(passes_on, left_over, 1.0)
     stop = np.where(forest.budgets, _stop_in_post_order(forest, budget), _stop_from_the_top(forest, entry))
     scale = np.divide(rest, t, out=np.zeros_like(t), where=t > 0.0)
-    return ForestLaw(forest, stop, entry, budget, G, p, rest, scale)
+    return ForestLaw(
+        forest=forest,
+        stop=stop,
+        entry=entry,
+        budget=budget,
+        ids=G,
+        residual=p,
+        tail=rest,
+        tail_scale=scale,
+        column=column,
+        drawn_from=drawn_from,
+        offered=offered,
+    )
 
 
 def steps(w: Floats, p: Floats, tail: Floats, q: Floats, j: Ints) -> tuple[Floats, Floats, Floats, Floats]:

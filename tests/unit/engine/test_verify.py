@@ -295,6 +295,24 @@ def test_a_bonus_coin_at_the_upper_end_draws_the_last_token_with_mass():
         assert tokens[0] != 2
 
 
+def test_draws_are_what_the_audit_needs():
+    """The distribution that each child was drawn from, in draw order, and the acceptance that the verdict used."""
+    rng = np.random.default_rng(8)
+    for _ in range(20):
+        batch = mixed(rng, twist=False)
+        forest = batch.law.forest
+        for b, (r, draws) in enumerate(zip(batch.rounds, batch.law.draws(), strict=True)):
+            child = [i for i in range(1, len(r.tree)) if r.tree.sampled[i]]
+            at = np.arange(len(draws)), draws.column
+            assert draws.ids[at].tolist() == r.tree.token[child].tolist()
+            np.testing.assert_allclose(draws.q.sum(axis=1), 1.0, atol=1e-12)
+            entry = batch.law.entry[batch.nodes(b)][child]
+            np.testing.assert_allclose(np.minimum(1.0, draws.offered[at] / draws.q[at]), entry, atol=1e-9)
+            if not forest.copies[forest.start[b]]:
+                taken = [[r.tree.token[s] for s in r.tree.children[r.tree.parent[c]] if s < c] for c in child]
+                assert all(not q[np.isin(ids, t)].any() for q, ids, t in zip(draws.q, draws.ids, taken, strict=True))
+
+
 # -- STEP and the structure of a forest
 
 
