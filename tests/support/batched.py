@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike
 
 from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
-from rootward.engine.verify import Forest, forest_law, gather, gather_ids
+from rootward.engine.verify import Forest, forest_law, gather_ids
 
 
 def batched_law(
@@ -22,7 +21,16 @@ def batched_law(
     order: ArrayLike | None = None,
 ) -> VerificationLaw:
     """The law of one round over the vocabulary: what the engine computes from atoms and weights int[N, K] and rows float[N, V]."""
-    rows = np.array(target, dtype=np.float64)
     forest = Forest.of([tree], [algorithm], [copies], None if order is None else np.asarray(order, dtype=np.float64))
     ids = gather_ids(forest, atoms)
-    return forest_law(forest, ids, weight, *gather(torch.from_numpy(rows), ids)).dense(0, tree, target)
+    return forest_law(forest, ids, weight, *split(target, ids)).dense(0, tree, target)
+
+
+def split(target: ArrayLike, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`gather` without its division by the mass of the row, which is 1 here: that would cost the last digit."""
+    rows = np.array(target, dtype=np.float64)
+    node, column = np.nonzero(ids >= 0)
+    at = np.zeros(ids.shape)
+    at[node, column] = rows[node, ids[node, column]]
+    rows[node, ids[node, column]] = 0.0
+    return at, rows.sum(axis=1)

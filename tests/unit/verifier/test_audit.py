@@ -1,0 +1,176 @@
+"""Which drafters ratio tests may trust: records outlive restarts, add up over verifiers, and are cleared by operators."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+from itertools import count
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from redis.exceptions import ConnectionError as RedisConnectionError
+from support.cheats import drawn_by
+
+from verifier_service import audit as audit_module
+from verifier_service.audit import DrafterAudit
+
+DRAFTER = "10.0.0.7:50053"
+NUMBERS = count()
+
+
+class FakeRedis:
+    """Hashes in memory."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, dict[str, str]] = {}
+        self.away = False
+
+    def _hash(self, key: str) -> dict[str, str]:
+        if self.away:
+            raise RedisConnectionError("away")
+        return self.hashes.setdefault(key, {})
+
+    async def hgetall(self, key: str) -> dict[str, str]:
+        return dict(self._hash(key))
+
+    async def hget(self, key: str, field: str) -> str | None:
+        return self._hash(key).get(field)
+
+    async def hset(self, key: str, field: str, value: str) -> None:
+        self._hash(key)[field] = value
+
+    async def hincrby(self, key: str, field: str, amount: int) -> None:
+        self._hash(key)[field] = str(int(self._hash(key).get(field, 0)) + amount)
+
+
+@asynccontextmanager
+async def running(audit: DrafterAudit):
+    task = asyncio.create_task(audit.run())
+    yield
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def exchanged(audit: DrafterAudit) -> None:
+    """One turn of `run`."""
+    async with running(audit):
+        for _ in range(60):
+            await asyncio.sleep(0)
+
+
+def audit_of(redis: FakeRedis | None = None, **options: object) -> DrafterAudit:
+    return DrafterAudit(CollectorRegistry(), f"verifier-{next(NUMBERS)}", redis=redis, **options)
+
+
+def watch(audit: DrafterAudit, cheat: str, num: int, seed: int = 0) -> None:
+    rng = np.random.default_rng(seed)
+    for _ in range(num // 16):
+        audit.observe(DRAFTER, drawn_by(cheat, rng, 16))
+
+
+def test_a_cheating_drafter_is_caught_and_an_honest_one_is_not():
+    registry = CollectorRegistry()
+    audit = DrafterAudit(registry, "v")
+    watch(audit, "honest", 4096)
+    assert audit.trusts(DRAFTER, "default")
+    audit = DrafterAudit(registry := CollectorRegistry(), "v")
+    watch(audit, "argmax", 512)
+    assert not audit.trusts(DRAFTER, "default")
+    assert audit.trusts("another", "default")
+    assert audit.gauges() == {f"drafter_caught/{DRAFTER}": 1.0}
+    assert registry.get_sample_value("rootward_drafter_audit_alarms_total", {"drafter": DRAFTER}) == 1.0
+    assert registry.get_sample_value("rootward_drafter_audit_log_wealth", {"drafter": DRAFTER}) > 13.8
+    watch(audit, "argmax", 512)
+    assert registry.get_sample_value("rootward_drafter_audit_alarms_total", {"drafter": DRAFTER}) == 1.0
+
+
+def test_untrusted_pools_are_not_trusted():
+    audit = audit_of(untrusted_pools=["spot"])
+    assert not audit.trusts(DRAFTER, "spot")
+    assert audit.trusts(DRAFTER, "default")
+
+
+async def test_a_restart_of_the_verifier_does_not_launder_a_record():
+    redis = FakeRedis()
+    first = audit_of(redis)
+    watch(first, "argmax", 512)
+    await exchanged(first)
+    second = audit_of(redis)
+    second.observe(DRAFTER, drawn_by("honest", np.random.default_rng(1), 0))
+    await exchanged(second)
+    assert not second.trusts(DRAFTER, "default")
+
+
+async def test_evidence_of_several_verifiers_adds_up():
+    """Neither verifier alone has seen enough."""
+    redis = FakeRedis()
+    audits = [audit_of(redis) for _ in range(4)]
+    for seed, audit in enumerate(audits):
+        watch(audit, "argmax", 16, seed)
+        await exchanged(audit)
+    assert not audits[-1].trusts(DRAFTER, "default")
+    alone = audit_of()
+    watch(alone, "argmax", 16)
+    await exchanged(alone)
+    assert alone.trusts(DRAFTER, "default")
+
+
+async def test_an_operator_clears_a_drafter():
+    redis = FakeRedis()
+    audit = audit_of(redis)
+    watch(audit, "argmax", 512)
+    await exchanged(audit)
+    await redis.hincrby(f"rw:audit:{DRAFTER}", "cleared", 1)
+    await exchanged(audit)
+    assert audit.trusts(DRAFTER, "default")
+    newcomer = audit_of(redis)
+    watch(newcomer, "honest", 16)
+    await exchanged(newcomer)
+    assert newcomer.trusts(DRAFTER, "default")
+    watch(audit, "honest", 1024)
+    await exchanged(audit)
+    assert audit.trusts(DRAFTER, "default")
+    watch(audit, "argmax", 512)
+    assert not audit.trusts(DRAFTER, "default")
+
+
+async def test_a_redis_that_loses_its_data_gets_them_back():
+    redis = FakeRedis()
+    audit = audit_of(redis)
+    watch(audit, "argmax", 512)
+    await exchanged(audit)
+    redis.hashes.clear()
+    await exchanged(audit)
+    second = audit_of(redis)
+    watch(second, "honest", 16)
+    await exchanged(second)
+    assert not second.trusts(DRAFTER, "default")
+
+
+async def test_repeated_exchanges_count_once():
+    redis = FakeRedis()
+    audits = [audit_of(redis) for _ in range(2)]
+    for seed, audit in enumerate(audits):
+        watch(audit, "temperature:0.8", 64, seed)
+        for _ in range(3):
+            await exchanged(audit)
+    wealth = sum(a._drafters[DRAFTER].own for a in audits)
+    np.testing.assert_allclose(audits[1]._drafters[DRAFTER].record.log_product, wealth)
+
+
+async def test_without_redis_the_audit_goes_on():
+    redis = FakeRedis()
+    redis.away = True
+    audit = audit_of(redis)
+    watch(audit, "argmax", 512)
+    await exchanged(audit)
+    assert not audit.trusts(DRAFTER, "default")
+
+
+@pytest.mark.parametrize("num", [1, 100])
+def test_draws_are_evaluated_in_batches(num: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(audit_module, "BATCH_DRAWS", num)
+    audit = audit_of()
+    watch(audit, "argmax", 16 * 10)
+    assert audit.trusts(DRAFTER, "default") is False

@@ -1,0 +1,187 @@
+"""Which drafters may be verified by ratio tests: those of trusted pools that the audit has not caught (`rootward.core.audit`).
+
+A drafter is named by its address, not by its process: with a Redis its record outlives both sides, and what several verifiers see adds up.
+
+    rw:audit:{drafter}   hash   by verifier process: what it saw, as JSON (`cleared`, `draws`, `caught`: the strategy that raised the alarm,
+                                `log_product`: logarithm of the wealth by strategy); `cleared`: an operator counts it up to start afresh,
+                                what was seen before counts no more (HINCRBY rw:audit:HOST:PORT cleared 1)
+
+Each process writes its own field as a whole, so a write may be repeated, and a Redis that lost its data gets them back from those alive.
+
+Trees of a drafter that was caught, or of an untrusted pool, are verified by match, which is lossless for any tree: no request fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import structlog
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import RedisClusterException, RedisError
+
+from rootward.core.arrays import Floats
+from rootward.core.audit import STRATEGIES, Draws, Record, joined
+
+log = structlog.get_logger("verifier.audit")
+
+BATCH_DRAWS = 256  # evaluated together: an operation on arrays costs the same for one draw and for many
+SYNC_S = 2.0  # between two exchanges with Redis
+TIMEOUT_S = 2.0
+CLEARED = "cleared"
+
+
+@dataclass
+class Audited:
+    """One drafter.
+
+    record   what this process saw, and since the last exchange with Redis what others did
+    own      logarithm of the wealth that this process saw, by strategy
+    pending  draws not evaluated yet
+    saved    draws of this process that Redis knows of; -1 before the first exchange
+    """
+
+    record: Record = field(default_factory=Record)
+    own: Floats = field(default_factory=lambda: np.zeros(len(STRATEGIES)))
+    pending: list[Draws] = field(default_factory=list)
+    caught: str = ""
+    cleared: int = 0
+    saved: int = -1
+
+    def evaluate(self) -> None:
+        draws = joined(self.pending)
+        self.pending = []
+        self.own += self.record.observe(draws)
+
+    def to_json(self) -> str:
+        seen = {"cleared": self.cleared, "draws": self.record.num_draws, "caught": self.caught}
+        return json.dumps({**seen, "log_product": self.own.tolist()})
+
+
+class DrafterAudit:
+    """The audit of all drafters of a verifier. worker: name of its process. Nothing here waits for Redis but `run`."""
+
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        worker: str,
+        *,
+        untrusted_pools: Collection[str] = (),
+        redis: Redis | RedisCluster | None = None,
+    ) -> None:
+        self._untrusted = frozenset(untrusted_pools)
+        self._redis = redis
+        self._worker = worker
+        self._drafters: dict[str, Audited] = {}
+        self._new = asyncio.Event()
+        self._alarms = Counter(
+            "rootward_drafter_audit_alarms",
+            "Drafters that were caught drawing from another distribution than they declare.",
+            ["drafter"],
+            registry=registry,
+        )
+        registry.register(_Wealth(lambda: {name: a.record.log_wealth for name, a in self._drafters.items()}))
+
+    def trusts(self, drafter: str, pool: str) -> bool:
+        """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone."""
+        audited = self._drafters.get(drafter)
+        return pool not in self._untrusted and (audited is None or not audited.caught)
+
+    def observe(self, drafter: str, draws: Draws) -> None:
+        """A round verified these draws of the drafter."""
+        audited = self._drafters.get(drafter)
+        if audited is None:
+            audited = self._drafters[drafter] = Audited()
+            self._new.set()
+        if len(draws):
+            audited.pending.append(draws)
+        if sum(map(len, audited.pending)) >= BATCH_DRAWS:
+            self._evaluate(drafter, audited)
+
+    def gauges(self) -> dict[str, float]:
+        """Of drafters that were caught, by address."""
+        return {f"drafter_caught/{name}": 1.0 for name, audited in self._drafters.items() if audited.caught}
+
+    async def run(self) -> None:
+        """Evaluate what is left over, and exchange records with Redis, for ever. Ends by cancellation."""
+        while True:
+            self._new.clear()
+            for name, audited in list(self._drafters.items()):
+                if audited.pending:
+                    self._evaluate(name, audited)
+                if self._redis is not None and (audited.saved != audited.record.num_draws or audited.caught):
+                    await self._exchange(name, audited)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SYNC_S):
+                    await self._new.wait()
+
+    def _evaluate(self, name: str, audited: Audited) -> None:
+        audited.evaluate()
+        self._judge(name, audited)
+
+    def _judge(self, name: str, audited: Audited) -> None:
+        if audited.caught or not (strategy := audited.record.caught(max(1, len(self._drafters)))):
+            return
+        self._catch(name, audited, strategy)
+
+    def _catch(self, name: str, audited: Audited, strategy: str) -> None:
+        audited.caught = strategy
+        self._alarms.labels(name).inc()
+        log.error(
+            "drafter_caught",
+            drafter=name,
+            strategy=strategy,
+            log_wealth=round(audited.record.log_wealth, 1),
+            draws=audited.record.num_draws,
+            response="its trees are verified by match until an operator clears it",
+        )
+
+    async def _exchange(self, name: str, audited: Audited) -> None:
+        """Tell what was seen here, take over what other processes saw."""
+        assert self._redis is not None
+        key, draws = f"rw:audit:{name}", audited.record.num_draws
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                cleared = int(await self._redis.hget(key, CLEARED) or 0)
+                if audited.saved < 0:
+                    audited.cleared = cleared
+                elif cleared > audited.cleared:
+                    self._drafters[name] = audited = Audited(cleared=cleared)
+                    draws = 0
+                    log.warning("drafter_cleared", drafter=name)
+                await self._redis.hset(key, self._worker, audited.to_json())
+                known: Any = await self._redis.hgetall(key)
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+            log.debug("audit_not_saved", drafter=name, error=type(error).__name__)
+            return
+        audited.saved = draws
+        others = [json.loads(value) for worker, value in known.items() if worker not in (CLEARED, self._worker)]
+        others = [seen for seen in others if seen["cleared"] == audited.cleared]
+        audited.record.log_product = audited.own + sum((np.array(seen["log_product"]) for seen in others), np.zeros(1))
+        caught = next((seen["caught"] for seen in others if seen["caught"]), "")
+        if caught and not audited.caught:
+            self._catch(name, audited, caught)
+        self._judge(name, audited)
+
+
+class _Wealth(Collector):
+    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        family = GaugeMetricFamily(
+            "rootward_drafter_audit_log_wealth",
+            "Logarithm of the evidence that a drafter draws from another distribution than it declares.",
+            labels=["drafter"],
+        )
+        for drafter, value in sorted(self._read().items()):
+            family.add_metric([drafter], value)
+        yield family
