@@ -150,7 +150,7 @@ def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
 def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction) -> list[Decision]:
     probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
     forest = Forest.of(
-        [r.tree for r in rounds], [r.rule.value for r in rounds], [r.copies for r in rounds], _order(rounds)
+        [r.tree for r in rounds], [_algorithm(r) for r in rounds], [r.copies for r in rounds], _order(rounds)
     )
     atoms, weight = declared_rows(rounds)
     ids = gather_ids(forest, atoms)
@@ -166,9 +166,14 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
     return [Decision(*values) for values in zip(*columns, strict=True)]
 
 
+def _algorithm(r: Proposal) -> str:
+    """A local tree of chosen nodes may stand in for copies under multi_step: token-level verification takes it."""
+    return "token" if r.rule is Rule.MULTI_STEP and not r.tree.sampled[1:].all() else r.rule.value
+
+
 def _order(rounds: Sequence[Proposal]) -> Floats | None:
     """float64[T]: the order in which siblings are tried under multi_step: coins of their own."""
-    if all(r.rule.value != "multi_step" for r in rounds):
+    if all(r.rule is not Rule.MULTI_STEP for r in rounds):
         return None
     return coins_batch([(r.key, r.epoch, r.length, range(ORDER_IDS, ORDER_IDS + len(r.tree))) for r in rounds])
 

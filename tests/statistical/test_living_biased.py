@@ -231,7 +231,7 @@ class LostVerdict(Session):
             self.put([*self.text, token], (1.0 - again) * mass)
 
     def entry(self) -> float:
-        return float(self.law(self.tree.snapshot(1))[0].entry[1])
+        return float(self.law(self.tree.snapshot(1)).entry[1])
 
 
 class LostVerdictFreshCoins(LostVerdict):

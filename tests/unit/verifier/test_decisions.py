@@ -21,8 +21,9 @@ VOCAB, ATOMS, MOST_CHOSEN = 24, 5, 13
 
 def rounds_of(rng: np.random.Generator, num: int, rule: Rule, sampling: Sampling) -> tuple[list[Round], torch.Tensor]:
     rounds, rows = [], []
+    made = {"chosen": 0.0, "copies": True} if rule is Rule.MULTI_STEP else {"chosen": 0.3}
     for i in range(num):
-        r = random_round(rng, vocab=VOCAB, num_atoms=ATOMS, num_nodes=int(rng.integers(1, 14)), chosen=0.3)
+        r = random_round(rng, vocab=VOCAB, num_atoms=ATOMS, num_nodes=int(rng.integers(1, 14)), **made)
         declared = tuple(
             (ids[ids >= 0], weight[ids >= 0]) if (ids >= 0).any() else None
             for ids, weight in zip(r.atoms, r.weight, strict=True)
@@ -50,10 +51,11 @@ def test_rounds_of_several_rules_are_decided_as_each_alone() -> None:
     [
         (Rule.TRAVERSAL, Sampling(), torch.float32),
         (Rule.TOKEN, Sampling(0.7), torch.float32),
+        (Rule.MULTI_STEP, Sampling(), torch.float32),
         (Rule.MATCH, Sampling(), torch.float32),
         (Rule.MATCH, Sampling(0.0), torch.bfloat16),  # a type for which the CPU goes the way of devices
     ],
-    ids=["traversal", "token", "match", "greedy"],
+    ids=["traversal", "token", "multi_step", "match", "greedy"],
 )
 def test_the_host_waits_for_the_device_at_most_twice_whatever_the_batch(
     rule: Rule, sampling: Sampling, dtype, monkeypatch
@@ -69,3 +71,14 @@ def test_the_host_waits_for_the_device_at_most_twice_whatever_the_batch(
         else:  # for gathered atoms, and for bonus tokens of the tail
             assert waits.count["cpu"] == waits.count.total() <= 2
             assert waits.values <= size * (ATOMS + MOST_CHOSEN + 1) + num
+
+
+def test_a_local_tree_of_chosen_nodes_is_verified_under_multi_step() -> None:
+    """It stands in for a drafter's copies, beside rounds that have them."""
+    rng = np.random.default_rng(4)
+    (local,), logits = rounds_of(rng, 1, Rule.TOKEN, Sampling())
+    (copies,), more = rounds_of(rng, 1, Rule.MULTI_STEP, Sampling())
+    local = replace(local, rule=Rule.MULTI_STEP)
+    assert not local.tree.sampled[1:].all()
+    decisions = decide([local, copies], torch.cat([logits, more]))
+    assert decisions[0].stop == decide([replace(local, rule=Rule.TOKEN)], logits)[0].stop
