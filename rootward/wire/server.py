@@ -41,9 +41,8 @@ class RpcServer:
         grace_s: float = 5.0,
     ) -> None:
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
-        self.limits = {
-            OPEN: SMALL_BYTES
-        }  # prefix of a method's path -> most bytes of its request message; for registrants
+        # For servicers to add to when they register: prefix of a method's path -> most bytes of its request message.
+        self.limits = {OPEN: SMALL_BYTES}
         admission = Admission(self._checks, self.limits)
         self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[admission])
         self.address = address  # with the port that was bound, once started
@@ -55,9 +54,7 @@ class RpcServer:
 
     async def start(self) -> None:
         """Listen. ConfigurationError if the address is taken or cannot be bound."""
-        if self._checks or is_loopback(
-            self.address
-        ):  # never to everybody: reflection is behind the checks of the server
+        if self._checks or is_loopback(self.address):  # reflection is never open to the network
             names = [*self.services, health_module.SERVICE_NAME, reflection.SERVICE_NAME]
             reflection.enable_server_reflection(names, self.grpc)
         self.address = f"{self.address.rpartition(':')[0]}:{self._bind()}"
