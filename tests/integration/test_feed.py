@@ -107,7 +107,7 @@ async def test_a_step_is_one_message_however_many_generations_there_are(monkeypa
     assert sizes == [0] + [50] * NUM_STEPS
 
 
-async def test_steps_that_the_caller_is_late_to_read_join_in_order():
+async def test_steps_that_the_caller_reads_late_arrive_in_order():
     feed_of = Steps()
     async with served(feed_of) as (servicer, server, _), open_channel(server.address) as channel:
         stub = verifier_pb2_grpc.VerifierStub(channel)
@@ -145,7 +145,7 @@ async def test_a_feed_that_breaks_fails_its_generations_and_the_next_one_opens_a
         assert await again == [7000 + i for i in range(NUM_STEPS)]
 
 
-async def test_whoever_stops_reading_one_generation_leaves_the_others_alone():
+async def test_closing_one_generation_does_not_affect_the_others():
     verifier = Steps()
     async with served(verifier) as (_, _, remote):
         others = [asyncio.create_task(collected(remote, ask(n))) for n in (1, 2)]

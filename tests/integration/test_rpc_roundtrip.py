@@ -146,7 +146,7 @@ async def test_closing_the_channel_under_a_stream_is_unavailable():
             await pending
 
 
-async def test_nobody_there_is_unavailable():
+async def test_an_address_without_a_server_is_unavailable():
     async with RemoteDrafter("127.0.0.1:1") as remote:
         with pytest.raises(errors.Unavailable):
             await collect(remote, HELLO)

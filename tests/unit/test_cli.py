@@ -36,7 +36,7 @@ async def test_generate_streams_the_text(capsys):
     assert f"{len(IDS)} after a prompt of 1" in err
 
 
-async def test_generate_passes_what_was_asked(capsys):
+async def test_generate_passes_sampling_and_speculation(capsys):
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (_, address):
         sampling = ["--temperature", 0, "--top-p", 0.9, "--top-k", 5, "--max-tokens", 7, "--seed", 3]
@@ -108,7 +108,7 @@ async def test_status(capsys):
         (["--regex", "a", "--min-tokens", "2"], "structured_output: 'regex' cannot be combined with min_tokens"),
     ],
 )
-async def test_a_mistake_is_one_line_and_exit_code_2(flags, words, capsys):
+async def test_invalid_options_are_one_line_and_exit_code_2(flags, words, capsys):
     async with grpc_serving() as (_, address):
         assert await run("generate", "a", "--url", address, *flags) == 2
     err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rootward: ")]

@@ -48,12 +48,12 @@ async def test_the_registry_needs_a_redis() -> None:
             pass
 
 
-async def test_a_list_is_what_it_is() -> None:
+async def test_a_static_list_yields_each_address_once() -> None:
     async with aclosing(StaticDiscovery(["b:1", "a:1", "b:1"]).watch()) as changes:
         assert await anext(changes) == (Peer("b:1"), Peer("a:1"))
 
 
-async def test_a_name_is_looked_up_again_and_what_it_said_last_holds() -> None:
+async def test_a_name_is_resolved_again_and_its_last_answer_holds() -> None:
     answers: list[list[str] | Exception] = [
         ["b:1", "a:1"],
         ["a:1", "b:1", "a:1"],  # the same in another order: no news

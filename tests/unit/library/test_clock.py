@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from rootward.clock import FakeClock, SystemClock
+from rootward.watchdog import Watchdog
 
 
 async def test_sleepers_wake_in_order_and_only_when_time_passes():
@@ -45,3 +46,15 @@ async def test_the_system_clock_moves():
     await clock.sleep(0.01)
     assert 0.005 < clock.now() - before < 5
     assert wall > 1_700_000_000
+
+
+async def test_a_step_that_never_ends_fails_the_watchdog():
+    clock = FakeClock()
+    watchdog = Watchdog(10.0, clock)
+    assert watchdog.healthy
+    with watchdog.step():
+        await clock.advance(9.0)
+        assert watchdog.healthy
+        await clock.advance(2.0)
+        assert not watchdog.healthy
+    assert watchdog.healthy

@@ -32,7 +32,7 @@ async def test_one_server_sentinel_and_cluster():
 @pytest.mark.parametrize(
     "url", ["http://h", "redis+sentinel://h:1", "redis+cluster://", "redis+sentinel://h:x/m", "nowhere"]
 )
-def test_what_is_no_url_is_a_usage_error_without_its_password(url):
+def test_an_invalid_url_is_a_configuration_error_without_its_password(url):
     with pytest.raises(ConfigurationError, match=r"redis_url: .* write redis://") as caught:
         open_redis(url.replace("://", "://me:secret@") + "?sentinel_password=hidden", timeout_s=1)
     assert caught.value.exit_code == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,12 @@ from hypothesis import strategies as st
 from support import wire
 from support.codec import from_pb, parse, to_pb
 
-from rootward.core.frames import FromDrafter
+from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
+from rootward.wire.channel import parts
+from rootward.wire.records import Record
 
 MESSAGES = [
     drafter_pb2.ToDrafter,
@@ -180,3 +183,47 @@ def test_absent_sampling_is_the_default_and_zero_is_greedy():
 def test_laws_of_a_newer_drafter_are_left_out():
     message = drafter_pb2.FromDrafter(ack=drafter_pb2.HelloAck(laws=[1, 77]))
     assert len(from_pb(message).ack.laws) == 1
+
+
+def joined(frames):
+    first = frames[0]
+    for frame in frames[1:]:
+        fields = {}
+        for name in first.__slots__:
+            a, b = getattr(first, name), getattr(frame, name)
+            fields[name] = a + b if isinstance(a, tuple) else (b if a is None else a)
+        first = type(first)(**fields)
+    return first
+
+
+@settings(deadline=None)  # a busy machine may take its time
+@given(wire.to_drafter | wire.from_drafter)
+def test_parts_join_to_the_frame(frame: ToDrafter | FromDrafter):
+    for limit in (1, 40, 200):
+        assert joined([from_pb(part) for part in parts(to_pb(frame), limit)]) == frame
+
+
+def test_a_small_frame_stays_whole():
+    message = to_pb(ToDrafter())
+    assert list(parts(message)) == [message]
+
+
+@dataclass(frozen=True)
+class Renamed:
+    worker: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    laws: tuple[int, ...]
+
+
+def test_a_record_refuses_fields_that_the_message_does_not_have():
+    with pytest.raises(TypeError, match="Renamed: size is no field of both HelloAck"):
+        Record(Renamed, drafter_pb2.HelloAck)
+
+
+def test_a_record_refuses_enums_and_messages_without_a_conversion():
+    with pytest.raises(TypeError, match="laws: is a message or an enum"):
+        Record(Mode, drafter_pb2.HelloAck)

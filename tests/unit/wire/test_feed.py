@@ -1,4 +1,4 @@
-"""Runs that nobody has taken yet: joined where they follow one another, kept apart where something lies between them."""
+"""Queued runs of a generation: merged where they are consecutive, else not."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ def arrived(*items, joining=True):
     return made
 
 
-async def test_what_waits_is_taken_at_once_and_ends_with_the_finish():
+async def test_queued_runs_are_merged_up_to_the_finish():
     told = [TokenLogprob(-float(i)) for i in range(4)]
     waiting = arrived(
         run(0, 5, 6, logprobs=tuple(told[:2]), prefilled=Prefilled(3)),
@@ -45,24 +45,24 @@ async def test_what_waits_is_taken_at_once_and_ends_with_the_finish():
         [run(0, 5, finish=END), run(1, 6)],
     ],
 )
-async def test_what_does_not_follow_stays_apart(apart):
+async def test_runs_that_are_not_consecutive_are_not_merged(apart):
     waiting = arrived(*apart)
     assert [await waiting.take() for _ in apart] == apart
 
 
-async def test_rounds_that_somebody_looks_at_stay_apart():
+async def test_rounds_with_trees_are_not_merged():
     waiting = arrived(run(0, 5), run(1, 6), joining=False)
     assert [(await waiting.take()).tokens for _ in range(2)] == [(5,), (6,)]
 
 
-async def test_a_failure_comes_after_what_was_committed_before_it():
+async def test_an_error_follows_the_runs_before_it():
     waiting = arrived(run(0, 5), run(1, 6), Unavailable("gone"))
     assert (await waiting.take()).tokens == (5, 6)
     with pytest.raises(Unavailable, match="gone"):
         await waiting.take()
 
 
-async def test_whoever_waits_is_woken():
+async def test_a_run_wakes_the_generation_that_waits():
     waiting = arrived()
     taken = asyncio.create_task(waiting.take())
     await asyncio.sleep(0)

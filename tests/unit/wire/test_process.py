@@ -1,13 +1,55 @@
-"""The admin port: what probes and Prometheus see over a process's life."""
+"""A service as a process: its loop, its exit codes, its probes and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+from collections.abc import Iterator
 
 import httpx
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry, Counter
 
-from rootward.clock import FakeClock
 from rootward.errors import ConfigurationError
-from rootward.watchdog import Watchdog
-from rootward.wire.process import admin_port
+from rootward.wire.process import admin_port, announce, run_service
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    """A service that has ended ignores SIGTERM; this process should not."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_service_runs_on_uvloop() -> None:
+    loops = []
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    assert run_service("test", main) == 0
+    assert isinstance(loops[0], uvloop.Loop)
+
+
+def test_a_configuration_error_is_one_line_and_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        raise ConfigurationError("listen: 'x' is wrong; say y")
+
+    assert run_service("test", main) == ConfigurationError("").exit_code
+    assert capsys.readouterr().err == "rootward test: listen: 'x' is wrong; say y\n"
+
+
+def test_garbage_collections_skip_objects_loaded_at_start(capsys: pytest.CaptureFixture[str]) -> None:
+    before = gc.get_freeze_count()
+    try:
+        announce("test", "127.0.0.1:1")
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+    assert capsys.readouterr().out == "rootward test listening on 127.0.0.1:1\n"
 
 
 async def answers(admin) -> dict[str, int]:
@@ -37,7 +79,7 @@ async def test_metrics_of_the_service_and_of_the_process():
     assert "process_resident_memory_bytes" in text
 
 
-async def test_no_address_is_no_port():
+async def test_without_an_address_no_port_is_opened():
     async with admin_port("") as admin:
         admin.serving(ready=lambda: True)
         assert admin.address == ""
@@ -45,19 +87,7 @@ async def test_no_address_is_no_port():
 
 async def test_a_taken_port_names_the_setting():
     async with admin_port("127.0.0.1:0") as admin:
-        await answers(admin)  # a socket that is bound but does not listen yet hinders nobody
+        await answers(admin)  # a socket that is bound but does not listen yet does not conflict
         with pytest.raises(ConfigurationError, match="admin_listen"):
             async with admin_port(admin.address):
                 pass
-
-
-async def test_a_step_that_never_ends_fails_the_watchdog():
-    clock = FakeClock()
-    watchdog = Watchdog(10.0, clock)
-    assert watchdog.healthy
-    with watchdog.step():
-        await clock.advance(9.0)
-        assert watchdog.healthy
-        await clock.advance(2.0)
-        assert not watchdog.healthy
-    assert watchdog.healthy
