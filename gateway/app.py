@@ -198,7 +198,9 @@ async def _refused(request: Request, error: Exception) -> Response:
     elif isinstance(error, HTTPException):
         if error.status_code == 400:  # FastAPI's words for a body that json does not parse
             error = InvalidRequest(
-                "body", request.headers.get("content-length"), "bytes are no JSON; send a JSON object"
+                "body",
+                request.headers.get("content-length"),
+                "bytes are no JSON, or nested too deeply; send a JSON object",
             )
         else:
             known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {error.detail}")

@@ -191,6 +191,14 @@ class JsonSchema(Body):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
+def schema_text(field: str, schema: Mapping[str, Any]) -> str:
+    """The schema as JSON. InvalidRequest names the field of one that is nested too deeply to be written."""
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest(field, "a schema", "is nested too deeply; make it flatter") from None
+
+
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -204,7 +212,8 @@ class ResponseFormat(Body):
     @property
     def structure(self) -> Structure | None:
         if self.json_schema is not None and self.type == "json_schema":
-            return Structure(Form.JSON_SCHEMA, json.dumps(self.json_schema.schema_, ensure_ascii=False))
+            text = schema_text("response_format.json_schema.schema", self.json_schema.schema_)
+            return Structure(Form.JSON_SCHEMA, text)
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -229,7 +238,8 @@ class StructuredOutputs(Body):
     @property
     def structure(self) -> Structure:
         if self.json_ is not None:
-            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_, ensure_ascii=False)
+            given = self.json_
+            text = given if isinstance(given, str) else schema_text("structured_outputs.json", given)
             return Structure(Form.JSON_SCHEMA, text)
         if self.regex is not None:
             return Structure(Form.REGEX, self.regex)

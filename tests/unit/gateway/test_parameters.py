@@ -44,6 +44,19 @@ async def post(service, body: dict[str, object]) -> httpx.Response:
         return await client.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 50} | body))
 
 
+@pytest.mark.parametrize("field", ["response_format", "structured_outputs"])
+def test_a_schema_that_is_nested_too_deeply_is_refused(field) -> None:
+    schema: dict[str, object] = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    forms = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+        "structured_outputs": {"json": schema},
+    }
+    with pytest.raises(InvalidRequest, match=f"^{field}.*nested too deeply"):
+        CompletionRequest.model_validate({"prompt": "a", field: forms[field]}).request({})
+
+
 async def test_processors_over_http_and_the_sdk() -> None:
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
