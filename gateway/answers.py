@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -11,7 +12,8 @@ from typing import ClassVar, Protocol
 from gateway.choices import Tally
 from gateway.requests import Delta, Ending, Seen, Usage
 from gateway.tokenizer import REPLACEMENT, Span
-from rootward.core.requests import SpeculationStats, TokenLogprob
+from gateway.tools import CallFormat, CallParser
+from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
@@ -90,11 +92,13 @@ class Answer:
     def __post_init__(self) -> None:
         self.tally.num_choices = self.num_choices
 
-    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
+    def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, its index and token ids left out."""
         raise NotImplementedError
 
-    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+    def _chunk_choices(
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+    ) -> list[Json]:
         """The choices of a delta, one per chunk, that begins at character `text_at`; the first of them carries the tokens."""
         raise NotImplementedError
 
@@ -104,8 +108,8 @@ class Answer:
         return self.echo is not None or self.prompt_logprobs
 
     @property
-    def single(self) -> bool:
-        """A position in the text says where the stream is only if there is one text."""
+    def resumable(self) -> bool:
+        """A position in the text says where the stream is: there is one text, and all of it is told as it comes."""
         return self.num_outputs == 1
 
     def whole(self, spans: Mapping[int, Sequence[Span]]) -> Json:
@@ -113,7 +117,8 @@ class Answer:
         choices = []
         for index, ending in sorted(self.tally.endings.items()):
             shown = self._with_echo(index, spans[index])
-            choices.append(self._numbered(index, shown, self._whole_choice(shown, ending) | self._about_prompt(index)))
+            choice = self._whole_choice(index, shown, ending) | self._about_prompt(index)
+            choices.append(self._numbered(index, shown, choice))
         return self._object(choices, self.whole_object) | {"usage": self._usage()} | self._metrics()
 
     def chunks(self, delta: Delta) -> list[Json]:
@@ -123,7 +128,7 @@ class Answer:
         spans = self._with_echo(index, delta.spans) if first else () if self.only_echo else delta.spans
         at = self._num_sent.get(index, 0)
         self._num_sent[index] = at + len(text_of(spans))
-        choices = self._chunk_choices(spans, delta.ending, text_at=at, first=first)
+        choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
         if first and choices:
             choices[0] |= self._about_prompt(index)
         tokens = [spans, *[()] * len(choices)]
@@ -189,32 +194,73 @@ class CompletionAnswer(Answer):
 
     id_prefix, whole_object, chunk_object = "cmpl-", "text_completion", "text_completion"
 
-    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
-        return self._chunk_choices(spans, ending, text_at=0, first=True)[0]
+    def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
+        return self._chunk_choices(index, spans, ending, text_at=0, first=True)[0]
 
-    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+    def _chunk_choices(
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+    ) -> list[Json]:
         logprobs = completion_logprobs(spans, text_at, self.names) if self.logprobs else None
         return [{"text": text_of(spans), "logprobs": logprobs, **finish(ending)}]
 
 
+@dataclass(slots=True, kw_only=True)
 class ChatAnswer(Answer):
-    """/v1/chat/completions. The first chunk tells the role, the last one how it ended and nothing else."""
+    """/v1/chat/completions. The first chunk has the role, the last one how it ended and nothing else; tool calls come whole, in a chunk
+    of their own before the last."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def _whole_choice(self, spans: Sequence[Span], ending: Ending) -> Json:
-        message = {"role": "assistant", "content": text_of(spans), "refusal": None}
-        return {"message": message, "logprobs": self._logprobs(spans), **finish(ending)}
+    call_format: CallFormat | None = None  # None: there are no tools
+    function: str = ""  # the only one that may be called: its arguments are the whole text
+    _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
 
-    def _chunk_choices(self, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool) -> list[Json]:
+    @property
+    def resumable(self) -> bool:
+        return self.num_outputs == 1 and self.call_format is None
+
+    def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
+        text, calls = self._told(index, spans, ending)
+        message: Json = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "logprobs": self._logprobs(spans), **self._finish(ending, calls)}
+
+    def _chunk_choices(
+        self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
+    ) -> list[Json]:
         role = {"role": "assistant"} if first else {}
+        text, calls = self._told(index, spans, ending)
         choices: list[Json] = []
-        if spans or first:
-            delta = {**role, "content": text_of(spans)}
+        silent = self.call_format is not None and not (text or self.logprobs or self.return_token_ids)
+        if first or (spans and not silent):
+            delta = {**role, "content": text}
             choices.append({"delta": delta, "logprobs": self._logprobs(spans), **finish(None)})
+        if calls:
+            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
+            choices.append({"delta": {"tool_calls": numbered}, "logprobs": None, **finish(None)})
         if ending is not None:
-            choices.append({"delta": {}, "logprobs": None, **finish(ending)})
+            choices.append({"delta": {}, "logprobs": None, **self._finish(ending, calls)})
         return choices
+
+    def _told(self, index: int, spans: Sequence[Span], ending: Ending | None) -> tuple[str, list[Json]]:
+        """The text that is no tool call, as far as that is known, and the calls, at the end."""
+        text = text_of(spans)
+        if self.call_format is None:
+            return text, []
+        parser = self._parsers.setdefault(index, CallParser(self.call_format, function=self.function))
+        text = parser.push(text)
+        if ending is None:
+            return text, []
+        rest, calls = parser.finish()
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        # Nine letters and digits, which the templates of all models accept.
+        return text + rest, [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
+
+    def _finish(self, ending: Ending, calls: list[Json]) -> Json:
+        """OpenAI says "tool_calls" of calls that the model chose."""
+        chosen = calls and not self.function and ending.reason is FinishReason.STOP
+        return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:
         return chat_logprobs(spans, self.names) if self.logprobs else None

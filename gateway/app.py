@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from gateway.http_errors import error_response, invalid_body, json_response, sim
 from gateway.planning import check_model, check_name
 from gateway.service import GatewayService
 from gateway.streaming import GenerationResponse
+from gateway.tools import CallFormat
 from rootward.errors import InvalidRequest, ServiceError
 
 PAGE = Path(__file__).parent / "page"
@@ -56,7 +58,7 @@ def build_app(service: GatewayService) -> FastAPI:
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
         app.add_exception_handler(kind, _refused)
 
-    def generation(request: Request, body: schemas.GenerationBody, kind: type[Answer]) -> Response:
+    def generation(request: Request, body: schemas.GenerationBody, kind: Callable[..., Answer]) -> Response:
         headers = {**request.headers, "x-request-id": _request_id(request)}
         wanted = body.request(headers)
         check_name("request_id", wanted.request_id)
@@ -68,7 +70,15 @@ def build_app(service: GatewayService) -> FastAPI:
 
     @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
-        return generation(request, body, ChatAnswer)
+        form = body.call_format(CallFormat.of_template(service.tokenizer.special_texts.get("chat_template")))
+        if form is None:
+            return generation(request, body, ChatAnswer)
+        if "last-event-id" in request.headers:
+            fix = "cannot be used with tools, whose calls come whole; send the request again"
+            raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
+        if form is CallFormat.MISTRAL:  # calls begin with a special token
+            body = body.model_copy(update={"skip_special_tokens": False})
+        return generation(request, body, partial(ChatAnswer, call_format=form, function=body.function))
 
     @app.get("/v1/models", responses=_answers(schemas.ModelList))
     async def models() -> Response:

@@ -22,7 +22,7 @@ from rootward.core.requests import (
 class Chat:
     """A conversation, to be rendered with the model's chat template."""
 
-    messages: tuple[Mapping[str, str], ...]
+    messages: tuple[Mapping[str, object], ...]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template_kwargs: Mapping[str, object] = field(default_factory=dict)

@@ -9,7 +9,8 @@ validation out of the path of a token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -27,6 +28,7 @@ from pydantic_core import PydanticCustomError
 from gateway.auth import tenant
 from gateway.planning import refusing
 from gateway.requests import Chat, GenerateRequest, Resume
+from gateway.tools import CallFormat, Function, forced_schema
 from rootward.core.requests import (
     MAX_LOGPROBS,
     DraftMode,
@@ -39,13 +41,13 @@ from rootward.core.requests import (
     SpeculationMode,
     Structure,
 )
-from rootward.errors import InvalidRequest
+from rootward.errors import InvalidRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 MAX_DIGITS = 12  # of a number in a header
 MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 _RULES: dict[str, tuple[Rule, DraftMode | None]] = {
     "traversal": (Rule.TRAVERSAL, None),
@@ -130,24 +132,58 @@ def text_of(content: str | list[TextPart]) -> str:
 
 
 def _role(value: str) -> str:
-    if value in ("tool", "function"):
-        raise refused("is not supported: this server offers no tools", unsupported=True)
+    if value == "function":
+        raise refused("is not supported; use 'tool'", unsupported=True)
     if value not in ROLES:
         raise refused(f"is unknown; use one of {', '.join(ROLES)}")
     return value
 
 
+class CalledFunction(Body):
+    name: str
+    arguments: str  # JSON
+
+
+class CallInMessage(Body):
+    """A tool call of an earlier answer."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
-    harmless: ClassVar = {"tool_calls": ([],), "annotations": ([],), "name": ("",)}
+    harmless: ClassVar = {"annotations": ([],), "name": ("",)}
 
     role: Annotated[str, AfterValidator(_role), WithJsonSchema({"enum": list(ROLES)})]
-    content: Content
+    content: Content | None = None
     name: str = ""
+    tool_calls: Annotated[list[CallInMessage], Field(fail_fast=True)] = []
+    tool_call_id: str = ""
 
-    def as_dict(self) -> Mapping[str, str]:
-        """As chat templates read it; they know the role "system" only."""
+    def for_template(self, at: str) -> Mapping[str, object]:
+        """As chat templates read it: they know the role "system" only, and arguments as objects. InvalidRequest names the field, whose
+        path begins with `at`."""
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest(f"{at}.content", None, "is missing; send a text or a list of parts")
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text_of(self.content)} | ({"name": self.name} if self.name else {})
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        message: dict[str, object] = {"role": role, "content": text_of(self.content or "")}
+        message |= {name: value for name, value in named.items() if value}
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+                for call, arguments in zip(self.tool_calls, self._arguments(at), strict=True)
+            ]
+        return message
+
+    def _arguments(self, at: str) -> Iterator[object]:
+        for i, call in enumerate(self.tool_calls):
+            try:
+                yield json.loads(call.function.arguments or "{}")
+            except (ValueError, RecursionError):
+                given = call.function.arguments[:32]
+                raise InvalidRequest(f"{at}.tool_calls[{i}].function.arguments", given, "is no JSON") from None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -166,8 +202,8 @@ class Conversation(Body):
         if self.continue_final_message and opens:
             fix = "is given with continue_final_message; an answer is either begun or continued"
             raise InvalidRequest("add_generation_prompt", True, fix)
-        texts = tuple(message.as_dict() for message in messages)
-        return Chat(texts, opens, self.continue_final_message, self.chat_template_kwargs)
+        rendered = tuple(message.for_template(f"messages[{i}]") for i, message in enumerate(messages))
+        return Chat(rendered, opens, self.continue_final_message, self.chat_template_kwargs)
 
 
 class StreamOptions(Body):
@@ -249,6 +285,31 @@ class StructuredOutputs(Body):
             texts = (json.dumps(text, ensure_ascii=False) for text in self.choice)
             return Structure(Form.GRAMMAR, "start: " + " | ".join(texts))
         return Structure(Form.JSON_OBJECT)
+
+
+class FunctionTool(Body):
+    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False  # forced calls are always valid, others are as the model writes them
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class ToolChoice(Body):
+    type: Literal["none", "auto", "required", "function"]
+    function: NamedFunction | None = None
+
+
+def _tool_choice(value: object) -> object:
+    return {"type": value} if isinstance(value, str) else value
 
 
 Mode = Literal["auto", "disabled", "required"]
@@ -498,9 +559,6 @@ class ChatRequest(GenerationBody, Conversation):
 
     harmless: ClassVar = {
         **GenerationBody.harmless,
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True, False),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -511,6 +569,15 @@ class ChatRequest(GenerationBody, Conversation):
     }
 
     messages: Messages
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = []
+    tool_choice: (
+        Annotated[
+            ToolChoice,
+            BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = 0
 
@@ -519,6 +586,61 @@ class ChatRequest(GenerationBody, Conversation):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs", self.top_logprobs, "is given without 'logprobs': true; send both")
         return self
+
+    @model_validator(mode="after")
+    def _tools_are_there(self) -> ChatRequest:
+        kind = self.tool_choice.type if self.tool_choice else "auto"
+        names = [tool.function.name for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("tools", len(names), "functions have a name twice; rename one")
+        if kind == "required" and not names:
+            raise InvalidRequest("tool_choice", kind, "needs tools; send at least one")
+        if kind == "function" and self.function not in names:
+            raise InvalidRequest("tool_choice", self.function[:64], "is no function of tools; name one of them")
+        forced = self.tools and kind in ("required", "function")
+        if forced and (
+            self.structured_outputs is not None or (self.response_format and self.response_format.structure)
+        ):
+            fix = "cannot be combined with response_format or structured_outputs; send one of them"
+            raise InvalidRequest("tool_choice", kind, fix)
+        return self
+
+    @property
+    def function(self) -> str:
+        """The one function that `tool_choice` names; "": none."""
+        named = self.tool_choice.function if self.tool_choice else None
+        return named.name if named else ""
+
+    def call_format(self, template: CallFormat | None) -> CallFormat | None:
+        """How calls are written in the answer; None where there are none. UnsupportedParameter if the model's template has no tools."""
+        kind = self.tool_choice.type if self.tool_choice else "auto"
+        if not self.tools or kind == "none":
+            return None
+        if kind != "auto":
+            return CallFormat.JSON
+        if template is None:
+            fix = "functions are not in this model's chat template; use tool_choice 'required' or a function's name"
+            raise UnsupportedParameter("tools", len(self.tools), fix)
+        return template
+
+    def _structure(self) -> Structure | None:
+        kind = self.tool_choice.type if self.tool_choice else "auto"
+        if not self.tools or kind not in ("required", "function"):
+            return super()._structure()
+        functions = [Function(tool.function.name, tool.function.parameters) for tool in self.tools]
+        if self.function:
+            (named,) = [function for function in functions if function.name == self.function]
+            schema = named.parameters or {"type": "object"}
+        else:
+            schema = forced_schema(functions, parallel=self.parallel_tool_calls)
+        return Structure(Form.JSON_SCHEMA, schema_text("tools", schema))
+
+    def chat(self, messages: list[Message]) -> Chat:
+        chat = super().chat(messages)
+        if not self.tools or (self.tool_choice and self.tool_choice.type == "none"):
+            return chat
+        tools = [tool.model_dump(exclude_defaults=True) for tool in self.tools]
+        return replace(chat, template_kwargs={**chat.template_kwargs, "tools": tools})
 
     def _prompt(self) -> dict[str, Any]:
         return {
@@ -619,7 +741,7 @@ class CompletionLogprobs(Object):
 
 class Choice(Object):
     index: Count
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
     stop_reason: str | int | None
 
 
@@ -630,7 +752,7 @@ class CompletionChoice(Choice):
 
 class AnsweredMessage(Object):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null where there are only tool calls
     refusal: None
 
 

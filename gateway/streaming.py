@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ class GenerationResponse(Response):
         *,
         body: GenerationBody,
         request: GenerateRequest,
-        kind: type[Answer],
+        kind: Callable[..., Answer],
     ):
         super().__init__()
         self._service, self._names, self._body, self._request, self._kind = service, names, body, request, kind
@@ -117,7 +117,7 @@ class GenerationResponse(Response):
             while delta is not None:
                 long = not delta.offset and _is_long(answer, [delta.prompt])
                 for chunk in await self._service.off_loop(long, answer.chunks, delta):
-                    yield _event(chunk, delta.offset + len(delta.spans) if answer.single else None)
+                    yield _event(chunk, delta.offset + len(delta.spans) if answer.resumable else None)
                 pending = asyncio.create_task(_next_or_none(deltas))
                 while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
                     yield KEEP_ALIVE

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -60,7 +60,7 @@ class Tokenizer(Protocol):
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -146,7 +146,7 @@ class HuggingFaceTokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -177,15 +177,21 @@ class HuggingFaceTokenizer:
         parts = text.split(cut) if cut else [text]
         return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
 
-    def _without_special_tokens(self, messages: Sequence[Mapping[str, str]]) -> tuple[Sequence[Mapping[str, str]], str]:
+    def _without_special_tokens(
+        self, messages: Sequence[Mapping[str, object]]
+    ) -> tuple[Sequence[Mapping[str, object]], str]:
         """The messages with a character that none of them has after the first character of every special token, and this character:
         what is tokenised apart on both sides of it is no special token. ("" if there is nothing to cut.)"""
-        texts = "".join(value for message in messages for value in message.values())
-        if self._special is None or self._special.search(texts) is None:
+        special, texts = self._special, "".join(_texts(list(messages)))
+        if special is None or special.search(texts) is None:
             return messages, ""
         cut = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in texts)  # for private use: no template has one
         marked = rf"\1{cut}"
-        return [{key: self._special.sub(marked, value) for key, value in message.items()} for message in messages], cut
+
+        def change(text: str) -> str:
+            return special.sub(marked, text)
+
+        return [{key: _mapped(value, change) for key, value in message.items()} for message in messages], cut
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the tokenizer (padding of the vocabulary) decode to nothing."""
@@ -248,7 +254,7 @@ class TokenNumbers:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -312,6 +318,24 @@ def _refuse_lone_surrogates(field: str, text: str) -> None:
     at = next((i for i, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None) if not text.isascii() else None
     if at is not None:
         raise InvalidRequest(field, text[at], f"at character {at} is a lone surrogate; send valid Unicode")
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Every text in a JSON value but the names of fields."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _mapped(value: object, change: Callable[[str], str]) -> object:
+    """The JSON value with every text in it changed, but the names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return [_mapped(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _is_path(model: str) -> bool:

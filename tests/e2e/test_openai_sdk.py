@@ -108,10 +108,9 @@ def test_tools_and_what_else_is_not_offered_are_refused(client, model) -> None:
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]
     for param, more in (
         ("tools", {"tools": [tool]}),
-        ("tool_choice", {"tool_choice": "required"}),
         ("reasoning_effort", {"reasoning_effort": "high"}),
         ("messages[0].content[0].type", {"messages": image}),
-        ("messages[0].role", {"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}),
+        ("messages[0].role", {"messages": [{"role": "function", "content": "x", "name": "f"}]}),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             client.chat.completions.create(**{"model": model, "messages": CHAT} | more)
@@ -119,6 +118,29 @@ def test_tools_and_what_else_is_not_offered_are_refused(client, model) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(model=model, prompt="x", best_of=3)
     assert refused.value.param == "best_of"
+
+
+@pytest.mark.parametrize("speculation", ["auto", "disabled"])
+def test_forced_tool_calls_are_valid_and_the_same_without_speculation(client, model, speculation) -> None:
+    """Of the demo pair, whose template knows no tools: the form of the output alone makes them calls."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["read", "write"]}, "line": {"type": "integer", "maximum": 99, "minimum": 0}},
+        "required": ["name", "line"],
+        "additionalProperties": False,
+    }
+    tools = [{"type": "function", "function": {"name": "edit", "parameters": schema}}]
+    wanted = {"model": model, "messages": CHAT, "temperature": 0, "max_tokens": 80, "tools": tools}
+    more = {"extra_body": {"speculation": speculation}}
+    for choice in ("required", {"type": "function", "function": {"name": "edit"}}):
+        told = client.chat.completions.create(**wanted, tool_choice=choice, parallel_tool_calls=False, **more)
+        (call,) = told.choices[0].message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.function.name == "edit"
+        assert (arguments["name"] in ("read", "write"), arguments["line"] in range(100)) == (True, True)
+        assert told.choices[0].message.content is None
+        plain = client.chat.completions.create(**wanted, tool_choice=choice, parallel_tool_calls=False)
+        assert plain.choices[0].message.tool_calls[0].function == call.function
 
 
 @pytest.mark.parametrize(
