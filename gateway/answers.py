@@ -10,7 +10,8 @@ from itertools import accumulate
 from typing import ClassVar, Protocol
 
 from gateway.choices import Tally
-from gateway.requests import Delta, Ending, Seen, Usage
+from gateway.requests import Delta, Ending, GenerateRequest, Seen, Usage
+from gateway.schemas import GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span
 from gateway.tools import CallFormat, CallParser
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
@@ -68,29 +69,19 @@ class Answer:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
 
-    request_id: str
+    body: GenerationBody
+    request: GenerateRequest
     model: str
     fingerprint: str
     names: TokenNames
-    logprobs: bool = False
-    prompt_logprobs: bool = False
-    num_choices: int = 1
-    num_outputs: int = 1
-    echo: Callable[[tuple[int, ...]], Sequence[Span]] | None = (
-        None  # the prompt's spans, to be put in front of the text
-    )
-    only_echo: bool = False
-    return_token_ids: bool = False
-    report_speculation: bool = False
-    include_usage: bool = False
-    continuous_usage: bool = False
-    return_trees: bool = False
+    num_outputs: int
+    spans_of_prompt: Callable[[tuple[int, ...]], Sequence[Span]]  # for an echo
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     tally: Tally = field(default_factory=Tally)
     _num_sent: dict[int, int] = field(default_factory=dict)  # characters, by output
 
     def __post_init__(self) -> None:
-        self.tally.num_choices = self.num_choices
+        self.tally.num_choices = self.request.n
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, its index and token ids left out."""
@@ -105,7 +96,11 @@ class Answer:
     @property
     def tells_prompt(self) -> bool:
         """Token by token, which takes time in its length."""
-        return self.echo is not None or self.prompt_logprobs
+        return self.body.echoes or self.body.prompt_logprobs is not None
+
+    @property
+    def logprobs(self) -> bool:
+        return self.request.logprobs is not None
 
     @property
     def resumable(self) -> bool:
@@ -125,7 +120,7 @@ class Answer:
         """The next chunks of the stream; `usage` is null in them if a chunk of its own will have it."""
         self.tally.add(delta)
         index, first = delta.index, delta.index not in self._num_sent and not delta.offset
-        spans = self._with_echo(index, delta.spans) if first else () if self.only_echo else delta.spans
+        spans = self._with_echo(index, delta.spans) if first else () if self.body.only_echoes else delta.spans
         at = self._num_sent.get(index, 0)
         self._num_sent[index] = at + len(text_of(spans))
         choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
@@ -133,32 +128,32 @@ class Answer:
             choices[0] |= self._about_prompt(index)
         tokens = [spans, *[()] * len(choices)]
         choices = [self._numbered(index, own, choice) for own, choice in zip(tokens, choices, strict=False)]
-        if self.return_trees and choices:
+        if self.body.return_trees and choices:
             choices[0]["rounds"] = [round_object(one, self.names) for one in delta.rounds]
         usage: Json = {}
-        if self.include_usage or self.continuous_usage:
-            usage = {"usage": self._usage() if self.continuous_usage else None}
+        if (options := self.body.stream_options) and (options.include_usage or options.continuous_usage_stats):
+            usage = {"usage": self._usage() if options.continuous_usage_stats else None}
         return [self._object([choice], self.chunk_object) | usage for choice in choices]
 
     def last(self) -> Json | None:
         """The extra chunk that `stream_options.include_usage` asks for."""
-        if not self.include_usage:
+        if self.body.stream_options is None or not self.body.stream_options.include_usage:
             return None
         return self._object([], self.chunk_object) | {"usage": self._usage()} | self._metrics()
 
     def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
         """With the prompt, and the log-probabilities of all its tokens but the first where they are wanted."""
-        if self.echo is None:
+        if not self.body.echoes:
             return spans
-        echoed, logprobs = self.echo(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
+        echoed, logprobs = self.spans_of_prompt(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
         if self.logprobs and logprobs:  # a resumed stream does not know those of its prompt any more
             rest = (replace(span, logprob=of) for span, of in zip(echoed[1:], logprobs, strict=True))
             echoed = [*echoed[:1], *rest]
-        return (*echoed, *(() if self.only_echo else spans))
+        return (*echoed, *(() if self.body.only_echoes else spans))
 
     def _object(self, choices: list[Json], kind: str) -> Json:
         return {
-            "id": self.id_prefix + self.request_id,
+            "id": self.id_prefix + self.request.request_id,
             "object": kind,
             "created": self.created,
             "model": self.model,
@@ -168,22 +163,22 @@ class Answer:
 
     def _numbered(self, index: int, spans: Sequence[Span], choice: Json) -> Json:
         ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
-        return {"index": index, **choice, **(ids if self.return_token_ids else {})}
+        return {"index": index, **choice, **(ids if self.body.return_token_ids else {})}
 
     def _about_prompt(self, index: int) -> Json:
         """vLLM's `prompt_logprobs`."""
-        if not self.prompt_logprobs:
+        if self.body.prompt_logprobs is None:
             return {}
         logprobs, prompt = self.tally.prompt_logprobs[index], self.tally.prompts[index]
         return {"prompt_logprobs": prompt_logprobs(logprobs, prompt, self.names)}
 
     def _usage(self) -> Json:
         counts = self.tally.usage
-        return usage_object(replace(counts, completion_tokens=0) if self.only_echo else counts)
+        return usage_object(replace(counts, completion_tokens=0) if self.body.only_echoes else counts)
 
     def _metrics(self) -> Json:
-        """Of a single output, as in vLLM."""
-        if not self.report_speculation:
+        """Of a single output, as in vLLM, where the request speaks of speculation."""
+        if self.body.speculation is None:
             return {}
         ending = self.tally.only
         return {"metrics": None if ending is None else {"speculative_decoding": speculation_object(ending.stats)}}
@@ -232,8 +227,8 @@ class ChatAnswer(Answer):
         role = {"role": "assistant"} if first else {}
         text, calls = self._told(index, spans, ending)
         choices: list[Json] = []
-        silent = self.call_format is not None and not (text or self.logprobs or self.return_token_ids)
-        if first or (spans and not silent):
+        details = self.logprobs or self.body.return_token_ids or self.body.return_trees
+        if first or (spans and (text or details or self.call_format is None)):
             delta = {**role, "content": text}
             choices.append({"delta": delta, "logprobs": self._logprobs(spans), **finish(None)})
         if calls:

@@ -52,7 +52,15 @@ class GenerationResponse(Response):
         try:
             made = outputs(self._request, self._body.prompts)
             requests = await tokenised(made, self._request.n, self._service.prompt_ids)
-            answer = self._begun(len(requests))
+            answer = self._kind(
+                body=self._body,
+                request=self._request,
+                model=self._service.served_model,
+                fingerprint=fingerprint(self._service.model, rootward.__version__),
+                names=self._names,
+                num_outputs=len(requests),
+                spans_of_prompt=self._spans,
+            )
             deltas = in_runs(side_by_side(self._service.generate, requests), self._body.stream_interval)
             async with aclosing(deltas):
                 if not self._body.stream:
@@ -74,28 +82,7 @@ class GenerationResponse(Response):
             await send({"type": "http.response.body", "body": _event(http_error(error).body), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def _begun(self, num_outputs: int) -> Answer:
-        body, request = self._body, self._request
-        options = body.stream_options
-        return self._kind(
-            request_id=request.request_id,
-            model=self._service.served_model,
-            fingerprint=fingerprint(self._service.model, rootward.__version__),
-            names=self._names,
-            logprobs=request.logprobs is not None,
-            prompt_logprobs=body.prompt_logprobs is not None,
-            num_choices=request.n,
-            num_outputs=num_outputs,
-            echo=self._echo if body.echoes else None,
-            only_echo=body.only_echoes,
-            return_token_ids=body.return_token_ids,
-            report_speculation=body.speculation is not None,  # the request speaks of speculation, so the answer does
-            return_trees=body.return_trees,
-            include_usage=options is not None and options.include_usage,
-            continuous_usage=options is not None and options.continuous_usage_stats,
-        )
-
-    def _echo(self, prompt: tuple[int, ...]) -> Sequence[Span]:
+    def _spans(self, prompt: tuple[int, ...]) -> Sequence[Span]:
         """The prompt as text, token by token."""
         output = Output(self._service.tokenizer.detokenizer((), skip_special_tokens=False))
         return [*output.push(prompt, [False] * len(prompt)), *output.finish()]
