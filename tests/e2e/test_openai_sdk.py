@@ -130,10 +130,11 @@ def test_forced_tool_calls_are_valid_and_the_same_without_speculation(client, mo
         "additionalProperties": False,
     }
     tools = [{"type": "function", "function": {"name": "edit", "parameters": schema}}]
-    wanted = {"model": model, "messages": CHAT, "temperature": 0, "max_tokens": 80, "tools": tools}
+    wanted = {"model": model, "messages": CHAT, "temperature": 0, "max_tokens": 300, "tools": tools}
     more = {"extra_body": {"speculation": speculation}}
     for choice in ("required", {"type": "function", "function": {"name": "edit"}}):
         told = client.chat.completions.create(**wanted, tool_choice=choice, parallel_tool_calls=False, **more)
+        assert told.choices[0].message.tool_calls, told.choices[0]
         (call,) = told.choices[0].message.tool_calls
         arguments = json.loads(call.function.arguments)
         assert call.function.name == "edit"
