@@ -7,8 +7,10 @@ import httpx
 import pytest
 from starlette.responses import Response
 
+from gateway.auth import Access, Keys
 from gateway.http_guard import LOCAL_HOSTS, MAX_CONTAINERS, RequestGuard
 from gateway.settings import GatewaySettings
+from rootward.keys import digest, new_key
 from rootward.wire.http_server import HttpServer
 
 PATH = "/v1/completions"
@@ -75,6 +77,22 @@ async def test_a_body_that_is_too_long_is_not_read_to_its_end(declared):
     await guard(scope, receive, send)
     assert (sent[0]["status"], app.num_calls, guard.bytes_in_flight) == (400, 0, 0)
     assert num_read == (0 if declared else 11)
+
+
+async def test_without_a_key_nothing_of_a_body_is_read(tmp_path):
+    path, sent = tmp_path / "keys.yaml", []
+    path.write_text(f"keys: [{{name: a, sha256: {digest(new_key())}}}]")
+    app = App()
+
+    async def receive():
+        raise AssertionError("the body is read")
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"authorization", b"Bearer rw-wrong")]}
+    await Access(Keys(path), "demo").around(guarded(app))(scope, receive, send)
+    assert (sent[0]["status"], app.num_calls) == (401, 0)
 
 
 async def test_bodies_in_flight_share_a_budget_until_they_are_answered():
