@@ -36,7 +36,7 @@ from gateway.session_store import (
     stale,
     with_seed,
 )
-from gateway.tokenizer import INLINE_CHARACTERS, Output, Span, Tokenizer, TokenizerPool
+from gateway.tokenizer import INLINE_CHARACTERS, Output, Span, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
@@ -442,7 +442,7 @@ class _Live:
 def _characters(prompt: str | Chat) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(value) for message in prompt.messages for value in message.values())
+    return sum(map(len, texts_in([*prompt.messages, prompt.template_kwargs])))
 
 
 def _loop_time() -> float:

@@ -182,7 +182,7 @@ class HuggingFaceTokenizer:
     ) -> tuple[Sequence[Mapping[str, object]], str]:
         """The messages with a character that none of them has after the first character of every special token, and this character:
         what is tokenised apart on both sides of it is no special token. ("" if there is nothing to cut.)"""
-        special, texts = self._special, "".join(_texts(list(messages)))
+        special, texts = self._special, "".join(texts_in(list(messages)))
         if special is None or special.search(texts) is None:
             return messages, ""
         cut = next(c for c in map(chr, range(0xE000, 0xF900)) if c not in texts)  # for private use: no template has one
@@ -320,13 +320,13 @@ def _refuse_lone_surrogates(field: str, text: str) -> None:
         raise InvalidRequest(field, text[at], f"at character {at} is a lone surrogate; send valid Unicode")
 
 
-def _texts(value: object) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
     """Every text in a JSON value but the names of fields."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+            yield from texts_in(item)
 
 
 def _mapped(value: object, change: Callable[[str], str]) -> object:
