@@ -282,6 +282,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
     of_drafters = ["--model", draft]
     of_verifier = ["--model", target, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
+    of_verifier += ["--num-ahead-tokens", "0"]  # on one machine the draft would compete with the target
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
     of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", settings.served_model_name]
     of_gateway += [] if redis_url == "none" else ["--redis-url", redis_url]

@@ -27,7 +27,7 @@ from verifier_service.metrics import Metrics
 from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
-from verifier_service.settings import VerifierSettings
+from verifier_service.settings import MAX_NODES, VerifierSettings
 from verifier_service.target import follow_rank, target_model
 
 log = structlog.get_logger("verifier")
@@ -49,7 +49,7 @@ def build(
         num_draft_tokens=settings.num_draft_tokens,
         max_depth=settings.max_depth,
         topk=settings.topk,
-        num_ahead_tokens=settings.num_ahead_tokens,
+        num_ahead_tokens=min(settings.num_ahead_tokens, MAX_NODES - settings.num_draft_tokens),
         local_draft=settings.local_draft,
         law_atoms=settings.law_atoms,
         draft_wait_s=settings.draft_wait_ms / 1e3,

@@ -16,7 +16,7 @@ from dataclasses import replace
 import structlog
 
 from rootward.core.frames import Hello
-from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
+from rootward.core.requests import Committed, DraftMode, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, ModelLost, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
@@ -371,7 +371,7 @@ class VerifierService:
         snapshot = self.local.launch(session, snapshot)
         root, length = session.tokens[-1], len(session.tokens)
         about = session.rule, r.sampling, session.key, r.epoch, snapshot, session.prefix, r.logprobs, session.shared
-        return Round(session.kv_slot, root, length, *about, fill)
+        return Round(session.kv_slot, root, length, *about, fill, copies=session.law is DraftMode.IID)
 
     def _commit(self, session: Session, done: Round, outcome: Outcome, rows: int, load: int) -> None:
         if session.done:

@@ -57,7 +57,10 @@ class VerifierSettings(ProcessSettings):
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
     num_ahead_tokens: int = Field(
-        0, ge=0, le=192, description="nodes that drafters grow ahead of a round, betting on its outcome; 0: none"
+        32,
+        ge=0,
+        le=192,
+        description="nodes that drafters grow for the rounds after the next while they would be idle; 0: none",
     )
     local_draft: Literal["none", "ngram", "recycling", "ngram+recycling"] = Field(
         "ngram",

@@ -113,8 +113,6 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
 def check_rule(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> None:
     """`check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
     construction = strategy.name if mode.ratio and strategy.name != "best_first" else mode.value
-    if mode is DraftMode.IID and rule in (Rule.TOKEN, Rule.TRAVERSAL):
-        raise ValueError(f"rule: {rule.value} of copies is not served; use multi_step for {strategy}")
     if rule is Rule.BLOCK and strategy.name != "chain":
         raise ValueError(f"rule: block is not lossless for {strategy}; it {NEEDS_CHAIN}, or draft_strategy chain:K")
     if rule is Rule.MULTI_STEP and mode is not DraftMode.IID:

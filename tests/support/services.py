@@ -124,7 +124,7 @@ def request(
         prompt,
         Sampling(temperature),
         more.pop("stopping", Stopping(max_tokens)),
-        Speculation(mode, rule, law),
+        more.pop("wish", Speculation(mode, rule, law)),
         seed=seed,
         **more,
     )

@@ -97,7 +97,7 @@ SERVED = {  # strategy, mode: rules of requests
     ("rsd_c:2,2", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN},
     ("rsd_s:2,2", DraftMode.SAMPLED): {Rule.TRAVERSAL, Rule.TOKEN},
     ("greedy", DraftMode.GREEDY): {Rule.TRAVERSAL, Rule.TOKEN},
-    ("iid:2,2", DraftMode.IID): {Rule.MULTI_STEP},
+    ("iid:2,2", DraftMode.IID): {Rule.MULTI_STEP, Rule.TOKEN, Rule.TRAVERSAL},
     ("top_k", DraftMode.TOP_K): {Rule.TRAVERSAL, Rule.TOKEN},
     ("marginals", DraftMode.TOP_K): {Rule.TRAVERSAL, Rule.TOKEN},
     ("coupled", DraftMode.COUPLED): set(),

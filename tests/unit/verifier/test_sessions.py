@@ -174,7 +174,7 @@ def test_every_wish_becomes_a_valid_pair(got, wanted) -> None:
     [
         ({}, "rsd_c:2,2", (Rule.TRAVERSAL, DraftMode.SAMPLED, "rsd_c:2,2")),
         ({}, "iid:2,2", (Rule.MULTI_STEP, DraftMode.IID, "iid:2,2")),
-        ({"rule": Rule.TOKEN}, "iid:2,2", (Rule.TOKEN, DraftMode.GREEDY, "best_first")),
+        ({"rule": Rule.TOKEN}, "iid:2,2", (Rule.TOKEN, DraftMode.IID, "iid:2,2")),
         ({"law": DraftMode.COUPLED}, "rsd_c:2", (Rule.MATCH, DraftMode.COUPLED, "rsd_c:2")),
         ({"law": DraftMode.GREEDY}, "rsd_c:2", (Rule.TRAVERSAL, DraftMode.GREEDY, "best_first")),
         ({"rule": Rule.BLOCK}, "best_first", (Rule.BLOCK, DraftMode.SAMPLED, "chain:4")),
@@ -198,7 +198,6 @@ def test_a_request_or_else_its_drafters_choose_the_strategy(wish: dict, default:
     [
         ("rsd_c:2,2", Rule.BLOCK, "chain:K"),
         ("chain:3", Rule.MULTI_STEP, "iid:B1"),
-        ("iid:2,2", Rule.TRAVERSAL, "use multi_step"),
         ("coupled", Rule.TRAVERSAL, "only match"),
     ],
 )
