@@ -22,12 +22,11 @@ from rootward.tracing import configure_tracing
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
-from verifier_service.cost import SIZES, StepCost, measure
 from verifier_service.metrics import Metrics
-from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
-from verifier_service.settings import MAX_NODES, VerifierSettings
+from verifier_service.settings import MAX_NODES, Policy, VerifierSettings
+from verifier_service.speculation import StepTime, measure
 from verifier_service.target import follow_rank, target_model
 
 log = structlog.get_logger("verifier")
@@ -37,11 +36,11 @@ def build(
     model: LanguageModel,
     sources: Sequence[tuple[str, Discovery]],
     settings: VerifierSettings,
-    cost: StepCost | None = None,
+    step_time: StepTime | None = None,
     drafters: Mapping[str, Drafter] | None = None,
     thread: ThreadPoolExecutor | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. cost: of its steps, as measured at start. drafters: besides those of the sources. thread:
+    """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread:
     as for `VerifierService`."""
     incarnation = secrets.randbits(64)
     policy = Policy(
@@ -67,7 +66,7 @@ def build(
         incarnation=incarnation,
         policy=policy,
         grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
-        cost=cost,
+        step_time=step_time,
         sources=sources,
         dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
         metrics=metrics,
@@ -106,12 +105,14 @@ async def serve(settings: VerifierSettings) -> None:
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     async with AsyncExitStack() as stack:
         model, lost = await stack.enter_async_context(target_model(settings))
-        cost = await on_passing_thread(measure, model)
-        log.info("step_cost", **{f"ms_of_{n}_rows": round(1e3 * cost.seconds(n), 2) for n in SIZES})
+        step_time = await on_passing_thread(measure, model)
+        log.info(
+            "step_cost", **{f"ms_of_{n}_rows": round(1e3 * step_time.seconds(n), 2) for n in (1, 2, 4, 8, 16, 32, 64)}
+        )
         registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
         places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
         sources = await stack.enter_async_context(places)
-        verifier = await stack.enter_async_context(build(model, sources, settings, cost))
+        verifier = await stack.enter_async_context(build(model, sources, settings, step_time))
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:

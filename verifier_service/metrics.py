@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -9,8 +10,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
 from rootward.metrics import Gauges, Read
-from verifier_service.link_metrics import LinkMetrics
+from rootward.tracing import begin, traceparent_of
+from verifier_service.drafter_link import LinkMetrics
 from verifier_service.runner import Outcome
+from verifier_service.session import Session
 
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
@@ -107,3 +110,23 @@ class Metrics:
 
 def _sizes(registry: CollectorRegistry, name: str, meaning: str) -> Histogram:
     return Histogram(f"rootward_spec_decode_tree_{name}", meaning, registry=registry, buckets=SIZE_BUCKETS)
+
+
+def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
+    """A round has ended. wait: for a tree, a place in a step and the step itself; verify: the step's forward and verdict."""
+    if not session.span.is_recording():
+        return
+    now_s, draft = time.monotonic(), session.draft
+    lasted_s = now_s - session.committed_s
+    begin(
+        "verifier.round",
+        traceparent_of(session.span),
+        start_s=time.time() - lasted_s,
+        nodes=outcome.num_nodes,
+        accepted=len(outcome.tokens) - 1,
+        missed=missed,
+        wait_ms=1e3 * (session.launched_s - session.committed_s),
+        verify_ms=1e3 * (now_s - session.launched_s),
+        draft_queue_ms=1e3 * draft.queued_s if draft is not None else 0.0,
+        drafter=session.drafter_name,
+    ).end()

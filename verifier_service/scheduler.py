@@ -10,7 +10,7 @@ short, for its KV to be computed again if blocks are.
 
     rows     sessions that have waited longest go first; prefill takes what they leave, never less than a floor, never more than a chunk
     blocks   who lacks some preempts sessions of worse rank, the worst first; so the best-ranked session can always go on
-    company  sessions with trees wait for others that are nearly ready, where sharing a step saves more than that (`gathering.py`)
+    company  sessions with trees wait for others that are nearly ready, where sharing a step saves more than that (`gathering_s`)
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from verifier_service.gathering import Due, gathering_s
+SHARING_WORTH = 2 / 3  # of the time that sharing a step saves, so much may be waited: drafts are not all equally fast
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SessionView:
     """One session as the scheduler sees it.
 
     prefill_left  tokens whose KV is missing; 0: ready for rounds
     drafting      a drafter holds a tree for it
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
-    waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`launching.py`)
-    cap           most nodes to verify, fixed when the round began
-    enough        nodes with which a tree is not waited for any longer, if there are fewer than the cap
+    waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`speculation.launch_time`)
+    max_nodes     most nodes to verify, fixed when the round began
+    target_nodes  nodes with which a tree is not waited for any longer, if there are fewer than max_nodes
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
     due_s         until so many nodes should have arrived; 0: not known, or overdue
     joins         its first round has begun, and may be launched by the step that ends its prefill
@@ -47,14 +47,14 @@ class View:
     at_rest: bool = False
     waited_s: float = 0.0
     patience_s: float = 0.0
-    cap: int = 0
+    max_nodes: int = 0
     rank: tuple[int, int] = (0, 0)
     room: int = 0
     blocks: int = 0
     local: int = 0
     joins: bool = False
     due_s: float = 0.0
-    enough: int = 1 << 30
+    target_nodes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Plan:
         return not (self.prefill or self.verify or self.decode or self.preempt)
 
 
-def schedule(views: Sequence[View], limits: Limits) -> Plan:
+def schedule(views: Sequence[SessionView], limits: Limits) -> Plan:
     """The next step. Empty while a session is ready or filling only if one of better rank waits for its tree, or if it waits for company;
     neither for ever."""
     filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
@@ -117,7 +117,7 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
     launched, used = _launch(ready, limits.rows - kept, blocks)
     prefill, joined = _chunks(filling, min(limits.chunk, max(kept, limits.rows - used)), blocks)
     launched += joined
-    verify = tuple((v.session, v.cap) for v in launched if _num_nodes(v))
+    verify = tuple((v.session, v.max_nodes) for v in launched if _num_nodes(v))
     decode = tuple(v.session for v in launched if not _num_nodes(v))
     if blocks.preempted:
         return Plan(preempt=tuple(v.session for v in blocks.preempted))
@@ -127,12 +127,14 @@ def schedule(views: Sequence[View], limits: Limits) -> Plan:
     return Plan(wait_s=min((v.patience_s - v.waited_s for v in growing), default=None))
 
 
-def _held_s(ready: Sequence[View], growing: Sequence[View], limits: Limits) -> float:
+def _held_s(ready: Sequence[SessionView], growing: Sequence[SessionView], limits: Limits) -> float:
     """How long all wait for those that are nearly ready. Whoever decodes plainly does not wait for other people's trees."""
     if not all(_num_nodes(v) for v in ready):
         return 0.0
     mine = [Due(0.0, 1 + _num_nodes(v), v.rank[0]) for v in ready]
-    others = [Due(min(v.due_s, v.patience_s - v.waited_s), 1 + min(v.cap, v.enough), v.rank[0]) for v in growing]
+    others = [
+        Due(min(v.due_s, v.patience_s - v.waited_s), 1 + min(v.max_nodes, v.target_nodes), v.rank[0]) for v in growing
+    ]
     return gathering_s(mine, others, limits.step_s, min(limits.rows, limits.free_blocks * limits.block_size))
 
 
@@ -144,18 +146,18 @@ def share(max_rows: int, num_sessions: int) -> int:
 class _Blocks:
     """Free blocks of one step, and who has been preempted for them."""
 
-    def __init__(self, views: Sequence[View], limits: Limits) -> None:
+    def __init__(self, views: Sequence[SessionView], limits: Limits) -> None:
         self._free, self._size = limits.free_blocks, limits.block_size
         self._holders = sorted((v for v in views if v.blocks), key=lambda v: v.rank)
         self._served: set[int] = set()
-        self.preempted: list[View] = []
+        self.preempted: list[SessionView] = []
 
-    def take(self, view: View, rows: int) -> bool:
+    def take(self, view: SessionView, rows: int) -> bool:
         """Blocks for `rows` more rows of a session. False: there are none, even from those of worse rank; nothing changes."""
         if view in self.preempted:
             return False
         lacking = self._needs(view, rows) - self._free
-        victims: list[View] = []
+        victims: list[SessionView] = []
         while lacking > 0:
             victim = self._worst(view, victims)
             if victim is None:
@@ -167,21 +169,21 @@ class _Blocks:
         self._served.add(view.session)
         return True
 
-    def fitting(self, view: View, rows: int) -> int:
+    def fitting(self, view: SessionView, rows: int) -> int:
         """As many of these rows as fit without preempting anyone."""
         return min(rows, view.room + self._free * self._size)
 
-    def _needs(self, view: View, rows: int) -> int:
+    def _needs(self, view: SessionView, rows: int) -> int:
         return -(-max(0, rows - view.room) // self._size)
 
-    def _worst(self, view: View, but: Iterable[View]) -> View | None:
+    def _worst(self, view: SessionView, but: Iterable[SessionView]) -> SessionView | None:
         out = {v.session for v in (*self.preempted, *but)} | self._served
         return next((v for v in reversed(self._holders) if v.rank > view.rank and v.session not in out), None)
 
 
-def _launch(ready: Iterable[View], rows: int, blocks: _Blocks) -> tuple[list[View], int]:
+def _launch(ready: Iterable[SessionView], rows: int, blocks: _Blocks) -> tuple[list[SessionView], int]:
     """Sessions whose round is run, and their rows. The first may exceed the budget: it has waited longest."""
-    launched: list[View] = []
+    launched: list[SessionView] = []
     used = 0
     for view in ready:
         size = 1 + (_num_nodes(view) or view.local)
@@ -191,10 +193,12 @@ def _launch(ready: Iterable[View], rows: int, blocks: _Blocks) -> tuple[list[Vie
     return launched, used
 
 
-def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tuple[tuple[int, int], ...], list[View]]:
+def _chunks(
+    filling: Iterable[SessionView], budget: int, blocks: _Blocks
+) -> tuple[tuple[tuple[int, int], ...], list[SessionView]]:
     """Prefill by session, and who is launched together with the end of its own."""
     chunks: list[tuple[int, int]] = []
-    joined: list[View] = []
+    joined: list[SessionView] = []
     for view in filling:
         size = min(view.prefill_left, budget)
         if size <= 0:
@@ -213,11 +217,45 @@ def _chunks(filling: Iterable[View], budget: int, blocks: _Blocks) -> tuple[tupl
     return tuple(chunks), joined
 
 
-def _num_nodes(view: View) -> int:
-    return min(view.arrived, view.cap) if view.drafting else 0
+def _num_nodes(view: SessionView) -> int:
+    return min(view.arrived, view.max_nodes) if view.drafting else 0
 
 
-def _launches(view: View) -> bool:
-    if not view.drafting or view.cap < 1 or view.arrived >= min(view.cap, view.enough):
+def _launches(view: SessionView) -> bool:
+    if not view.drafting or view.max_nodes < 1 or view.arrived >= min(view.max_nodes, view.target_nodes):
         return True
     return view.at_rest or view.waited_s >= view.patience_s
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A session whose tree is awaited: in how many seconds it should be there, with how many rows, at which priority (less is better)."""
+
+    seconds: float
+    rows: int
+    priority: int = 0
+
+
+def gathering_s(ready: Sequence[Due], growing: Iterable[Due], step_s: Callable[[int], float], most_rows: int) -> float:
+    """How long those that are ready (`seconds` of theirs means nothing) should wait for others; 0: not at all.
+
+    Sessions that draft while others are verified take turns: with R and W rows a round of each lasts s(R) + s(W). Had the ready ones waited
+    once for the d seconds that the others still needed, all would commit together and stay together: s(R + W) + d. So sharing saves
+    s(R) + s(W) - s(R + W) - d for each of them, every round; a step of a large model costs nearly the same for any few rows.
+
+    step_s: seconds of a step by its rows; most_rows: of one step. Nobody waits for what is overdue, of worse priority, or would not fit."""
+    if not ready:
+        return 0.0
+    best_s, rows, others = 0.0, sum(one.rows for one in ready), 0
+    urgent = min(one.priority for one in ready)
+    awaited = sorted(
+        (one for one in growing if one.seconds > 0.0 and one.priority <= urgent), key=lambda one: one.seconds
+    )
+    for num, one in enumerate(awaited, 1):
+        others += one.rows
+        if rows + others > most_rows:
+            break
+        saved_s = step_s(rows) + step_s(others) - step_s(rows + others)
+        if one.seconds * max(1.0, len(ready) / num) < SHARING_WORTH * saved_s:
+            best_s = one.seconds
+    return best_s

@@ -20,8 +20,7 @@ import pytest
 from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 
-import verifier_service.breaker
-import verifier_service.link
+import verifier_service.drafter_link
 from drafter_service.grower import MAX_NODES
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
@@ -31,7 +30,7 @@ from rootward.engine.tabular import TabularModel
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
-from verifier_service.link import Link
+from verifier_service.drafter_link import Link
 from verifier_service.service import VerifierService
 
 WISHES = (
@@ -50,9 +49,9 @@ NODES = 8  # of a tree
 def no_quarantine(monkeypatch) -> None:
     """Or the mischief would be over after three frames."""
     for limit in ("MAX_OFFENCES", "MAX_MISSES"):
-        monkeypatch.setattr(verifier_service.breaker, limit, 1 << 60)
+        monkeypatch.setattr(verifier_service.drafter_link, limit, 1 << 60)
     for pause in ("FIRST_RETRY_S", "LONGEST_RETRY_S"):
-        monkeypatch.setattr(verifier_service.link, pause, 0.01)
+        monkeypatch.setattr(verifier_service.drafter_link, pause, 0.01)
 
 
 class Memory:
@@ -96,7 +95,7 @@ class Most:
         trees = [draft.tree for draft in link.drafts.values()]
         self.note(
             drafts=len(trees),
-            outbox=len(link.outbox),
+            outbox=len(link.send_buffer),
             nodes=max((len(tree.nodes) for tree in trees), default=0),
             remembered=max((len(tree._spine) for tree in trees), default=0),
         )
@@ -186,7 +185,7 @@ async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
         assert most.seen["outbox"] <= 3 * SESSIONS
         assert most.seen["nodes"] <= NODES
         assert most.seen["remembered"] <= TOKENS
-        assert all(len(link.outbox) == len(link.drafts) == 0 for link in verifier.pool.links)
+        assert all(len(link.send_buffer) == len(link.drafts) == 0 for link in verifier.pool.links)
         await until(lambda: verifier.model.num_free_slots == verifier.max_sessions)
         verifier.model.check_idle()
 

@@ -17,7 +17,7 @@ from support.rounds import LENGTH, Chooser, Model, V, decide, draw_by, grow_leve
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
-from verifier_service.scheduler import Limits, Plan, View, schedule
+from verifier_service.scheduler import Limits, Plan, SessionView, schedule
 
 CAP = 8
 EVENTS = (
@@ -43,7 +43,7 @@ def launched(
     tree: LivingTree, *, at_rest: bool, waited_s: float = 0.0, cap: int = CAP, enough: int = CAP
 ) -> int | None:
     """Nodes to verify if the scheduler launches this session now; None while it waits."""
-    view = View(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap, enough=enough)
+    view = SessionView(1, 0, True, len(tree), at_rest, waited_s, 1.0, cap, target_nodes=enough)
     step = schedule([view], Limits(rows=64, chunk=1))
     if step.empty:
         return None
@@ -52,15 +52,15 @@ def launched(
 
 def lacking_room(tree: LivingTree) -> bool:
     """Whether the rows of this tree find no blocks: two fit, and a session of better rank holds the rest."""
-    mine = View(1, 0, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), room=2)
-    step = schedule([mine, View(2, 0, rank=(0, 0), room=1)], Limits(rows=64, chunk=1, free_blocks=0))
+    mine = SessionView(1, 0, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), room=2)
+    step = schedule([mine, SessionView(2, 0, rank=(0, 0), room=1)], Limits(rows=64, chunk=1, free_blocks=0))
     assert step.decode == (2,)
     return not step.verify
 
 
-def joined(tree: LivingTree, *others: View, chunk: int = 64) -> int | None:
+def joined(tree: LivingTree, *others: SessionView, chunk: int = 64) -> int | None:
     """Nodes to verify if the step that reads the last five tokens of the prompt launches this session; None if it does not."""
-    mine = View(1, 5, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), joins=True)
+    mine = SessionView(1, 5, True, len(tree), False, 2.0, 1.0, CAP, rank=(0, 1), joins=True)
     step = schedule([mine, *others], Limits(rows=64, chunk=chunk))
     assert (1, 5) in step.prefill
     return dict(step.launches).get(1)
@@ -75,7 +75,7 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
     elif event == "load rises":  # the cap was fixed when the round began
         cap = launched(tree, at_rest=False, waited_s=2.0, cap=CAP)
     elif event == "preempted":  # what is committed is computed again; cap and tree stay, and the wait begins anew
-        step = schedule([View(1, 5, True, len(tree), False, 2.0, 1.0, CAP)], Limits(rows=64, chunk=5))
+        step = schedule([SessionView(1, 5, True, len(tree), False, 2.0, 1.0, CAP)], Limits(rows=64, chunk=5))
         assert step == Plan(prefill=((1, 5),))
         grow()
         cap = launched(tree, at_rest=False, waited_s=2.0)
@@ -88,7 +88,7 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
     elif event == "joins the end of its prefill":
         cap = joined(tree)
     elif event.startswith("joins if its rows fit"):  # the prompt of another session leaves room for one node
-        cap = joined(tree, View(2, 1, rank=(0, 0)), chunk=8)
+        cap = joined(tree, SessionView(2, 1, rank=(0, 0)), chunk=8)
         if cap is None:
             if event.endswith("if not"):
                 return 0
@@ -97,8 +97,8 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
     elif event == "held for another session":
         # Its patience has ended; another tree is due, and one step shall serve both.
         mine, other = (
-            View(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
-            View(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),
+            SessionView(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
+            SessionView(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),
         )
         assert schedule([mine, other], Limits(rows=64, chunk=1, step_s=lambda rows: 0.06)) == Plan(
             wait_s=0.02, held=True

@@ -1,6 +1,6 @@
-"""The launch rule over two rounds, enumerated through `launch_s` and the scheduler: a round waits for more of its tree or not by how much
-was kept of the one before, and then verifies all that is there. How much is kept depends on values (support ends, texts end), so what a
-small or unlikely tree must not lead to is anything but waiting or verifying: the twins that decode plainly or draw anew are biased.
+"""The launch rule over two rounds, enumerated through `launch_time` and the scheduler: a round waits for more of its tree or not by how
+much was kept of the one before, and then verifies all that is there. How much is kept depends on values (support ends, texts end), so
+what a small or unlikely tree must not lead to is anything but waiting or verifying: the twins that decode plainly or draw anew are biased.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from support.shared_bonus import error as error_with_guesses
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
-from verifier_service.launching import launch_s
-from verifier_service.scheduler import Limits, View, schedule
+from verifier_service.scheduler import Limits, SessionView, schedule
+from verifier_service.speculation import launch_time
 
 EXACT, SEEN = 1e-11, 1e-4
 TOKENS, VERIFY_S, LEVEL_S = (1.0, 1.5, 2.2, 2.4), 1.0, 0.2  # one kept node is worth waiting with, two are not
@@ -26,11 +26,11 @@ CAP = len(TOKENS) - 1
 
 def patience_s(arrived: int, since_s: float) -> float:
     due = {"next_s": since_s + LEVEL_S, "node_s": LEVEL_S}
-    return launch_s(min(arrived, CAP), since_s, tokens=TOKENS, verify_s=VERIFY_S, **due)
+    return launch_time(min(arrived, CAP), since_s, tokens=TOKENS, verify_s=VERIFY_S, **due)
 
 
 def launches(tree: LivingTree, growth: Growth, waited_s: float, since_s: float) -> bool:
-    view = View(1, 0, True, len(tree), growth.at_rest, waited_s, patience_s(len(tree), since_s), CAP)
+    view = SessionView(1, 0, True, len(tree), growth.at_rest, waited_s, patience_s(len(tree), since_s), CAP)
     return not schedule([view], Limits(rows=64, chunk=1)).empty
 
 

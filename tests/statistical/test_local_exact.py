@@ -13,11 +13,11 @@ from support.rounds import Chooser, Model, V, decide, draw_by, grow_level, put, 
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
-from verifier_service.cost import StepCost
-from verifier_service.local_draft import LocalDrafts
-from verifier_service.policy import Policy as Steps
-from verifier_service.scheduler import Limits, View, schedule
-from verifier_service.sessions import Draft, Session
+from verifier_service.local_drafts import LocalDrafts
+from verifier_service.scheduler import Limits, SessionView, schedule
+from verifier_service.session import Draft, Session
+from verifier_service.settings import Policy as Steps
+from verifier_service.speculation import SpeculationController
 
 PROMPT, LENGTH, CAP = (0, 1, 2, 0, 1), 4, 3
 EXACT, SEEN = 1e-12, 1e-4
@@ -38,9 +38,9 @@ class Walk:
         self.model, self.law, self.chooser, self.instead = Model(seed), law, chooser, instead
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(LENGTH + CAP + 2))
         self.session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
-        self.ladder = LocalDrafts(Steps(local_draft="ngram"), V, StepCost())
+        self.ladder = LocalDrafts(Steps(local_draft="ngram"), V, SpeculationController())
         self.session.local = self.ladder.of(self.session)
-        self.session.local.gain.nodes = lambda *_: CAP  # type: ignore[method-assign,union-attr]
+        self.session.local.statistics.begin_round = lambda *_: (CAP, CAP)  # type: ignore[method-assign,union-attr]
 
     def run(self, script: tuple[str, ...], out: np.ndarray) -> None:
         session, self.levels = self.session, 2 if script.count("none") == len(script) - 1 else 1
@@ -53,9 +53,9 @@ class Walk:
         session, text = self.session, list(self.session.tokens)
         self.meet(drafter, text)
         draft = session.draft
-        local = self.ladder.plan(session, CAP, 1)
+        local = self.ladder.plan(session, CAP)
         arrived = len(draft.tree) if draft is not None and draft.heard else 0
-        view = View(1, 0, draft is not None, arrived, True, 0.0, 0.0, CAP, local=local)
+        view = SessionView(1, 0, draft is not None, arrived, True, 0.0, 0.0, CAP, local=local)
         step = schedule([view], Limits(rows=64, chunk=1))
         snapshot = draft.tree.snapshot(step.verify[0][1]) if step.verify and draft is not None else None
         if snapshot is not None:
@@ -90,7 +90,7 @@ class Walk:
         local = self.session.local
         assert local is not None
         draft, self.session.draft, local.length = self.session.draft, None, -1
-        self.ladder.plan(self.session, CAP, 1)
+        self.ladder.plan(self.session, CAP)
         self.session.draft = draft
         if local.tree is None:
             return arrived

@@ -22,7 +22,7 @@ from rootward.engine.processors import History, _tails
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import forest_law
 from verifier_service.runner import Chunk, Round, Runner
-from verifier_service.sessions import Session
+from verifier_service.session import Session
 
 V, LENGTH = 3, 3
 PROMPT, OUTPUT = (1, 0, 1), (0, 0)  # token 2 is new to the repetition penalty

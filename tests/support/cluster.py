@@ -18,8 +18,8 @@ from rootward.ports import Discovery, Peer
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
-from verifier_service.policy import Policy
 from verifier_service.service import VerifierService
+from verifier_service.settings import Policy
 
 COUPLED = {"rule": Rule.MATCH, "law": DraftMode.COUPLED}  # the text is a function of target and seed
 LONG = 4000  # tokens: more than a test waits for

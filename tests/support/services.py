@@ -29,10 +29,10 @@ from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 from rootward.wire.server import RpcServer
 from verifier_service.metrics import Metrics
-from verifier_service.policy import Policy
 from verifier_service.runner import Runner
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
+from verifier_service.settings import Policy
 
 WAIT_S = 20.0
 

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from rootward.clock import FakeClock
-from verifier_service.awake import LOOK_S, MOST_S, Awake
+from verifier_service.stall_clock import LOOK_S, MOST_S, StallClock
 
 
 async def test_a_pause_counts_for_no_longer_than_two_looks_are_apart() -> None:
     clock = FakeClock()
-    awake = Awake(clock)
+    awake = StallClock(clock)
     start_s = awake.now()
     await clock.advance(3600.0)
     assert awake.now() - start_s == MOST_S
@@ -21,7 +21,7 @@ async def test_a_pause_counts_for_no_longer_than_two_looks_are_apart() -> None:
 
 async def test_time_in_which_it_looks_counts_in_full() -> None:
     clock = FakeClock()
-    awake = Awake(clock)
+    awake = StallClock(clock)
     start_s, looking = awake.now(), asyncio.create_task(awake.run())
     await clock.advance(100 * LOOK_S)
     looking.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verifier_service.breaker import FIRST_REST_S, LONGEST_REST_S, MAX_MISSES, MAX_OFFENCES, Breaker, State
+from verifier_service.drafter_link import FIRST_REST_S, LONGEST_REST_S, MAX_MISSES, MAX_OFFENCES, Breaker, State
 
 
 def silent(breaker: Breaker, now_s: float, times: int = MAX_MISSES) -> bool:

@@ -14,10 +14,9 @@ import pytest
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
-from verifier_service.breaker import MAX_MISSES
-from verifier_service.drafters import DrafterPool
-from verifier_service.link import Link, Shape
-from verifier_service.sessions import Draft, Session
+from verifier_service.drafter_link import MAX_MISSES, Link, Shape
+from verifier_service.drafter_pool import DrafterPool
+from verifier_service.session import Draft, Session
 
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
 
@@ -54,12 +53,12 @@ async def test_commits_of_a_slot_merge_into_one() -> None:
     one, busy = session(), up(link())
     opened(busy, one)
     busy.flush()
-    await busy.outbox.take()
+    await busy.send_buffer.take()
     for token in (3, 4, 0):  # three steps in which the link could not write
         busy.commit(one.draft, (token,))
         busy.flush()
-    assert len(busy.outbox) == 1
-    frame = await busy.outbox.take()
+    assert len(busy.send_buffer) == 1
+    frame = await busy.send_buffer.take()
     assert len(frame.commits) == 1
     assert (frame.commits[0].base_len, frame.commits[0].tokens) == (2, (3, 4, 0))
     assert frame.commits[0].runs == (1, 1, 1)
@@ -69,12 +68,12 @@ async def test_commits_of_a_slot_merge_into_one() -> None:
 async def test_a_tree_begins_with_the_nodes_that_rounds_of_its_kind_have() -> None:
     one, busy = session(), up(link())
     opened(busy, one)
-    assert next(iter(busy.outbox._opens.values())).node_budget is None  # nothing is known yet
-    one.gain.usual_nodes = 4
+    assert next(iter(busy.send_buffer._opens.values())).node_budget is None  # nothing is known yet
+    one.statistics.usual_nodes = 4
     draft = opened(busy, one)
-    assert busy.outbox._opens[draft.slot].node_budget == 4
+    assert busy.send_buffer._opens[draft.slot].node_budget == 4
     busy.commit(draft, (3,), lambda kept: 6)
-    assert busy.outbox._opens[draft.slot].node_budget == 6
+    assert busy.send_buffer._opens[draft.slot].node_budget == 6
 
 
 async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() -> None:
@@ -83,7 +82,7 @@ async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() 
     busy.flush()
     busy.commit(one.draft, (3, 4))
     busy.flush()
-    frame = await busy.outbox.take()
+    frame = await busy.send_buffer.take()
     assert [o.prefix for o in frame.opens] == [(1, 2, 3, 4)]
     assert frame.commits == ()
     assert extended(frame.opens[0].prefix) == one.draft.tree.hash
@@ -94,7 +93,7 @@ def test_a_slot_closed_before_it_was_sent_leaves_no_trace() -> None:
     opened(busy, one)
     busy.close(one.draft, "ended")
     busy.flush()
-    assert len(busy.outbox) == 0
+    assert len(busy.send_buffer) == 0
     assert one.draft.link is None
 
 
@@ -114,7 +113,7 @@ def test_only_coupled_drafting_learns_the_seed() -> None:
     for law in (DraftMode.COUPLED, DraftMode.SAMPLED, DraftMode.GREEDY):
         busy, one = up(link()), session(law=law)
         opened(busy, one)
-        assert next(iter(busy.outbox._opens.values())).seed == (
+        assert next(iter(busy.send_buffer._opens.values())).seed == (
             77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW)
         )
 
@@ -137,7 +136,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
         pool.place([one])
         names.append(one.drafter_name)
     assert sorted(names) == ["", "", "large", "large", "large", "small"]
-    opened = next(iter(pool.links[1].outbox._opens.values()))
+    opened = next(iter(pool.links[1].send_buffer._opens.values()))
     assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
 
 

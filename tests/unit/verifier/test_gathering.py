@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.gathering import WORTH, Due, gathering_s
-from verifier_service.scheduler import Limits, Plan, View, schedule
+from verifier_service.scheduler import SHARING_WORTH, Due, Limits, Plan, SessionView, gathering_s, schedule
 
 STEP_S = 0.06
 
@@ -70,18 +69,18 @@ def test_nobody_waits_for_what_would_not_fit_into_the_step() -> None:
 @given(st.lists(st.floats(0.0, 0.2), max_size=6), st.integers(1, 6))
 def test_no_wait_is_longer_than_what_it_saves(due: list[float], num_ready: int) -> None:
     held_s = waits(soon(*[0.0] * num_ready), soon(*due))
-    assert held_s == 0.0 or (held_s in due and held_s < WORTH * STEP_S)
+    assert held_s == 0.0 or (held_s in due and held_s < SHARING_WORTH * STEP_S)
 
 
 # -- in the scheduler ---------------------------------------------------------------------------------------------------
 
 
-def tree(session: int, **changes: object) -> View:
-    base = {"drafting": True, "patience_s": 1.0, "cap": 5, "rank": (0, session)}
-    return View(session, **(base | changes))  # type: ignore[arg-type]
+def tree(session: int, **changes: object) -> SessionView:
+    base = {"drafting": True, "patience_s": 1.0, "max_nodes": 5, "rank": (0, session)}
+    return SessionView(session, **(base | changes))  # type: ignore[arg-type]
 
 
-def decide(*views: View, **limits: float) -> Plan:
+def decide(*views: SessionView, **limits: float) -> Plan:
     return schedule(views, Limits(**({"rows": 64, "chunk": 10, "step_s": flat} | limits)))  # type: ignore[arg-type]
 
 
@@ -98,11 +97,11 @@ def test_it_waits_no_longer_than_the_other_would() -> None:
 
 def test_who_decodes_plainly_waits_for_nobody_and_a_prompt_is_read_at_once() -> None:
     due = tree(2, arrived=1, due_s=0.02)
-    last = View(1, drafting=True, rank=(0, 1))  # without a cap: the last token of its request
-    for plain in (View(1), last, tree(1, at_rest=True), tree(1, waited_s=1.0), tree(1, patience_s=0.0)):
+    last = SessionView(1, drafting=True, rank=(0, 1))  # without a cap: the last token of its request
+    for plain in (SessionView(1), last, tree(1, at_rest=True), tree(1, waited_s=1.0), tree(1, patience_s=0.0)):
         assert decide(plain, due) == Plan(decode=(1,))
-    assert decide(View(1), tree(3, arrived=5), due) == Plan(verify=((3, 5),), decode=(1,))
-    assert decide(View(1, prefill_left=4), tree(3, arrived=5), due) == Plan(prefill=((1, 4),), verify=((3, 5),))
+    assert decide(SessionView(1), tree(3, arrived=5), due) == Plan(verify=((3, 5),), decode=(1,))
+    assert decide(SessionView(1, prefill_left=4), tree(3, arrived=5), due) == Plan(prefill=((1, 4),), verify=((3, 5),))
 
 
 def test_news_do_not_put_off_the_end_of_a_wait_and_room_in_the_step_is_needed() -> None:
@@ -123,7 +122,7 @@ def rounds_a_second(starts: list[float], growth_s: list[float], *, gather: bool,
             tree(i, arrived=5 if at <= now_s + 1e-9 else 0, due_s=max(0.0, at - now_s), waited_s=now_s)
             for i, at in enumerate(ready_at)
         ]
-        views = [View(**{name: getattr(v, name) for name in v.__slots__} | {"patience_s": 1e9}) for v in views]
+        views = [SessionView(**{name: getattr(v, name) for name in v.__slots__} | {"patience_s": 1e9}) for v in views]
         step = schedule(views, Limits(rows=1000, chunk=10, step_s=flat if gather else lambda rows: 0.0))
         if step.empty:
             now_s = heapq.nsmallest(1, [at for at in ready_at if at > now_s + 1e-9])[0]

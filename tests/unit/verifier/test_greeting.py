@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from rootward.core.frames import FromDrafter, Hello, HelloAck, ToDrafter
 from rootward.core.requests import DraftMode
-from verifier_service.link import Link
+from verifier_service.drafter_link import Link
 
 
 def test_a_second_greeting_ends_the_stream_and_changes_nothing() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.launching import Pace, launch_s
+from verifier_service.speculation import DraftPace, launch_time
 
 TOKENS = (1.0, 1.7, 2.2, 2.5, 2.7, 2.8, 2.85, 2.9, 2.95)
 seconds = st.floats(0.0, 1.0)
@@ -14,7 +14,7 @@ seconds = st.floats(0.0, 1.0)
 
 def until(arrived: int, since_s: float = 0.0, **changes: object) -> float:
     about = {"tokens": TOKENS, "verify_s": 0.06, "next_s": 0.024, "node_s": 0.0013}
-    return launch_s(arrived, since_s, **(about | changes))  # type: ignore[arg-type]
+    return launch_time(arrived, since_s, **(about | changes))  # type: ignore[arg-type]
 
 
 def test_what_was_kept_is_launched_at_once_where_more_is_far_and_waited_with_where_it_is_near() -> None:
@@ -58,10 +58,10 @@ def test_a_better_tree_is_waited_for_no_shorter(arrived, next_s) -> None:
 
 
 def test_the_pace_follows_what_is_measured() -> None:
-    pace = Pace()
-    pace.began(0.03)
-    pace.went_on(0.008, 4)
+    pace = DraftPace()
+    pace.on_first_growth(0.03)
+    pace.on_more_growth(0.008, 4)
     assert (pace.first_s, pace.node_s) == (0.03, 0.002)
     for _ in range(40):
-        pace.began(0.05)
+        pace.on_first_growth(0.05)
     assert pace.first_s == pytest.approx(0.05, rel=0.01)

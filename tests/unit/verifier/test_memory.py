@@ -8,8 +8,8 @@ from support.services import request
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Rows
-from verifier_service.memory import Memory
-from verifier_service.sessions import Session
+from verifier_service.kv_admission import Memory
+from verifier_service.session import Session
 
 
 def model(tokens: int = 64) -> TabularModel:

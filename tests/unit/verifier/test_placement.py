@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier_service.placement import DrafterView, Move, moves, place
+from verifier_service.drafter_pool import DrafterView, Move, moves, place
 
 
 def view(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from rootward.core.drafting.lookup import Successors, parse_recipe
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
-from verifier_service.local_draft import LocalDraft
-from verifier_service.places import Places
-from verifier_service.sessions import Draft, Session
+from verifier_service.kv_admission import Slots
+from verifier_service.local_drafts import LocalDraft
+from verifier_service.session import Draft, Session
 
 
-class Slots:
+class CountedSlots:
     """A model that counts its slots, and a memory that counts what it has let in: `room` is set by the test."""
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ def lost(one: Session, error: Exception) -> None:
     raise error
 
 
-def places() -> tuple[Places, Slots]:
-    slots = Slots()
-    return Places(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
+def places() -> tuple[Slots, CountedSlots]:
+    slots = CountedSlots()
+    return Slots(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
 
 
 def test_places_are_given_in_order_and_nobody_overtakes_one_who_does_not_fit() -> None:
@@ -55,7 +55,7 @@ def test_places_are_given_in_order_and_nobody_overtakes_one_who_does_not_fit() -
         here.wait(one)
     assert here.fill(lost) == [first]
     assert (here.num_waiting, len(slots.open_slots)) == (2, 1)
-    first.done = True
+    first.end()
     assert here.sweep() == [first]
     assert here.fill(lost) == [large]
     slots.room = 3
@@ -69,17 +69,17 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     for some in (one, two, three):
         here.wait(some)
     here.fill(lost)
-    two.fed, two.cap = 2, 7
+    two.fed, two.max_nodes = 2, 7
     draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
     here.preempt([2])
     assert list(here.running) == [1]
     assert slots.open_slots == {0}
     assert (two.kv_slot, two.fed, two.prefill_left) == (None, 0, 9)
-    assert (two.cap, two.draft) == (7, draft)
+    assert (two.max_nodes, two.draft) == (7, draft)
     assert here.gauges()["num_preemptions_total"] == 1
     slots.known = 8
     assert here.fill(lost) == [two]
-    assert (two.prefill_left, two.cap, two.draft) == (1, 7, draft)
+    assert (two.prefill_left, two.max_nodes, two.draft) == (1, 7, draft)
     assert here.gauges()["prefix_cache_hits_total"] == 8
 
 
@@ -90,7 +90,7 @@ def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
     one.local = LocalDraft(
         "ngram",
         parse_recipe("ngram:").source(DraftMode.SAMPLED, Successors()),
-        one.gain,
+        one.statistics,
         cap=4,
         tree=Snapshot.__new__(Snapshot),
     )
@@ -106,7 +106,7 @@ def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed(
     here.wait(one)
     here.fill(lost)
     here.preempt([1])
-    one.done = True
+    one.end()
     assert here.sweep() == [one]
     assert here.sweep() == here.fill(lost) == []
     assert not slots.open_slots
@@ -127,7 +127,7 @@ def test_one_whom_the_model_will_not_take_costs_nobody_else() -> None:
     here.wait(good)
 
     def failed(one: Session, error: Exception) -> None:
-        one.done = True
+        one.end()
 
     assert here.fill(failed) == [good]
     assert bad.done
@@ -147,7 +147,7 @@ def test_one_whom_the_model_will_not_take_back_is_handed_out_for_its_tree_to_be_
     slots.open = open_  # type: ignore[method-assign]
 
     def failed(one: Session, error: Exception) -> None:
-        one.done = True
+        one.end()
 
     assert here.fill(failed) == []
     assert here.sweep() == [one]

@@ -8,14 +8,12 @@ import pytest
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
-from verifier_service.cost import WARM, StepCost
-from verifier_service.launching import Pace
-from verifier_service.policy import Policy
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import Plan
-from verifier_service.sessions import Draft, Session
-from verifier_service.worth import Worth
+from verifier_service.session import Draft, Session
+from verifier_service.settings import Policy
+from verifier_service.speculation import DraftPace, RoundResult, Statistics, StepTime
 
 
 class Pool:
@@ -45,33 +43,31 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     pool = Pool()
     rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.gain, session.cap, session.enough = rounds.gain(session), 4, 4
+    session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), 4, 4
     draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
-    rounds.began(session)
-    rounds.launched(session, 0)
+    rounds.start_round_timer(session)
+    rounds.on_launch(session, 0)
     draft.heard, draft.at_rest = True, came_to_rest
-    before = session.gain.worth.tokens(4)
-    assert rounds.ended(session, Outcome((3,), 0), 1, 1) is heard  # before the first growth nobody waits
+    before = session.statistics.tokens(4)
+    assert rounds.ended(session, Outcome((3,), 0)) is heard  # before the first growth nobody waits
     assert pool.judged == [True]  # though a drafter that never says anything must be found out
-    assert (session.gain.worth.tokens(4) < before) is heard  # a wait in vain is a cost of trees
+    assert (session.statistics.tokens(4) < before) is heard  # a wait in vain is a cost of trees
 
 
 def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
-    cost = StepCost()
-    for rows in (1, 2, 4, 8, 16):
-        cost.add(rows, 1.0)
-    cost.num_live = WARM
+    step_time = StepTime(dict.fromkeys((1, 2, 4, 8, 16), 1.0))
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
     session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
-    rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
+    rounds = Rounds(Policy(), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
     rounds.count(64)
-    session.gain = rounds.gain(session)
-    rounds.begin(session)
-    usual = session.gain.usual_nodes
-    assert usual == session.cap > 3
+    session.statistics = rounds.statistics(session)
+    session.fed = 1
+    rounds.plan()
+    usual = session.statistics.usual_nodes
+    assert usual > 3
     session.tokens += [3] * 37
-    rounds.begin(session)
-    assert 0 < (session.cap or 0) < usual == session.gain.usual_nodes
+    rounds.plan_round(session)
+    assert 0 < (session.max_nodes or 0) < usual == session.statistics.usual_nodes
 
 
 @pytest.mark.parametrize("heard", [False, True])
@@ -79,28 +75,30 @@ def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard
     wish = Speculation(SpeculationMode.REQUIRED)
     session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     rounds = Rounds(Policy(), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.cap, session.enough, session.draft = 4, 4, Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
-    before = session.gain.worth.tokens(4)
-    rounds.began(session)
-    rounds.launched(session, 0)
-    assert rounds.ended(session, Outcome((3,), 0), 1, 1)
-    assert session.gain.worth.tokens(4) == before  # which says nothing of the nodes of trees that come
+    session.max_nodes, session.target_nodes, session.draft = (
+        4,
+        4,
+        Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard),
+    )
+    before = session.statistics.tokens(4)
+    rounds.start_round_timer(session)
+    rounds.on_launch(session, 0)
+    assert rounds.ended(session, Outcome((3,), 0))
+    assert session.statistics.tokens(4) == before  # which says nothing of the nodes of trees that come
 
 
 def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -> tuple[Rounds, Session, Draft]:
     """A session whose last commit kept a chain of nodes; the next growth is due after next_s, a step takes 60 ms."""
-    cost = StepCost()
-    for rows in (1, 64):
-        cost.add(rows, 0.06)
+    step_time = StepTime({1: 0.06, 64: 0.06})
     session = Session(1, VerifierRequest("r", (1, 2), stopping=Stopping(99)), rule, DraftMode.COUPLED, frozenset())
-    rounds = Rounds(Policy(), Pool(), {1: session}, cost)  # type: ignore[arg-type]
+    rounds = Rounds(Policy(), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
     tree = LivingTree(2, 0, vocab_size=5)
     parent = 0
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
-    session.gain, session.cap, session.enough = rounds.gain(session), cap, cap
-    draft = session.draft = Draft(object(), 1, tree, heard=True, pace=Pace(next_s, 0.001), wanted=cap)
-    rounds.began(session)
+    session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), cap, cap
+    draft = session.draft = Draft(object(), 1, tree, heard=True, pace=DraftPace(next_s, 0.001), wanted=cap)
+    rounds.start_round_timer(session)
     return rounds, session, draft
 
 
@@ -126,11 +124,11 @@ def test_growth_that_has_begun_is_waited_for_whatever_was_kept() -> None:
 def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
     assert rounds.budget(session, draft) == 4
-    rounds.launched(session, 4)
-    rounds.ended(session, Outcome((1, 1, 3), 4, path=(1, 2)), 5, 1)
-    told = Worth()
-    told.add(4, (1, 2))
-    assert session.gain.worth.tokens(8) == told.tokens(8) != Worth().tokens(8)
+    rounds.on_launch(session, 4)
+    rounds.ended(session, Outcome((1, 1, 3), 4, path=(1, 2)))
+    observed = Statistics()
+    observed.add(1, RoundResult(4, 4, (1, 2)))
+    assert session.statistics.tokens(8) == observed.tokens(8) != Statistics().tokens(8)
 
 
 def test_what_is_launched_with_what_was_kept_stays_ready_whatever_comes_then() -> None:
@@ -138,24 +136,19 @@ def test_what_is_launched_with_what_was_kept_stays_ready_whatever_comes_then() -
     assert rounds.budget(session, draft) == 4
     draft.goes_on = True  # the drafter goes on below this root meanwhile
     assert rounds.patience_s(session) == 0.0
-    rounds.begin(session)
-    assert not session.at_once
+    rounds.plan_round(session)
+    assert not session.launch_immediately
 
 
 def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it() -> None:
     rounds, session, _ = living(kept=12, cap=8, next_s=0.03)
     rounds.count(64)
-    gain = session.gain
-    gain._machine.steps.num_live = WARM
-    gain._on = True
     # Steps of one to 64 rows cost the same: only the wait for nodes is dear.
-    gain._machine.growth.add(8, 0.1)
-    rounds.begin(session)
-    assert 0 < session.enough < 12 < (session.cap or 0)
-    assert rounds.view(session, 0.0, 0, 0, local=0, joins=False).enough == session.enough
-    gain._on = False
-    rounds.begin(session)
-    assert session.cap == session.enough
+    session.statistics.add(1, RoundResult(8, 8, (1, 2, 3), 0.1))
+    session.fed, session.statistics.num_probes, session.statistics.next_probe = 1, 99, 99
+    rounds.plan()
+    rounds.plan_round(session)
+    assert 0 < session.target_nodes < 12 < (session.max_nodes or 0)
 
 
 @pytest.mark.parametrize(("goes_on", "due_s"), [(False, 1.25 * (0.03 + 0.001 * 3)), (True, 1.25 * (0.05 + 0.001 * 4))])
@@ -165,7 +158,7 @@ def test_a_tree_is_due_by_the_pace_of_its_drafter(goes_on: bool, due_s: float) -
     draft.rooted_s, draft.grown_s, draft.goes_on = 100.0, 100.05, goes_on
     assert rounds.due_s(session, 100.0) == pytest.approx(due_s)
     assert rounds.due_s(session, 100.0 + due_s) == pytest.approx(0.0, abs=1e-9)
-    session.enough = 4
+    session.target_nodes = 4
     assert rounds.due_s(session, 100.0) == 0.0
 
 
@@ -173,14 +166,14 @@ def test_a_wait_for_others_is_no_cost_of_growth_and_has_one_end() -> None:
     rounds, session, draft = living(kept=8, cap=8, next_s=0.03)
     draft.at_rest = True
     rounds.idle(0.010)  # while it grew
-    rounds.view(session, 0.0, 0, 0, local=0, joins=False)
+    rounds.note_ready(session)
     rounds.planned(Plan(wait_s=0.03, held=True), 5.0)
     rounds.idle(0.030)
     assert rounds.hold_s(5.03) == pytest.approx(0.0)
     rounds.planned(Plan(wait_s=0.02, held=True), 5.02)  # later news
     assert rounds.hold_s(5.03) == pytest.approx(0.0)
-    rounds.launched(session, 8)
-    rounds.ended(session, Outcome((3,), 8), 9, 1)
-    assert session.gain._machine.growth.seconds(8) == pytest.approx(0.010)
+    rounds.on_launch(session, 8)
+    rounds.ended(session, Outcome((3,), 8))
+    assert session.statistics.draft_wait(8) == pytest.approx(0.010)
     rounds.planned(Plan(verify=((1, 8),)), 5.03)
     assert rounds.hold_s(5.03) == math.inf

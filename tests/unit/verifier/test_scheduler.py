@@ -7,20 +7,20 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.scheduler import Limits, Plan, View, schedule, share
+from verifier_service.scheduler import Limits, Plan, SessionView, schedule, share
 
 
-def decide(*views: View, **limits) -> Plan:
+def decide(*views: SessionView, **limits) -> Plan:
     return schedule(views, Limits(**({"rows": 20, "chunk": 10, "floor": 4} | limits)))
 
 
-def waiting(session: int = 1, **changes) -> View:
-    base = {"drafting": True, "patience_s": 1.0, "cap": 8}
-    return View(session, **(base | changes))
+def waiting(session: int = 1, **changes) -> SessionView:
+    base = {"drafting": True, "patience_s": 1.0, "max_nodes": 8}
+    return SessionView(session, **(base | changes))
 
 
 def test_without_a_drafter_a_session_decodes_at_once() -> None:
-    assert decide(View(1, cap=8)).decode == (1,)
+    assert decide(SessionView(1, max_nodes=8)).decode == (1,)
 
 
 def test_a_full_tree_is_verified_and_an_empty_one_waited_for() -> None:
@@ -39,7 +39,7 @@ def test_a_drafter_at_rest_is_not_waited_for() -> None:
 
 
 def test_sessions_that_wait_do_not_hold_up_those_that_are_ready() -> None:
-    step = decide(waiting(1, arrived=8), waiting(2, arrived=1), View(3, cap=8))
+    step = decide(waiting(1, arrived=8), waiting(2, arrived=1), SessionView(3, max_nodes=8))
     assert step == Plan(verify=((1, 8),), decode=(3,))
 
 
@@ -51,12 +51,14 @@ def test_nothing_to_do_sleeps_until_something_happens() -> None:
 
 
 def test_one_step_holds_prefill_and_rounds() -> None:
-    assert decide(View(1, prefill_left=25), waiting(2, arrived=8)) == Plan(prefill=((1, 10),), verify=((2, 8),))
-    assert decide(View(1, prefill_left=25), waiting(2)) == Plan(prefill=((1, 10),))  # the wait costs at most a chunk
+    assert decide(SessionView(1, prefill_left=25), waiting(2, arrived=8)) == Plan(prefill=((1, 10),), verify=((2, 8),))
+    assert decide(SessionView(1, prefill_left=25), waiting(2)) == Plan(
+        prefill=((1, 10),)
+    )  # the wait costs at most a chunk
 
 
 def test_a_first_round_joins_the_end_of_its_prefill() -> None:
-    first = View(1, prefill_left=7, joins=True)
+    first = SessionView(1, prefill_left=7, joins=True)
     assert decide(first) == Plan(prefill=((1, 7),), decode=(1,))
     assert decide(first).chunks == ()
     grown = waiting(1, prefill_left=7, joins=True, arrived=3)
@@ -64,39 +66,39 @@ def test_a_first_round_joins_the_end_of_its_prefill() -> None:
     assert decide(grown) == Plan(prefill=((1, 7),))  # its tree may still be waited for, its prefill not
     assert decide(replace(first, prefill_left=11)) == Plan(prefill=((1, 10),))
     assert decide(replace(first, joins=False)) == Plan(prefill=((1, 7),))
-    step = decide(first, View(2, prefill_left=9, joins=True, rank=(0, 2)), View(3))
+    step = decide(first, SessionView(2, prefill_left=9, joins=True, rank=(0, 2)), SessionView(3))
     assert (step.prefill, step.decode, step.chunks) == (((1, 7), (2, 2)), (3, 1), ((2, 2),))
     assert step.launches == ((3, 0), (1, 0))
 
 
 def test_rows_of_first_rounds_count() -> None:
-    views = [View(n, prefill_left=2, joins=True, rank=(0, n)) for n in range(6)]
+    views = [SessionView(n, prefill_left=2, joins=True, rank=(0, n)) for n in range(6)]
     step = decide(*views)  # a chunk of ten: three prompts with their roots, and one token of the fourth
     assert (step.decode, step.prefill) == ((0, 1, 2), ((0, 2), (1, 2), (2, 2), (3, 1)))
     grown = waiting(1, prefill_left=7, joins=True, arrived=8)
     assert decide(grown).verify == ((1, 8),)  # the first may exceed the budget
-    assert decide(View(2, prefill_left=1, rank=(-1, 0)), grown) == Plan(prefill=((2, 1), (1, 7)))
+    assert decide(SessionView(2, prefill_left=1, rank=(-1, 0)), grown) == Plan(prefill=((2, 1), (1, 7)))
 
 
 def test_a_first_round_without_blocks_is_left_for_later() -> None:
     tight = {"free_blocks": 1, "block_size": 4}
-    assert decide(View(1, prefill_left=4, joins=True), **tight) == Plan(prefill=((1, 4),))
-    assert decide(View(1, prefill_left=4, joins=True, room=1), **tight) == Plan(prefill=((1, 4),), decode=(1,))
+    assert decide(SessionView(1, prefill_left=4, joins=True), **tight) == Plan(prefill=((1, 4),))
+    assert decide(SessionView(1, prefill_left=4, joins=True, room=1), **tight) == Plan(prefill=((1, 4),), decode=(1,))
 
 
 def test_prefill_takes_what_rounds_leave_and_at_least_its_floor() -> None:
     rounds = [waiting(n, arrived=7, waited_s=float(n)) for n in (1, 2)]
-    assert decide(View(9, prefill_left=25), *rounds, rows=24).prefill == ((9, 8),)
-    step = decide(View(9, prefill_left=25), *rounds, rows=16)
+    assert decide(SessionView(9, prefill_left=25), *rounds, rows=24).prefill == ((9, 8),)
+    step = decide(SessionView(9, prefill_left=25), *rounds, rows=16)
     assert step == Plan(prefill=((9, 8),), verify=((2, 8),))  # the floor would not have fitted beside both
-    assert decide(View(9, prefill_left=25), waiting(1, arrived=8), rows=6, chunk=3, floor=3).prefill == ((9, 3),)
+    assert decide(SessionView(9, prefill_left=25), waiting(1, arrived=8), rows=6, chunk=3, floor=3).prefill == ((9, 3),)
 
 
 def test_who_has_waited_longest_goes_first_so_that_nobody_is_left_out() -> None:
     waited = dict.fromkeys(range(7), 0.0)
     rounds = dict.fromkeys(waited, 0)
     for _ in range(14):
-        step = decide(*(View(n, waited_s=s, rank=(0, n)) for n, s in waited.items()), rows=4)
+        step = decide(*(SessionView(n, waited_s=s, rank=(0, n)) for n, s in waited.items()), rows=4)
         assert len(step.decode) == 4
         for n in waited:
             waited[n] = 0.0 if n in step.decode else waited[n] + 1.0
@@ -105,17 +107,17 @@ def test_who_has_waited_longest_goes_first_so_that_nobody_is_left_out() -> None:
 
 
 def test_a_round_larger_than_the_budget_still_comes_to_its_turn() -> None:
-    assert decide(waiting(arrived=8, waited_s=1.0), View(2), rows=4).verify == ((1, 8),)
+    assert decide(waiting(arrived=8, waited_s=1.0), SessionView(2), rows=4).verify == ((1, 8),)
 
 
 def test_the_prefill_budget_is_shared_by_rank() -> None:
-    step = decide(View(1, prefill_left=7, rank=(0, 1)), View(2, prefill_left=7, rank=(-1, 2)))
+    step = decide(SessionView(1, prefill_left=7, rank=(0, 1)), SessionView(2, prefill_left=7, rank=(-1, 2)))
     assert step.prefill == ((2, 7), (1, 3))
 
 
 def test_shares_shrink_with_load_down_to_plain_decoding() -> None:
     assert [share(64, n) for n in (0, 1, 2, 16, 32, 64, 1000)] == [63, 63, 31, 3, 1, 0, 0]
-    assert decide(waiting(arrived=8, cap=0)).decode == (1,)
+    assert decide(waiting(arrived=8, max_nodes=0)).decode == (1,)
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------------
@@ -125,13 +127,13 @@ MEMORY = {"block_size": 4, "free_blocks": 1}
 
 def test_rows_that_fit_into_held_blocks_cost_none() -> None:
     full = {"block_size": 4, "free_blocks": 0}
-    assert decide(View(1, room=1), View(2, room=0, rank=(0, 1)), **full).decode == (1,)
+    assert decide(SessionView(1, room=1), SessionView(2, room=0, rank=(0, 1)), **full).decode == (1,)
 
 
 def test_who_lacks_blocks_preempts_the_worst_ranked_first() -> None:
     views = [
         waiting(1, arrived=8, rank=(0, 1), room=1, blocks=3),
-        View(2, prefill_left=9, rank=(0, 2), blocks=1),
+        SessionView(2, prefill_left=9, rank=(0, 2), blocks=1),
         waiting(3, arrived=2, rank=(0, 3), blocks=1),
         waiting(4, arrived=2, rank=(-1, 4), blocks=9),  # arrived last, but its priority is better
     ]
@@ -141,18 +143,18 @@ def test_who_lacks_blocks_preempts_the_worst_ranked_first() -> None:
 
 
 def test_nobody_preempts_a_better_rank_and_who_finds_no_room_waits_with_its_tree() -> None:
-    better = View(1, rank=(0, 1), room=1, blocks=5)
+    better = SessionView(1, rank=(0, 1), room=1, blocks=5)
     worse = waiting(2, arrived=8, rank=(0, 2), blocks=5)
     assert decide(better, worse, block_size=4, free_blocks=0) == Plan(decode=(1,))
 
 
 def test_nobody_is_preempted_in_vain() -> None:
-    views = [View(1, rank=(0, 1)), waiting(2, rank=(0, 2), blocks=0), View(3, rank=(0, 3), room=1)]
+    views = [SessionView(1, rank=(0, 1)), waiting(2, rank=(0, 2), blocks=0), SessionView(3, rank=(0, 3), room=1)]
     assert decide(*views, block_size=4, free_blocks=0) == Plan(decode=(3,))
 
 
 def test_a_chunk_shrinks_to_the_blocks_there_are() -> None:
-    assert decide(View(1, prefill_left=20, room=2), **MEMORY).prefill == ((1, 6),)
+    assert decide(SessionView(1, prefill_left=20, room=2), **MEMORY).prefill == ((1, 6),)
 
 
 RANKS = st.permutations(range(6))
@@ -164,45 +166,47 @@ VIEWS = st.builds(
     at_rest=st.booleans(),
     waited_s=st.sampled_from([0.0, 0.5, 1.0]),
     drafting=st.booleans(),
-    cap=st.integers(0, 8),
+    max_nodes=st.integers(0, 8),
     room=st.integers(0, 3),
     blocks=st.integers(0, 3),
 )
 SOME = st.lists(VIEWS, max_size=6, unique_by=lambda v: v.session)
 
 
-def ranked(views: list[View], ranks: list[int]) -> list[View]:
+def ranked(views: list[SessionView], ranks: list[int]) -> list[SessionView]:
     return [replace(v, rank=(0, ranks[v.session])) for v in views]
 
 
 @settings(deadline=None)
 @given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8))
-def test_the_cap_never_depends_on_any_tree(views: list[View], ranks: list[int], rows: int, free: int) -> None:
+def test_the_cap_never_depends_on_any_tree(views: list[SessionView], ranks: list[int], rows: int, free: int) -> None:
     """Rule L2: how much is verified is fixed beforehand; a tree's size only decides when waiting stops."""
     step = decide(*ranked(views, ranks), rows=rows, block_size=4, free_blocks=free)
     by_session = {v.session: v for v in views}
     for session, cap in step.verify:
-        assert cap == by_session[session].cap
+        assert cap == by_session[session].max_nodes
         assert by_session[session].arrived > 0
     for session in step.decode:
         view = by_session[session]
-        assert view.arrived == 0 or not view.drafting or view.cap < 1
+        assert view.arrived == 0 or not view.drafting or view.max_nodes < 1
 
 
-def whole(view: View) -> int:
+def whole(view: SessionView) -> int:
     """Blocks that the session needs in all, for its prompt or its round."""
-    rows = view.prefill_left or 1 + view.cap
+    rows = view.prefill_left or 1 + view.max_nodes
     return view.blocks + -(-max(0, rows - view.room) // 4)
 
 
-def rows_of(step: Plan, by_session: dict[int, View]) -> dict[int, int]:
+def rows_of(step: Plan, by_session: dict[int, SessionView]) -> dict[int, int]:
     rows = dict(step.prefill) | dict.fromkeys(step.decode, 1)
     return rows | {n: 1 + min(cap, by_session[n].arrived) for n, cap in step.verify}
 
 
 @settings(deadline=None)
 @given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8))
-def test_a_step_never_needs_more_than_there_is(views: list[View], ranks: list[int], rows: int, free: int) -> None:
+def test_a_step_never_needs_more_than_there_is(
+    views: list[SessionView], ranks: list[int], rows: int, free: int
+) -> None:
     by_session = {v.session: v for v in views}
     step = decide(*ranked(views, ranks), rows=rows, block_size=4, free_blocks=free)
     taken = rows_of(step, by_session)
@@ -218,7 +222,7 @@ def test_a_step_never_needs_more_than_there_is(views: list[View], ranks: list[in
 @settings(deadline=None)
 @given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8), st.integers(0, 3))
 def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
-    views: list[View], ranks: list[int], rows: int, free: int, shared: int
+    views: list[SessionView], ranks: list[int], rows: int, free: int, shared: int
 ) -> None:
     """No deadlock: preempting what the plan says always ends in a step, whatever part of the blocks turns out to be shared."""
     left = ranked(views, ranks)

@@ -6,26 +6,33 @@ from support.services import drafter_of, request, tabular_pair, verifier_of
 
 from rootward.core.frames import HelloAck
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
-from verifier_service.cost import WARM, Machine
-from verifier_service.gain import Gain, Spent
-from verifier_service.sessions import Session
+from verifier_service.session import Session
+from verifier_service.speculation import RoundResult
 
 
 def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None:
     target, _ = tabular_pair()
     service = verifier_of(target, {"d": drafter_of(tabular_pair()[1])}, num_draft_tokens=8)
     service.pool.links[0].ack = HelloAck("d", 7, "", 5, 64, tuple(DraftMode), 4, 64)
-    machine = Machine()
-    for _ in range(WARM):
-        machine.stepped(1, 1.0, trees=False)  # rows cost nothing, as far as is known
-    gain = Gain(machine)  # shared with other sessions
-    one = Session(1, request(mode=SpeculationMode.AUTO), Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset(), gain=gain)
+    controller = service.engine.rounds.controller
+    controller.step_time.add(1, 1.0)  # rows cost nothing, as far as is known
+    statistics = controller.of("shared with other sessions")
+    wanted = request(mode=SpeculationMode.AUTO)
+    one = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset(), statistics=statistics)
     one.fed = len(one.tokens) - 1
-    assert service._view(one, 0.0).cap == 8
-    while gain.uses_trees(1):  # other rounds show that trees lose
-        gain.add(1, Spent(1, 10.0, 9.0, cap=8))
-        gain.nodes(1, 8, 1)
-    service.rounds.nodes = 1
-    assert service._view(one, 0.0).cap == 8
-    one.cap = None  # the next round
-    assert service._view(one, 0.0).cap == 0
+
+    def begun(session: Session) -> int | None:
+        service.engine.running[session.number] = session
+        service.engine._begin_rounds()
+        return session.max_nodes
+
+    statistics.next_probe = statistics.num_probes = 99
+    controller.plan({statistics: 1}, most=8)
+    assert begun(one) == 8
+    while statistics.uses_trees(1):  # other rounds show that trees lose
+        statistics.add(1, RoundResult(8, 8, (), 9.0))
+        controller.plan({statistics: 1}, most=8)
+    service.engine.rounds.count = lambda rows: setattr(service.engine.rounds, "nodes", 1)  # type: ignore[method-assign]
+    assert begun(one) == 8
+    one.max_nodes = None  # the next round
+    assert begun(one) == 0

@@ -22,7 +22,7 @@ from rootward.core.requests import (
 )
 from rootward.core.tree import root_only
 from rootward.errors import InvalidRequest
-from verifier_service.sessions import Session, check_tokens, choose_rule
+from verifier_service.session import TRANSITIONS, Event, Session, State, check_tokens, choose_rule
 
 EOS = 9
 
@@ -220,3 +220,22 @@ def test_a_rule_that_would_not_be_lossless_is_refused_and_never_replaced(rule: R
     wanted = VerifierRequest("r", (1,), sampling=Sampling(temperature), speculation=wish)
     with pytest.raises(InvalidRequest, match=f"speculation.rule: '{rule.value}' .* is not lossless for coupled"):
         choose_rule(wanted, DraftMode.SAMPLED)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("event", Event)
+def test_events_that_are_not_in_the_table_raise_and_change_nothing(state: State, event: Event) -> None:
+    one = session()
+    one.state = state
+    if (state, event) in TRANSITIONS:
+        one.on(event)
+        assert one.state is TRANSITIONS[state, event]
+    else:
+        with pytest.raises(RuntimeError, match="illegal in state"):
+            one.on(event)
+        assert one.state is state
+
+
+def test_nothing_follows_the_end_of_a_session() -> None:
+    assert not [pair for pair in TRANSITIONS if pair[0] is State.FINISHED]
+    assert all((state, Event.FINISH) in TRANSITIONS for state in State if state is not State.FINISHED)

@@ -9,9 +9,8 @@ from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, se
 
 from rootward.clock import FakeClock
 from rootward.core.requests import DraftMode
-from verifier_service.awake import Awake
-from verifier_service.breaker import MAX_MISSES, State
-from verifier_service.link import SILENT_S, Link
+from verifier_service.drafter_link import MAX_MISSES, SILENT_S, Link, State
+from verifier_service.stall_clock import StallClock
 
 
 def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
@@ -21,7 +20,7 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
         busy.judge(one.draft, missed=True)
     assert busy.room > 0  # slower than patience, but alive
     busy.judge(one.draft, missed=False)
-    busy.asked_s = long_ago(busy.awake.now())
+    busy.asked_s = long_ago(busy.stall_clock.now())
     for _ in range(4):
         busy.judge(one.draft, missed=True)
     busy.judge(one.draft, missed=False)
@@ -62,14 +61,14 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
 async def test_a_pause_of_the_verifier_is_no_fault_of_its_drafters(awake: bool) -> None:
     """A process that was stopped finds every session's tree overdue at once: many misses, no evidence."""
     clock = FakeClock()
-    busy = up(Link("d", None, hello, lambda: None, awake=Awake(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
+    busy = up(Link("d", None, hello, lambda: None, awake=StallClock(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
     sessions = [session(number) for number in range(2 * MAX_MISSES)]
     for one in sessions:
         opened(busy, one)
     busy.flush()
     for _ in range(100):
         await clock.advance(SILENT_S / 10 if awake else 0.0)
-        busy.awake.now()
+        busy.stall_clock.now()
     await clock.advance(0.0 if awake else 10 * SILENT_S)
     for one in sessions:
         busy.judge(one.draft, missed=True)

@@ -15,7 +15,7 @@ from rootward.core.rng import Key
 from rootward.engine.tabular import TabularModel
 from rootward.errors import DeadlineExceeded, Unavailable
 from verifier_service.runner import Chunk, Round, Runner
-from verifier_service.sessions import Session
+from verifier_service.session import Session
 
 
 def round_of(slot: int, text: list[int]) -> Round:
@@ -87,7 +87,7 @@ def session(service, number: int = 1, **about) -> Session:
     wanted = request(f"r{number}", mode=SpeculationMode.AUTO, **about)
     one = Session(number, wanted, Rule.TRAVERSAL, None, frozenset())
     service._live[wanted.request_id] = one
-    service.places.wait(one)
+    service.slots.wait(one)
     return one
 
 
@@ -96,27 +96,26 @@ async def test_what_is_late_ends_before_it_costs_a_step(phase: str, fed: int | N
     service = verifier_of(tabular_pair()[0], {})
     late, other = session(service, 1, deadline_s=5.0), session(service, 2, deadline_s=500.0)
     now_s = asyncio.get_running_loop().time()
-    late.deadline_s, other.deadline_s = now_s, now_s + 1000.0
     if fed is not None:
-        service._admit()
+        service.engine.prepare()
         late.fed = other.fed = fed
-    service._sweep()
-    service._admit()
+    late.deadline_s, other.deadline_s = now_s, now_s + 1000.0
+    service.engine.prepare()
     assert late.done
     error = late.out.get_nowait()
     assert isinstance(error, DeadlineExceeded)
     assert error.metadata == {"phase": phase}
     assert list(service._running) == [2]
-    step = service._plan()
+    step = service.engine.plan()
     assert {n for n, _ in step.prefill} | set(step.decode) == {2}
 
 
 async def test_a_drain_hands_back_at_once_only_what_has_not_begun_a_round() -> None:
     service = verifier_of(tabular_pair()[0], {})
     fresh, begun, away = (session(service, n) for n in (1, 2, 3))
-    service._admit()
-    begun.cap = away.cap = 4
-    service.places.preempt([3])
+    service.engine.prepare()
+    begun.max_nodes = away.max_nodes = 4
+    service.slots.preempt([3])
     await service._drain_within(0.01)
     assert isinstance(fresh.out.get_nowait(), Unavailable)
     for one in (begun, away):
@@ -134,7 +133,7 @@ async def test_commits_leave_before_the_next_step_is_planned(monkeypatch: pytest
     async with in_process(*tabular_pair()) as system:
         noted(system.service.pool, "commit")
         noted(system.service.pool, "flush")
-        noted(system.service, "_plan")
+        noted(system.service.engine, "plan")
         await collect(system.verifier, request(max_tokens=20))
     following = [after for act, after in pairwise(acts) if act == "commit"]
     assert len(following) > 2

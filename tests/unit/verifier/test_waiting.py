@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.waiting import WaitingLine
+from verifier_service.kv_admission import WaitingLine
 
 NUMBERS = count()
 

@@ -9,7 +9,6 @@ drafter (none, lost, not heard of yet), never by what it has grown. Whether it p
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rootward.core.drafting.lookup import (
@@ -24,10 +23,9 @@ from rootward.core.drafting.lookup import (
 )
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifierRequest
-from verifier_service.cost import Machine, StepCost
-from verifier_service.gain import Gain, Gains, Spent
-from verifier_service.policy import Policy
-from verifier_service.sessions import Draft, Session
+from verifier_service.session import Draft, Session
+from verifier_service.settings import Policy
+from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
 MAX_MEMORIES = 16
@@ -40,7 +38,7 @@ class LocalDraft:
 
     name: str
     source: Source
-    gain: Gain
+    statistics: Statistics  # of rounds with such trees
     required: bool = False  # looks a tree up for every round, whether or not that pays
     fed: int = 0
     length: int = -1
@@ -54,14 +52,14 @@ class LocalDraft:
 
 
 class LocalDrafts:
-    """Of all sessions of a verifier. cost: of steps, whoever's trees are in use."""
+    """Of all sessions of a verifier."""
 
-    def __init__(self, policy: Policy, vocab_size: int, cost: StepCost) -> None:
+    def __init__(self, policy: Policy, vocab_size: int, controller: SpeculationController) -> None:
         self._policy, self._vocab_size = policy, vocab_size
         self._recipes = _recipes(policy.local_draft)
         # By salt: as with cached prefixes, who shares them.
         self._memories: OrderedDict[str, Successors] = OrderedDict()
-        self.gains = Gains(Machine(cost, "looked up"))
+        self._controller = controller
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,21 +73,25 @@ class LocalDrafts:
         if recipe is None or wish.mode is SpeculationMode.DISABLED or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
             return None
         law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
-        kind = recipe.name, session.rule, round(10 * request.sampling.temperature), request.structure is not None
+        kind = (
+            "local",
+            recipe.name,
+            session.rule,
+            round(10 * request.sampling.temperature),
+            request.structure is not None,
+        )
         source = _expecting(recipe.source(law, self._memory(session.salt)), request)
-        return LocalDraft(recipe.name, source, self.gains.of(kind), session.required)
+        return LocalDraft(recipe.name, source, self._controller.of(kind), session.required)
 
-    def plan(self, session: Session, most: int, load: int, possible: int = 0) -> int:
-        """Nodes of the tree that stands in for plain decoding in the present round; looked up once per round, at most `most`.
-
-        possible: as for `Gain.nodes`."""
+    def plan(self, session: Session, most: int) -> int:
+        """Nodes of the tree that stands in for plain decoding in the present round; looked up once per round, at most `most`."""
         local = session.local
         if local is None:
             return 0
         if local.length != len(session.tokens):
             local.length, local.cap, local.tree = len(session.tokens), 0, None
             if absent(session.draft):
-                local.cap = max(0, most) if local.required else local.gain.nodes(session.number, most, load, possible)
+                local.cap = max(0, most) if local.required else local.statistics.begin_round(session.number, most)[0]
                 local.tree = self._look_up(session, local) if local.cap else None
         return local.num_nodes
 
@@ -104,20 +106,11 @@ class LocalDrafts:
             session.drafter_name = local.name
         return local.tree if local.launched else drafted
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """A step for which trees were looked up, and no drafter worked."""
-        self.gains.machine.stepped(rows, seconds, trees=True)
-
     @staticmethod
     def gone(session: Session) -> None:
         """It has ended; another one goes on with its trial."""
         if session.local is not None:
-            session.local.gain.gone(session.number)
-
-    @staticmethod
-    def used(sessions: Iterable[Session]) -> bool:
-        """Whether any of them looks trees up in the present step."""
-        return any(session.local is not None and session.local.cap for session in sessions)
+            session.local.statistics.forget_session(session.number)
 
     def _memory(self, salt: str) -> Successors:
         memory = self._memories.pop(salt) if salt in self._memories else Successors()
@@ -145,10 +138,10 @@ def absent(draft: Draft | None) -> bool:
     return draft is None or not (draft.heard or draft.shared)
 
 
-def learn(session: Session, spent: Spent) -> None:
-    """A round without a drafter's nodes was committed; spent.cap: nodes that were looked up for it."""
+def learn(session: Session, result: RoundResult) -> None:
+    """A round without a drafter's nodes was committed; result.target_nodes: nodes that were looked up for it."""
     if session.local is not None:
-        session.local.gain.add(session.number, spent)
+        session.local.statistics.add(session.number, result)
 
 
 def _expecting(source: Source, request: VerifierRequest) -> Source:

@@ -1,9 +1,9 @@
-"""The drafters of this verifier: found by discovery, one link each, sessions placed on them and moved between them.
+"""The drafters of this verifier: found by discovery, one link each; which session is placed on which, and moved between them.
 
-Everything that touches sessions happens in the engine's loop, between steps. A session whose drafter is lost verifies once more what has
-arrived; the next `place` opens a new tree on whoever can take it. One that moves makes before it breaks: it opens a tree at the new
-drafter, both follow its commits, and at the first commit after the new one has been heard the old tree is dropped whole. So a move
-costs one draft prefill and no wait, and which tree is verified is decided by the clock alone.
+Sessions are changed in the engine loop only, between steps. A session whose drafter is lost verifies once more what has arrived; the next
+`place` opens a new tree at a drafter that has room. A session that moves opens a tree at the new drafter first: both follow its commits,
+and at the first commit after growth has come from the new one the old tree is dropped whole (docs/decisions/0008). Placement looks at load,
+clocks and what past rounds gave, never at a tree (algorithms.md 6, L1 and L5).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -22,12 +22,9 @@ from rootward.core.frames import Hello
 from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
-from verifier_service.awake import Awake
-from verifier_service.breaker import State
-from verifier_service.link import Link, Shape
-from verifier_service.link_metrics import LinkMetrics
-from verifier_service.placement import moves, place
-from verifier_service.sessions import Draft, Session
+from verifier_service.drafter_link import DrafterView, Link, LinkMetrics, Shape, State
+from verifier_service.session import Draft, Session
+from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 
@@ -65,7 +62,7 @@ class DrafterPool:
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
         self._sources, self._shape = sources, shape
         self._fixed, self._zone = dict(drafters), zone
-        self._awake = Awake()
+        self._stall_clock = StallClock()
         self.links = [self._link(name, drafter) for name, drafter in drafters.items()]
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
         self.demand = {pool: VerifierDemand(prior_row_s=prior_row_s) for pool in pools}
@@ -81,7 +78,7 @@ class DrafterPool:
     async def __aenter__(self) -> DrafterPool:
         for link in self.links:
             self._tasks[link.name] = asyncio.create_task(link.run(), name=f"drafter {link.name}")
-        self._following = [asyncio.create_task(self._awake.run(), name="awake")]
+        self._following = [asyncio.create_task(self._stall_clock.run(), name="awake")]
         self._following += [
             asyncio.create_task(self._follow(number, discovery), name=f"drafters of {pool}")
             for number, (pool, discovery) in enumerate(self._sources)
@@ -160,7 +157,7 @@ class DrafterPool:
         return link
 
     def _link(self, name: str, drafter: Drafter) -> Link:
-        return Link(name, drafter, self._hello, self._on_growth, self._metrics, self._awake)
+        return Link(name, drafter, self._hello, self._on_growth, self._metrics, self._stall_clock)
 
     def _drop(self) -> None:
         """Forget those that are found no more and hold nothing."""
@@ -238,7 +235,7 @@ class DrafterPool:
         return next(link for link in self.links if link.name == name)
 
     def commit(
-        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.enough
+        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.target_nodes
     ) -> None:
         """The truth advanced: tell the drafters, also how many nodes the next round may have below what was kept; take up the new tree
         of a session that moves."""
@@ -318,3 +315,77 @@ def _wanted(session: Session, link: Link) -> bool:
 def _link(draft: Draft) -> Link | None:
     assert draft.link is None or isinstance(draft.link, Link)
     return draft.link
+
+
+CROWDED = 0.5  # share of its capacity from which a drafter is worth leaving for balance
+QUEUEING_S = 0.02  # or how long a commit waits there for its turn
+FAR = 2.0  # how many times slower a drafter of another zone is taken to be
+MORE, AND = 1.25, 1  # hysteresis: it must hold MORE times what the other holds AND one
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One session of this verifier, from a drafter to another."""
+
+    source: str
+    target: str
+    urgent: bool = False  # the source leaves
+
+
+def place(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str | None:
+    """The best drafter with room for one more session; None if there is none. unfit: those that can never take it.
+
+    The best by free share × tokens per round ÷ latency. What is not known of a drafter is as good as the best known: so it is tried.
+    """
+    candidates = [v for v in views if v.room > 0 and v.name not in unfit]
+    gain = max((v.gain for v in candidates), default=0.0) or 1.0
+    quickest_s = min((v.latency_s for v in candidates if v.latency_s > 0), default=1.0)
+
+    def score(view: DrafterView) -> float:
+        guess = 1.0 if view.near else FAR
+        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else guess
+        free = max(view.room, view.capacity - view.used) / max(1, view.capacity)
+        return free * (view.gain or gain) / slower
+
+    best = max(candidates, key=lambda v: (score(v), v.room), default=None)
+    return None if best is None else best.name
+
+
+def moves(views: Sequence[DrafterView], *, most: int, most_urgent: int) -> list[Move]:
+    """Sessions to be moved now: off drafters that leave first, then from crowded ones to emptier ones."""
+    found: list[Move] = []
+    state = {v.name: v for v in views}
+    for name in [v.name for v in views if v.leaving]:
+        while len(found) < most_urgent and state[name].own > 0:
+            target = place([v for v in state.values() if not v.leaving])
+            if target is None:
+                break
+            found.append(_moved(state, name, target, urgent=True))
+    for _ in range(most):
+        pair = _worst_pair(list(state.values()))
+        if pair is None:
+            break
+        found.append(_moved(state, *pair))
+    return found
+
+
+def _worst_pair(views: Sequence[DrafterView]) -> tuple[str, str] | None:
+    """The fullest drafter that is crowded, and the emptiest one, if they differ by enough."""
+    sources = [v for v in views if v.own > 0 and v.fresh and not v.leaving and _crowded(v)]
+    targets = [v for v in views if v.room > 0 and v.fresh and not v.leaving]
+    if not sources or not targets:
+        return None
+    source, target = max(sources, key=lambda v: v.share), min(targets, key=lambda v: v.share)
+    there = target.share * source.capacity  # what the target holds, were it as large as the source
+    return (source.name, target.name) if source.used > MORE * there + AND else None
+
+
+def _crowded(view: DrafterView) -> bool:
+    return view.share >= CROWDED or view.queue_s > QUEUEING_S
+
+
+def _moved(state: dict[str, DrafterView], source: str, target: str, *, urgent: bool = False) -> Move:
+    a, b = state[source], state[target]
+    state[source] = replace(a, used=a.used - 1, own=a.own - 1)
+    state[target] = replace(b, used=b.used + 1, own=b.own + 1, room=b.room - 1)
+    return Move(source, target, urgent)

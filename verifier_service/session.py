@@ -1,7 +1,6 @@
 """One generation inside the verifier: committed tokens, its tree, its accounts.
 
-A session is a value with three transitions: `fed` (prefill advanced), `advance` (a verdict was committed), `finish`. It does no I/O; what
-happens is read off its fields by the engine loop.
+A session is a state machine (`TRANSITIONS`). It does no I/O; the engine loop reads what happens off its fields, and alone writes them.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
@@ -37,16 +37,42 @@ from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError, Unavailable
 from rootward.tracing import INVALID_SPAN, Span
-from verifier_service.cost import Machine
-from verifier_service.gain import Gain
-from verifier_service.launching import Pace
+from verifier_service.speculation import DraftPace, Statistics
 
 if TYPE_CHECKING:
-    from verifier_service.local_draft import LocalDraft
+    from verifier_service.local_drafts import LocalDraft
 
 MAX_STOPS = 1024  # token ids that may end one generation
 CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # of the trees for a rule that only they can be verified by
 MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's own tokens may decide
+
+
+class State(Enum):
+    """Of a session. `prefill_left` tells whether a running one reads its prompt, and `max_nodes` whether its round has begun."""
+
+    QUEUED = "queued"  # no KV slot: it is new, or was preempted
+    RUNNING = "running"
+    IN_STEP = "in step"  # its round is computed by the model
+    FINISHED = "finished"  # nothing more is emitted; what it holds is freed between steps
+
+
+class Event(Enum):
+    ADMIT = "admit"  # it gets a KV slot
+    PREEMPT = "preempt"  # its KV is given to others; round, tree and drafter stay (docs/decisions/0005)
+    LAUNCH = "launch"
+    COMMIT = "commit"
+    FINISH = "finish"
+
+
+TRANSITIONS = {
+    (State.QUEUED, Event.ADMIT): State.RUNNING,
+    (State.RUNNING, Event.PREEMPT): State.QUEUED,
+    (State.RUNNING, Event.LAUNCH): State.IN_STEP,
+    (State.IN_STEP, Event.COMMIT): State.RUNNING,
+    (State.QUEUED, Event.FINISH): State.FINISHED,
+    (State.RUNNING, Event.FINISH): State.FINISHED,
+    (State.IN_STEP, Event.FINISH): State.FINISHED,
+}
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +92,7 @@ class Draft:
     asked_s: float | None = None  # since when (its link's `awake`) it owes growth, of this root or an earlier one
     misses: int = 0  # rounds since then that went without it
     committed_s: float | None = None  # since when growth under the present root is waited for
-    pace: Pace = field(default_factory=Pace)  # of its drafter
+    pace: DraftPace = field(default_factory=DraftPace)  # of its drafter
     wanted: int = 0  # nodes that the drafter was asked for; 0: as many as it was opened with
     rooted_s: float = 0.0  # when the present root was committed
     grown_s: float = 0.0  # when something was last added that a round could verify
@@ -122,20 +148,20 @@ class Session:
     committed_s: float = 0.0  # when the truth last advanced
     launched_s: float = 0.0  # and when the round after that was launched
     deadline_s: float | None = None  # on the clock of the event loop
-    cap: int | None = None  # most nodes of this round, fixed when it begins
-    enough: int = 0  # with so many it waits for no more
-    at_once: bool = False  # it is launched with what the last commit kept
+    max_nodes: int | None = None  # most nodes that this round verifies, fixed when it begins; None: no round has begun
+    target_nodes: int = 0  # nodes that it waits for
+    launch_immediately: bool = False  # with the nodes that the last commit kept
     missed: bool = False  # its round was launched without the tree that it might have had
-    waited: bool = False  # and had waited for it
-    told: int = 0  # nodes of its round about which the verdict tells something
+    stalled: bool = False  # and had waited for it
+    observed_nodes: int = 0  # nodes of which the verdict tells whether they are accepted
     idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
-    grown_mark_s: float | None = None  # and when it had nodes enough; what follows is its wait for others
-    clean: bool = True  # no prefill fell into this round
+    tree_ready_at: float | None = None  # and when its tree had its nodes; the rest is its wait for others
+    had_prefill: bool = False  # a prefill fell into this round
     leaving: bool = False  # hand the request back after the next commit
-    gain: Gain = field(default_factory=lambda: Gain(Machine()))
+    statistics: Statistics = field(default_factory=Statistics)  # of rounds like its own
     accounts: Accounts = field(default_factory=Accounts)
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
-    done: bool = False
+    state: State = State.QUEUED
     drafter_name: str = ""
     matcher: TreeMatcher | None = None  # of the request's structure, at the end of the committed text
     history: History | None = None  # of the text, where penalties need it
@@ -152,6 +178,22 @@ class Session:
         self.tokens = [*self.request.prompt, *self.request.committed]
         self.hash = prefix_hash(self.tokens)
 
+    def on(self, event: Event) -> None:
+        """RuntimeError: the event is illegal in the present state."""
+        following = TRANSITIONS.get((self.state, event))
+        if following is None:
+            raise RuntimeError(f"session {self.number}: event {event.value!r} is illegal in state {self.state.value!r}")
+        self.state = following
+
+    @property
+    def done(self) -> bool:
+        return self.state is State.FINISHED
+
+    def end(self) -> None:
+        """It takes part in no further step; what it holds is freed before the next one."""
+        if not self.done:
+            self.on(Event.FINISH)
+
     def hand_back(self, why: str) -> None:
         """Another verifier may take it on from what is committed."""
         self.finish(FinishReason.ABORTED)
@@ -164,7 +206,7 @@ class Session:
 
     @property
     def key(self) -> Key:
-        """Ratio tests: two requests of one seed must not share coins, for what one's rounds teach shapes the other's (`gain.py`)."""
+        """Ratio tests: two requests of one seed must not share coins, for what one's rounds teach shapes the other's (`speculation.py`)."""
         own = 0 if self.rule is Rule.MATCH else number_of(self.request.request_id)
         return Key(self.request.seed ^ own, self.request.choice)
 
@@ -201,7 +243,7 @@ class Session:
     @property
     def drafts(self) -> bool:
         """Takes drafts now, with or without a drafter."""
-        return self.law is not None and not self.done and (self.required or self.gain.wants_trees(self.number))
+        return self.law is not None and not self.done and (self.required or self.statistics.wants_trees(self.number))
 
     @property
     def prefill_left(self) -> int:
@@ -277,7 +319,7 @@ class Session:
         return VerifiedTree(tuple(tree.token[1:].tolist()), tuple(tree.parent[1:].tolist()), path)
 
     def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
-        self.done = True
+        self.end()
         return Finish(reason, stop_id, self.stats())
 
     def stats(self) -> SpeculationStats:

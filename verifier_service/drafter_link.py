@@ -1,35 +1,42 @@
-"""The stream to one drafter: trees opened on it, growth received, what is known of its load.
+"""The stream to one drafter: trees opened on it, growth received, its load, and its circuit breaker.
 
 A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions
-further growth and nothing else: their drafts become orphans, and what has arrived is verified once more.
+further growth and nothing else: their drafts become orphans, and what has arrived is verified once more (docs/decisions/0005).
+
+    Link         trees by slot; opens, commits, closes and growth
+    SendBuffer   messages that wait for the stream: at most one per slot, however slow it is
+    Breaker      closed: sessions as it has room; open: none, for a rest that doubles each time; half-open: one session, to see
+    LinkMetrics  counters of all links together
+    DrafterView  one drafter as placement sees it
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from enum import Enum
 
 import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from rootward.backoff import backoff_s, jittered
-from rootward.core.frames import Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
+from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
 from rootward.core.growth import BestFirst, strategy_of
-from rootward.core.living_tree import LivingTree, MalformedFrame
+from rootward.core.living_tree import LivingTree, MalformedFrame, Received
+from rootward.core.merging import cumulative, opened_at
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
-from verifier_service.awake import Awake
-from verifier_service.breaker import MAX_MISSES, Breaker
-from verifier_service.launching import Pace
-from verifier_service.link_metrics import LinkMetrics
-from verifier_service.outbox import Outbox
-from verifier_service.placement import DrafterView
-from verifier_service.sessions import Draft, Session, number_of
+from verifier_service.session import Draft, Session, number_of
+from verifier_service.speculation import DraftPace
+from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 
@@ -65,10 +72,10 @@ class Link:
         hello: Callable[[], Hello],
         on_growth: Callable[[], None],
         metrics: LinkMetrics | None = None,
-        awake: Awake | None = None,
+        awake: StallClock | None = None,
     ) -> None:
         self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
-        self._metrics, self.awake = metrics or LinkMetrics(), awake or Awake()
+        self._metrics, self.stall_clock = metrics or LinkMetrics(), awake or StallClock()
         self.pool = ""
         self.ack: HelloAck | None = None  # not None: up
         self.refusal = ""
@@ -79,8 +86,8 @@ class Link:
         self.breaker = Breaker()
         self.asked_s: float | None = None  # since when (`awake`) something it must answer has waited for any answer
         self.latency_s = self.gain = 0.0
-        self.pace = Pace()
-        self.outbox = Outbox()
+        self.pace = DraftPace()
+        self.send_buffer = SendBuffer()
         self._load, self._load_s, self._own_then = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
@@ -109,7 +116,7 @@ class Link:
         if asked_s is None:
             return False
         unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.heard)
-        return self.awake.now() - asked_s > SILENT_S + READ_S * unread
+        return self.stall_clock.now() - asked_s > SILENT_S + READ_S * unread
 
     def view(self) -> DrafterView:
         return DrafterView(
@@ -148,9 +155,9 @@ class Link:
         )
         shared = message.bonus_key is not None
         draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic(), pace=self.pace)
-        draft.asked_s, draft.wanted = self.awake.now(), message.node_budget or node_cap
+        draft.asked_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
-        self.outbox.open(message)
+        self.send_buffer.open(message)
         return draft
 
     def _opening(self, slot: int, session: Session, shape: Shape) -> Open:
@@ -182,7 +189,7 @@ class Link:
             strategy=session.strategy,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
             traceparent=traceparent_of(session.span),
-            node_budget=None if session.required else session.gain.usual_nodes or None,
+            node_budget=None if session.required else session.statistics.usual_nodes or None,
         )
 
     def commit(
@@ -196,13 +203,13 @@ class Link:
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
-        draft.asked_s = self.awake.now() if draft.asked_s is None else draft.asked_s
-        self.outbox.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
+        draft.asked_s = self.stall_clock.now() if draft.asked_s is None else draft.asked_s
+        self.send_buffer.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
 
     def close(self, draft: Draft, reason: str) -> None:
         """Nobody wants this tree any more."""
         if self.drafts.pop(draft.slot, None) is not None:
-            self.outbox.close(draft.slot, reason)
+            self.send_buffer.close(draft.slot, reason)
             if not self.drafts:  # it owes nothing any more, and may not even answer
                 self.asked_s = None
         draft.link = None
@@ -225,19 +232,19 @@ class Link:
             return
         draft.misses += 1
         if self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
-            self._leave_alone("late")
+            self._open_circuit("late")
         elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # whatever it does for others
             self.orphan(draft.slot, "forgotten")
 
-    def _leave_alone(self, reason: str) -> None:
+    def _open_circuit(self, reason: str) -> None:
         log.warning("drafter_left_alone", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
         for slot in list(self.drafts):
             self.orphan(slot, reason)
 
     def flush(self) -> None:
         """Send what has collected, as one frame."""
-        if self.ack is not None and self.outbox.flush() and self.asked_s is None:
-            self.asked_s = self.awake.now()
+        if self.ack is not None and self.send_buffer.flush() and self.asked_s is None:
+            self.asked_s = self.stall_clock.now()
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
@@ -266,7 +273,7 @@ class Link:
     async def _outbound(self) -> AsyncGenerator[ToDrafter, None]:
         yield ToDrafter(hello=self._hello())
         while True:
-            yield await self.outbox.take()
+            yield await self.send_buffer.take()
 
     def _receive(self, frame: FromDrafter) -> None:
         if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
@@ -340,9 +347,9 @@ class Link:
         if not more:
             return
         if current and draft.goes_on and before < draft.wanted:
-            self.pace.went_on(now_s - draft.grown_s, more)
+            self.pace.on_more_growth(now_s - draft.grown_s, more)
         elif current and not draft.goes_on and draft.rooted_s and draft.heard:
-            self.pace.began(now_s - draft.rooted_s)
+            self.pace.on_first_growth(now_s - draft.rooted_s)
         draft.grown_s, draft.goes_on = now_s, draft.goes_on or current
 
     def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:
@@ -360,7 +367,7 @@ class Link:
         if slot is not None:
             self.orphan(slot, "malformed")
         if self.breaker.offended(time.monotonic()):
-            self._leave_alone("quarantine")
+            self._open_circuit("quarantine")
 
     def _lost(self) -> None:
         if self.ack is not None:
@@ -368,5 +375,234 @@ class Link:
         self.ack, self.asked_s, self._load, self._own_then = None, None, Load(), 0
         for slot in list(self.drafts):
             self.orphan(slot, "stream lost")
-        self.outbox.clear()
+        self.send_buffer.clear()
         self._on_growth()
+
+
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+MAX_MISSES = 5  # rounds in a row that waited in vain
+MAX_OFFENCES = 3  # malformed frames
+
+
+class State(str, Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Whoever opens it takes the sessions off the drafter."""
+
+    opened: bool = False
+    until_s: float = 0.0  # of the rest, while opened
+    rest_s: float = FIRST_REST_S
+    misses: int = 0
+    offences: int = 0
+
+    def state(self, now_s: float) -> State:
+        if not self.opened:
+            return State.CLOSED
+        return State.OPEN if now_s < self.until_s else State.HALF_OPEN
+
+    def admits(self, room: int, num_held: int, now_s: float) -> int:
+        """Sessions that may go there, of those there is room for."""
+        state = self.state(now_s)
+        if state is State.HALF_OPEN:
+            return min(room, max(0, 1 - num_held))
+        return room if state is State.CLOSED else 0
+
+    def grew(self) -> None:
+        """Good growth came: it works, however late."""
+        if self.opened:
+            self.opened, self.misses = False, 0
+
+    def served(self) -> None:
+        """A round had nodes of it: it is fast enough, too."""
+        self.misses, self.rest_s = 0, FIRST_REST_S
+
+    def missed(self, now_s: float, *, silent: bool) -> bool:
+        """A round waited in vain. True: it opens now. Who is merely slower than patience is not broken: it must be silent as well."""
+        self.misses += 1
+        if self.misses < (1 if self.opened else MAX_MISSES) or not silent:
+            return False
+        self._open(now_s)
+        return True
+
+    def offended(self, now_s: float) -> bool:
+        """It sent a malformed frame. True: it opens now, for as long as it can."""
+        self.offences += 1
+        if self.offences < MAX_OFFENCES:
+            return False
+        self.rest_s = LONGEST_REST_S
+        self._open(now_s)
+        return True
+
+    def _open(self, now_s: float) -> None:
+        self.opened, self.until_s = True, now_s + self.rest_s
+        self.rest_s, self.misses, self.offences = min(2 * self.rest_s, LONGEST_REST_S), 0, 0
+
+
+class SendBuffer:
+    """Opens, commits and closes of one stream. Slots are never reused, so their order among slots does not matter."""
+
+    def __init__(self) -> None:
+        self._opens: dict[int, Open] = {}
+        self._commits: dict[int, Commit] = {}
+        self._closes: dict[int, Close] = {}
+        self._flushed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._opens) + len(self._commits) + len(self._closes)
+
+    def open(self, message: Open) -> None:
+        self._opens[message.slot] = message
+
+    def commit(self, message: Commit) -> None:
+        slot = message.slot
+        if slot in self._opens:
+            self._opens[slot] = opened_at(self._opens[slot], message)
+        elif slot in self._commits:
+            self._commits[slot] = cumulative(self._commits[slot], message)
+        else:
+            self._commits[slot] = message
+
+    def close(self, slot: int, reason: str) -> None:
+        """A tree that was never asked for leaves no trace."""
+        self._commits.pop(slot, None)
+        if self._opens.pop(slot, None) is None:
+            self._closes[slot] = Close(slot, reason)
+
+    def clear(self) -> None:
+        """The stream is gone, and with it whatever was said about its slots."""
+        self._opens, self._commits, self._closes = {}, {}, {}
+        self._flushed.clear()
+
+    def flush(self) -> bool:
+        """Let the link take what has collected. True if the drafter owes an answer to some of it."""
+        if len(self):
+            self._flushed.set()
+        return bool(self._opens or self._commits)
+
+    async def take(self) -> ToDrafter:
+        """One frame of everything that waits, once a step has flushed it."""
+        await self._flushed.wait()
+        frame = ToDrafter(
+            opens=tuple(self._opens.values()),
+            commits=tuple(self._commits.values()),
+            closes=tuple(self._closes.values()),
+        )
+        self.clear()
+        return frame
+
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+STATES = {State.CLOSED: 0.0, State.HALF_OPEN: 1.0, State.OPEN: 2.0}
+
+
+class LinkMetrics:
+    """In the verifier's registry. `frame` is what `RemoteDrafter` calls for every message, with its size on the wire."""
+
+    def __init__(self, registry: CollectorRegistry | None = None) -> None:
+        self._registry = registry or CollectorRegistry()
+        self._frames = self._counter("draft_frames", "Frames of drafting streams.", "direction")
+        self._bytes = self._counter("draft_bytes", "Bytes of these frames.", "direction")
+        self._received = self._counter("draft_nodes_received", "Nodes that arrived below the root.")
+        self._stale = self._counter("draft_nodes_stale", "Nodes that arrived too late to be below the root.")
+        self._carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
+        self._commits = self._counter("draft_commits", "Commits to trees: had the new root been grown?", "root")
+        self._discarded = self._counter("draft_frames_discarded", "Growth that was not used.", "reason")
+        self._lost = self._counter("drafter_resyncs", "Trees that ended before their session did.", "reason")
+        self._transport = self._seconds("draft_transport", "Commit to its first growth, less what the drafter took.")
+        self._queue = self._seconds("draft_wait", "What the drafter took for the first growth after a commit.")
+        self._compute = self._seconds("draft_frame", "What the drafter computed for a frame.")
+
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        return Counter(f"rootward_{name}", meaning, labels, registry=self._registry)
+
+    def _seconds(self, name: str, meaning: str) -> Histogram:
+        return Histogram(f"rootward_{name}_seconds", meaning, registry=self._registry, buckets=SECONDS)
+
+    def watch(self, links: Callable[[], Sequence[Link]]) -> None:
+        """Where the drafters are."""
+        self._registry.register(_Drafters(links))
+
+    def frame(self, direction: str, num_bytes: int) -> None:
+        self._frames.labels(direction).inc()
+        self._bytes.labels(direction).inc(num_bytes)
+
+    def grew(self, received: Received, draft_us: int) -> None:
+        self._received.inc(received.kept)
+        self._stale.inc(received.stale)
+        if received.reason:
+            self._discarded.labels(received.reason).inc()
+        self._compute.observe(draft_us / 1e6)
+
+    def discarded(self, reason: str) -> None:
+        self._discarded.labels(reason).inc()
+
+    def answered(self, latency_s: float, drafter_s: float) -> None:
+        """The first growth since a commit came; the drafter says for how much of that time it queued and computed."""
+        self._transport.observe(max(0.0, latency_s - drafter_s))
+        self._queue.observe(drafter_s)
+
+    def rerooted(self, *, grown: bool, num_nodes: int) -> None:
+        """The truth advanced. grown: its last token was a node already; num_nodes: alive below it."""
+        self._commits.labels("grown" if grown else "new").inc()
+        self._carried.inc(num_nodes)
+
+    def orphaned(self, reason: str) -> None:
+        self._lost.labels(reason if reason in REASONS else "refused").inc()
+
+
+# A drafter's own words would be unbounded.
+REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "quarantine")
+
+
+class _Drafters(Collector):
+    """Gauges by drafter, read at every scrape."""
+
+    def __init__(self, links: Callable[[], Sequence[Link]]) -> None:
+        self._links = links
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        up = GaugeMetricFamily("rootward_drafter_up", "1 while there is a stream.", labels=["drafter"])
+        state = GaugeMetricFamily(
+            "rootward_drafter_circuit_state", "0 closed, 1 half-open, 2 open.", labels=["drafter"]
+        )
+        now_s = time.monotonic()
+        for link in self._links():
+            up.add_metric([link.name], float(link.ack is not None))
+            state.add_metric([link.name], STATES[link.breaker.state(now_s)])
+        yield from (up, state)
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        return []  # nothing is read at registration
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterView:
+    """One drafter as this verifier sees it.
+
+    room      sessions it would take now;  capacity, used  of all verifiers, as it last said;  own  of this verifier
+    latency_s commit to first growth, lately (0: unknown);  gain  tokens per round with its trees (0: unknown)
+    leaving   drains, or was not found any more;  fresh  what it said of its load is news
+    near      in the same zone, or who knows: counts until its latency is known
+    """
+
+    name: str
+    room: int = 0
+    capacity: int = 1
+    used: int = 0
+    own: int = 0
+    latency_s: float = 0.0
+    queue_s: float = 0.0
+    gain: float = 0.0
+    leaving: bool = False
+    fresh: bool = True
+    near: bool = True
+
+    @property
+    def share(self) -> float:
+        """Of its capacity in use."""
+        return self.used / max(1, self.capacity)

@@ -13,7 +13,7 @@ LOOK_S = 0.05  # between two looks
 MOST_S = 2 * LOOK_S  # what the time between two looks counts for at most
 
 
-class Awake:
+class StallClock:
     """A clock that stands still while nobody looks. `run` looks."""
 
     def __init__(self, clock: Clock | None = None) -> None:

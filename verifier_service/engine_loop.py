@@ -1,0 +1,267 @@
+"""The engine loop: one step after another, for all sessions of a verifier.
+
+    prepare()                                   sessions that came or ended, trees that have arrived
+    snapshots = [SessionView, ...]              what the scheduler sees of each session, frozen
+    plan      = schedule(snapshots, limits)     a pure function
+    outcomes  = runner.step(chunks, rounds)     on the model's thread
+    apply(plan, outcomes)                       sessions, KV accounts, drafters, controller
+
+`prepare` and `apply` are the only writers of sessions, and nothing runs between them but the model: growth that arrives meanwhile extends
+trees, which are looked at again in the next step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+
+import structlog
+
+from rootward.errors import ModelLost
+from rootward.ports import LanguageModel
+from rootward.watchdog import Watchdog
+from verifier_service.drafter_pool import DrafterPool
+from verifier_service.kv_admission import Memory, Slots
+from verifier_service.local_drafts import LocalDrafts
+from verifier_service.metrics import Metrics, trace_round
+from verifier_service.rounds import Rounds
+from verifier_service.runner import Chunk, Outcome, Round, Runner
+from verifier_service.scheduler import Limits, Plan, SessionView, schedule
+from verifier_service.session import Event, Session
+from verifier_service.settings import Policy
+from verifier_service.speculation import StepTime
+
+log = structlog.get_logger("verifier")
+
+
+class EngineLoop:
+    """`live`: sessions that run or wait, by request id; `wake`: set when something has happened that the next step may depend on."""
+
+    def __init__(
+        self,
+        *,
+        model: LanguageModel,
+        runner: Runner,
+        policy: Policy,
+        pool: DrafterPool,
+        live: dict[str, Session],
+        metrics: Metrics,
+        wake: asyncio.Event,
+        thread: ThreadPoolExecutor,
+        step_time: StepTime | None = None,
+    ) -> None:
+        self.runner, self.policy, self.pool, self.live, self.metrics = runner, policy, pool, live, metrics
+        self.slots = Slots(model, Memory(model, policy.num_draft_tokens))
+        self.running = self.slots.running
+        self.rounds = Rounds(policy, pool, self.running, step_time)
+        local = policy if model.info.supports_trees else replace(policy, local_draft="none")
+        self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.controller)
+        self.watchdog = Watchdog()
+        self._wake, self._thread = wake, thread
+
+    async def run(self) -> None:
+        """Step until cancelled. A model that is lost ends the loop."""
+        try:
+            while True:
+                await self.step()
+                await asyncio.sleep(0)  # let streams and links breathe between steps
+        except Exception as error:
+            log.exception("engine_ended")
+            for session in list(self.live.values()):
+                self.abort(session, error)
+            raise
+
+    async def step(self) -> None:
+        self._wake.clear()
+        start_s = time.monotonic()
+        plan = self.plan()
+        self.pool.flush()
+        if plan.empty:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(plan.wait_s):
+                    await self._wake.wait()
+            self.rounds.idle(time.monotonic() - start_s)
+            return
+        try:
+            chunks = [self._chunk(number, size) for number, size in plan.chunks]
+            rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
+            with self.watchdog.step():
+                work = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
+                outcomes = await work
+            self.apply(plan, chunks, rounds, outcomes, start_s)
+        except ModelLost:
+            raise
+        except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
+            log.exception("step_failed")
+            for number in {n for n, _ in (*plan.prefill, *plan.launches)}:
+                self.abort(self.running[number], error)
+
+    # -- prepare and schedule -----------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """The next step, once those sessions have been preempted that have to be."""
+        self.prepare()
+        while True:
+            now_s = time.monotonic()
+            self._begin_rounds()
+            limits = self._limits(now_s)
+            plan = schedule([self.snapshot(session, now_s) for session in self._unfinished()], limits)
+            self.rounds.planned(plan, now_s)
+            if not plan.preempt:
+                return plan
+            self.slots.preempt(plan.preempt)
+
+    def prepare(self) -> None:
+        """Take in what has happened since the last step: deadlines, sessions that ended, free KV slots, drafters with room."""
+        now_s = asyncio.get_running_loop().time()
+        for session in self.live.values():
+            if session.deadline_s is not None and session.deadline_s <= now_s and not session.done:
+                session.out.put_nowait(session.late())
+                session.end()
+        for session in self.slots.sweep():
+            self.pool.close(session, "ended")
+            session.statistics.forget_session(session.number)
+            self.local.gone(session)
+        entered = self.slots.fill(self.abort)
+        for session in entered:
+            self.rounds.start_round_timer(session)
+        if entered:
+            self.rounds.plan()
+        self.pool.place([session for session in self.running.values() if self.rounds.drafts(session)])
+        self.pool.balance(self.running.values())
+
+    def _begin_rounds(self) -> None:
+        """Fix the sizes of the rounds that begin, look local trees up, and note trees that have all their nodes."""
+        memory, policy = self.slots.memory, self.policy
+        prefilling = any(session.prefill_left for session in self._unfinished())
+        rows = policy.max_rows - (policy.prefill_floor if prefilling else 0)
+        self.rounds.count(min(rows, memory.free_rows))
+        for session in self._unfinished():
+            if session.max_nodes is None and (self._joins(session) or not session.prefill_left):
+                self.rounds.plan_round(session)
+            if not session.prefill_left:
+                self.local.plan(session, self.rounds.most(session))
+            self.rounds.note_ready(session)
+
+    def snapshot(self, session: Session, now_s: float) -> SessionView:
+        """The session as the scheduler sees it."""
+        draft, local = session.draft, session.local
+        room, blocks = self.slots.memory.held(session)
+        return SessionView(
+            session=session.number,
+            prefill_left=session.prefill_left,
+            drafting=draft is not None,
+            arrived=len(draft.tree) if draft is not None else 0,
+            at_rest=draft.at_rest if draft is not None else False,
+            waited_s=now_s - session.committed_s,
+            patience_s=self.rounds.patience_s(session),
+            max_nodes=session.max_nodes or 0,
+            rank=(session.priority, session.number),
+            room=room,
+            blocks=blocks,
+            local=local.num_nodes if local is not None and not session.prefill_left else 0,
+            joins=self._joins(session),
+            due_s=self.rounds.due_s(session, now_s),
+            target_nodes=session.target_nodes,
+        )
+
+    def _limits(self, now_s: float) -> Limits:
+        policy, memory = self.policy, self.slots.memory
+        return Limits(
+            rows=policy.max_rows,
+            chunk=policy.prefill_chunk,
+            floor=policy.prefill_floor,
+            free_blocks=memory.free_blocks,
+            block_size=memory.block_size,
+            step_s=self.rounds.controller.step_time.seconds,
+            hold_s=self.rounds.hold_s(now_s),
+        )
+
+    def _unfinished(self) -> list[Session]:
+        return [session for session in self.running.values() if not session.done]
+
+    def _joins(self, session: Session) -> bool:
+        return 0 < session.prefill_left <= self.policy.prefill_chunk and session.joins
+
+    # -- run ----------------------------------------------------------------------------------------------------------
+
+    def _chunk(self, number: int, size: int) -> Chunk:
+        session = self.running[number]
+        assert session.kv_slot is not None
+        return Chunk(session.kv_slot, *session.chunk(size))
+
+    def _launch(self, number: int, max_nodes: int) -> Round:
+        """A round as the runner gets it."""
+        session = self.running[number]
+        assert session.kv_slot is not None
+        session.on(Event.LAUNCH)
+        request = session.request
+        snapshot = session.draft.tree.snapshot(max_nodes) if max_nodes and session.draft is not None else None
+        fill = tuple(session.tokens[session.fed : -1])
+        if fill:
+            self.rounds.start_round_timer(session)
+        self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
+        return Round(
+            kv_slot=session.kv_slot,
+            root=session.tokens[-1],
+            length=len(session.tokens),
+            rule=session.rule,
+            sampling=request.sampling,
+            key=session.key,
+            epoch=request.epoch,
+            snapshot=self.local.launch(session, snapshot),
+            prefix=session.prefix,
+            logprobs=request.logprobs,
+            shared=session.shared,
+            fill=fill,
+        )
+
+    # -- apply --------------------------------------------------------------------------------------------------------
+
+    def apply(
+        self, plan: Plan, chunks: list[Chunk], rounds: list[Round], outcomes: list[Outcome], start_s: float
+    ) -> None:
+        """A step has ended that began at start_s."""
+        kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
+        self.metrics.stepped(kind, time.monotonic() - start_s)
+        if plan.prefill:
+            for session in self.running.values():
+                session.had_prefill = True
+        for (number, size), chunk in zip(plan.chunks, chunks, strict=True):
+            session = self.running[number]
+            session.feed(size, chunk.told)
+            self.rounds.start_round_timer(session)
+        for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
+            self._commit(self.running[number], done, outcome)
+        self.pool.flush()  # drafters go on while the next step is planned
+        if not plan.prefill:
+            self.rounds.controller.step_time.add(sum(len(r.tree) for r in rounds), time.monotonic() - start_s)
+        self.rounds.plan()
+
+    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
+        if session.done:
+            return  # cancelled while the step ran; nothing was emitted
+        session.on(Event.COMMIT)
+        missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill))
+        trace_round(session, outcome, missed=missed)
+        local = session.local is not None and session.local.launched
+        self.metrics.committed(done.tree, outcome, missed=missed, local=local)
+        tree = session.seen(done.tree, outcome.path)
+        committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
+        session.fed = len(session.tokens) - 1
+        session.max_nodes = None
+        self.rounds.start_round_timer(session)
+        if not session.done:
+            self.rounds.plan_round(session)  # at once, so that the drafter knows how much it should grow
+            self.pool.commit(session, committed.tokens, self.rounds.budget)
+        session.out.put_nowait(committed)
+        if session.leaving and not session.done:
+            session.hand_back("verifier is draining")
+
+    def abort(self, session: Session, error: Exception) -> None:
+        """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
+        if not session.done:
+            session.hand_back(f"internal error in the engine: {type(error).__name__}")

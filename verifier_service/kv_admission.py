@@ -1,0 +1,354 @@
+"""Requests that are let in, the queue for KV slots and blocks, and sessions that hold them.
+
+Admission    checks a request, fences its epoch, bounds the queue
+Memory       KV blocks as numbers: held, wanted, free
+WaitingLine  the queue: by priority, preempted sessions first, then tenants in turn by the work they have asked for ("Start-time Fair
+             Queueing", Goyal, Vin and Cheng, SIGCOMM 1996)
+Slots        sessions with a KV slot; those that wait for one; those that had to give theirs up
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Generic, Protocol, TypeVar
+
+from rootward.core.requests import Rule, VerifierRequest
+from rootward.errors import (
+    ContextLengthExceeded,
+    DuplicateRequest,
+    InvalidRequest,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+)
+from rootward.ports import LanguageModel, ModelInfo
+from verifier_service.session import Event, Session, check_tokens
+from verifier_service.settings import Policy
+
+
+class Slots:
+    """`running`: sessions with a KV slot, by number."""
+
+    def __init__(self, model: LanguageModel, memory: Memory) -> None:
+        self.model, self.memory = model, memory
+        self.running: dict[int, Session] = {}
+        self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
+        self._waiting: WaitingLine[Session] = WaitingLine()
+        self._away: dict[int, Session] = {}  # preempted ones: they wait, and may still hold a tree at a drafter
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def gauges(self) -> dict[str, float]:
+        """What is worth watching, by the names of serving.md."""
+        total, free = self.model.num_blocks, self.model.num_free_blocks
+        return {
+            "num_requests_running": float(len(self.running)),
+            "num_requests_waiting": float(self.num_waiting),
+            "num_preemptions_total": float(self.num_preemptions),
+            "kv_cache_usage_ratio": 1.0 - free / total,
+            "prefix_cache_queries_total": float(self.num_asked),
+            "prefix_cache_hits_total": float(self.num_cached),
+        }
+
+    def wait(self, session: Session) -> None:
+        self._waiting.push(session)
+
+    @property
+    def num_fresh(self) -> int:
+        """Requests that wait and have not run yet: what the length of the queue is counted by."""
+        return self._waiting.num_fresh
+
+    def forget(self, session: Session) -> None:
+        """It has ended; if it waits it waits no longer."""
+        self._waiting.discard(session)
+
+    def fill(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
+        """Give the next in line a place while slots and blocks suffice. Nobody overtakes one for whom there is no room yet.
+
+        failed(session, error): the model would not take it; that costs the one session.
+        """
+        entered = []
+        while (session := self._waiting.head()) is not None and self.memory.admits(session, self.running.values()):
+            self._waiting.pop()
+            try:
+                session.kv_slot = self.model.open(session.tokens, salt=session.salt)
+            except Exception as error:
+                failed(session, error)  # one that was preempted stays away until `sweep`: it may hold a tree
+                continue
+            self._away.pop(session.number, None)
+            # Of a text that begins alike, or its own before it was preempted.
+            session.fed = self.model.length(session.kv_slot)
+            if session.num_cached is None:
+                session.num_cached = min(session.fed, len(session.request.prompt))
+            self.num_asked += len(session.tokens)
+            self.num_cached += session.fed
+            session.on(Event.ADMIT)
+            self.running[session.number] = session
+            entered.append(session)
+        return entered
+
+    def preempt(self, numbers: Iterable[int]) -> None:
+        """These give their KV to others; what is committed is computed again. Round, cap and the tree that waits stay as they are:
+        memory decides this, but whether a tree still waits depends on its values (docs/decisions/0005)."""
+        for number in numbers:
+            session = self._leave(number)
+            session.on(Event.PREEMPT)
+            if session.local is not None:
+                session.local.tree = (
+                    None  # it comes back with prefill, and has no rows for a tree that was looked up before
+                )
+            self._away[number] = session
+            self._waiting.push_front(session)
+            self.num_preemptions += 1
+
+    def sweep(self) -> list[Session]:
+        """Take their KV from those that are done; returns them and any that were done while they had none."""
+        ended = [self._leave(s.number) for s in list(self.running.values()) if s.done]
+        gone = [s for s in self._away.values() if s.done]
+        for session in gone:
+            del self._away[session.number]
+        return ended + gone
+
+    def _leave(self, number: int) -> Session:
+        session = self.running.pop(number)
+        assert session.kv_slot is not None
+        self.model.close(session.kv_slot)
+        session.kv_slot, session.fed = None, 0
+        return session
+
+
+class Memory:
+    """The KV cache of the target as the scheduler counts it. num_draft_tokens: nodes of the largest tree, root excluded."""
+
+    def __init__(self, model: LanguageModel, num_draft_tokens: int) -> None:
+        self._model, self._num_draft_tokens = model, num_draft_tokens
+
+    @property
+    def block_size(self) -> int:
+        return self._model.block_size
+
+    @property
+    def free_blocks(self) -> int:
+        return self._model.num_free_blocks
+
+    @property
+    def free_rows(self) -> int:
+        return self.free_blocks * self.block_size
+
+    def held(self, session: Session) -> tuple[int, int]:
+        """(rows it can write without taking a block, blocks it holds, shared ones included)."""
+        length = 0 if session.kv_slot is None else self._model.length(session.kv_slot)
+        return -length % self.block_size, self._blocks(length)
+
+    def admits(self, session: Session, running: Iterable[Session]) -> bool:
+        """Whether there is a slot, and blocks for all its text and one tree beside what the running ones were let in with.
+
+        Whoever is alone is let in: one session at its longest always fits (`ports.LanguageModel`)."""
+        others = list(running)
+        if not self._model.num_free_slots:
+            return False
+        promised = sum(max(0, self._wanted(other) - self.held(other)[1]) for other in others)
+        return not others or self._wanted(session) <= self.free_blocks - promised
+
+    def _wanted(self, session: Session) -> int:
+        """Blocks of its text so far and of one round on top."""
+        wish = session.request.speculation.num_draft_tokens or self._num_draft_tokens
+        nodes = min(wish, self._num_draft_tokens) if session.law is not None else 0
+        return self._blocks(len(session.tokens) + nodes)
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+
+MAX_EPOCHS_REMEMBERED = 65536
+
+
+class Admission:
+    """`live`: sessions that run or wait, by request id."""
+
+    def __init__(self, info: ModelInfo, policy: Policy) -> None:
+        self._info, self._policy = info, policy
+        self.live: dict[str, Session] = {}
+        self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and the seed of the newest attempt
+
+    def check(self, request: VerifierRequest, *, num_queued: int, closed: str) -> None:
+        """Raises what speaks against the request. closed: why nothing at all is let in, "" if it is not so."""
+        if closed:
+            raise Unavailable(closed, retry_after_s=1.0)
+        if num_queued >= self._policy.max_queued:
+            raise Overloaded(f"queue holds {num_queued} requests, its limit", retry_after_s=1.0)
+        info, asked = self._info, request.stopping.max_tokens
+        check_tokens(request, info.vocab_size, info.eos_ids)
+        if len(request.committed) >= asked:
+            raise InvalidRequest("max_tokens", asked, "is not above the number of committed tokens")
+        if len(request.prompt) + asked > info.max_positions:  # the KV cache holds any session of that length
+            raise ContextLengthExceeded(
+                "max_tokens",
+                asked,
+                f"and a prompt of {len(request.prompt)} tokens exceed the context of {info.max_positions}; "
+                f"shorten the prompt or ask for at most {max(0, info.max_positions - len(request.prompt))}",
+            )
+
+    def fence(self, request: VerifierRequest, rule: Rule) -> None:
+        """An epoch lower than one seen is refused; a higher one ends the older attempt (protocol.md 3). The same one again would toss
+        the same coins, of whose verdicts a drafter may have heard (algorithms.md 9); matching tosses none."""
+        seen, seed = self._epochs.get(request.request_id, (0, 0))
+        live = self.live.get(request.request_id)
+        if request.epoch < seen:
+            raise StaleEpoch(f"epoch: {request.epoch} of request {request.request_id!r} is older than {seen}")
+        if live is not None and request.epoch == seen:
+            raise DuplicateRequest(f"request_id: {request.request_id!r} is running already; use a new id")
+        if rule is not Rule.MATCH and (request.epoch, request.seed) == (seen, seed):
+            raise StaleEpoch(
+                f"epoch: {seen} of request {request.request_id!r} was used with this seed; give a higher epoch or a new id"
+            )
+        if live is not None:
+            live.end()
+            live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} moved on to epoch {request.epoch}"))
+        self._epochs[request.request_id] = request.epoch, request.seed
+        self._epochs.move_to_end(request.request_id)
+        if len(self._epochs) > MAX_EPOCHS_REMEMBERED:
+            self._epochs.popitem(last=False)
+
+    def forget(self, session: Session) -> None:
+        """Its generation has ended; its epoch is remembered."""
+        if self.live.get(session.request.request_id) is session:
+            del self.live[session.request.request_id]
+
+
+class Applicant(Protocol):
+    """number: order of arrival. work: tokens it may cost. done: it has left."""
+
+    number: int
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def work(self) -> int: ...
+
+
+A = TypeVar("A", bound=Applicant)
+
+FEW_CLOCKS = 64
+
+
+class Tenants(Generic[A]):
+    """Those of one priority. `_clock`: work asked for by each tenant that waits or was served since somebody waits, on one scale."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, deque[A]] = {}
+        self._clock: dict[str, float] = {}
+        self._now = 0.0
+        self._most_clocks = FEW_CLOCKS  # from so many on those that say nothing are looked for
+
+    def __iter__(self) -> Iterator[A]:
+        for line in self._lines.values():
+            yield from line
+
+    def push(self, one: A) -> None:
+        if one.tenant not in self._lines:
+            self._lines[one.tenant] = deque()
+            self._clock[one.tenant] = max(self._now, self._clock.get(one.tenant, 0.0))
+        self._lines[one.tenant].append(one)
+
+    def discard(self, one: A) -> None:
+        """It waits no longer, wherever it stands."""
+        line = self._lines.get(one.tenant)
+        if line is not None and one in line:
+            line.remove(one)
+            if not line:
+                del self._lines[one.tenant]
+
+    def head(self) -> A | None:
+        """The next one; those that are done are forgotten."""
+        for tenant, line in list(self._lines.items()):
+            while line and line[0].done:
+                line.popleft()
+            if not line:
+                del self._lines[tenant]
+        lines = self._lines
+        best = min(lines, key=lambda tenant: (self._clock[tenant], lines[tenant][0].number), default=None)
+        return None if best is None else lines[best][0]
+
+    def pop(self) -> A:
+        one = self.head()
+        assert one is not None
+        line = self._lines[one.tenant]
+        line.popleft()
+        self._now = self._clock[one.tenant]
+        self._clock[one.tenant] += one.work
+        if not line:
+            del self._lines[one.tenant]
+        if len(self._clock) >= self._most_clocks:
+            self._forget()
+        return one
+
+    def _forget(self) -> None:
+        """A tenant that does not wait and is not ahead would start at the present anyway."""
+        self._clock = {name: at for name, at in self._clock.items() if name in self._lines or at > self._now}
+        self._most_clocks = max(FEW_CLOCKS, 2 * len(self._clock))
+
+
+class WaitingLine(Generic[A]):
+    """`head` is the next one, `pop` takes it. Whoever is `done` is passed over and not counted."""
+
+    def __init__(self) -> None:
+        self._back: list[A] = []  # preempted ones
+        self._fresh: dict[int, Tenants[A]] = {}  # by priority
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __iter__(self) -> Iterator[A]:
+        yield from (one for one in chain(self._back, *self._fresh.values()) if not one.done)
+
+    @property
+    def num_fresh(self) -> int:
+        """Those that have never had a place."""
+        return sum(1 for tenants in self._fresh.values() for one in tenants if not one.done)
+
+    def push(self, one: A) -> None:
+        """Behind those of its tenant."""
+        self._fresh.setdefault(one.priority, Tenants()).push(one)
+
+    def push_front(self, one: A) -> None:
+        """It has been running: before all fresh ones of its priority; its tenant has paid already."""
+        self._back.append(one)
+
+    def discard(self, one: A) -> None:
+        """It has ended. Without this whoever is cancelled behind a head that waits long would be held as long."""
+        if one in self._back:
+            self._back.remove(one)
+        elif (tenants := self._fresh.get(one.priority)) is not None:
+            tenants.discard(one)
+            if not any(True for _ in tenants):
+                del self._fresh[one.priority]
+
+    def head(self) -> A | None:
+        self._back = [one for one in self._back if not one.done]
+        before = min(self._back, key=lambda one: (one.priority, one.number), default=None)
+        for priority in sorted(self._fresh):
+            if before is not None and before.priority <= priority:
+                break
+            if (one := self._fresh[priority].head()) is not None:
+                return one
+            del self._fresh[priority]
+        return before
+
+    def pop(self) -> A:
+        """Take the head. IndexError if there is none."""
+        one = self.head()
+        if one is None:
+            raise IndexError("waiting line: is empty; look at head() first")
+        if one in self._back:
+            self._back.remove(one)
+            return one
+        return self._fresh[one.priority].pop()

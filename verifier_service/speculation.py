@@ -1,0 +1,431 @@
+"""How many draft nodes a round verifies: the speculation controller.
+
+A round that verifies n nodes commits E(n) tokens, and the engine spends step_time(rows) + draft_wait(n) on it. The controller chooses the
+sizes that maximise
+
+    goodput = sum of E over the sessions of the batch / (step_time(rows of all sessions) + draft_wait)
+
+so a row goes to the node with the largest expected gain over all sessions as long as that gain exceeds the price of a row. This is the
+selection of TETRIS (arXiv:2502.15197) in a lossless form: the gain of a node is known by its number in draw order, before it is drawn.
+
+The three terms are learned per kind of round (draft source, pool, temperature, ...), step_time for all kinds together. Decisions look at
+past rounds, clocks and load only, never at a tree that has arrived, and hold for a whole round (algorithms.md 6, docs/decisions/0005).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from rootward.ports import LanguageModel, Rows
+
+SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240)  # numbers of nodes that are compared
+MEASURED = tuple(size + 1 for size in SIZES if size <= 64)  # rows of the steps that are measured at start
+ENTER, LEAVE = 1.03, 0.98  # goodput over that of plain decoding at which speculation begins, and ends
+PROBE_EVERY = 64  # rounds between two that try another size; fewer at first
+COARSE = (
+    0,
+    2,
+    4,
+    8,
+    16,
+    32,
+    64,
+)  # sizes that are tried at first, and now and then: draft trees of other sizes have other shapes
+LEAST_PROBED = 0.5  # of the best goodput must be expected of a size that is tried
+TRIAL = 4  # rounds with trees of one session, while the others decode plainly
+TRIAL_SHARE = 0.01  # of the time of plain decoding that trials may cost
+TRIAL_MEMORY = 16  # rounds that what is known of a node counts for at most when a trial begins
+
+MEMORY = 0.01  # weight of the newest round in the acceptance of a node
+QUICK_MEMORY = 0.1  # in what differs between sizes, and in the time that the engine waits for a draft
+FIRST_ACCEPTANCE, DECAY = (
+    0.5,
+    0.85,
+)  # of the first node, and of every further one against the one before, while nothing is known
+PRIOR_ROUNDS = 4  # that such an expectation counts for
+PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
+LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
+
+
+class StepTime:
+    """Seconds of an engine step by its number of rows; never falling.
+
+    log seconds = what was measured for that size + speed of the machine. What else runs on a machine changes its speed within seconds,
+    what a size costs beside another one hardly changes. So a step of the same size as the one before corrects the speed, and a step of
+    another size corrects mostly what is known of that size.
+    """
+
+    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
+        """measured: seconds by number of rows."""
+        self._log = {rows: math.log(max(seconds, 1e-9)) for rows, seconds in sorted((measured or {}).items())}
+        self._changes = dict.fromkeys(self._log, 0)
+        self._speed, self._last, self._num_steps = 0.0, 0, 0
+        self._rows: list[int] = []
+        self._seconds: list[float] = []
+        self._fit()
+
+    @property
+    def known(self) -> bool:
+        return bool(self._log)
+
+    @property
+    def speed(self) -> float:
+        """Time of a step of this machine now, over that when its sizes were measured."""
+        return math.exp(self._speed)
+
+    def seconds(self, rows: int) -> float:
+        """Expected seconds of a step; 0 while nothing is known. Linear between known sizes, and beyond the largest one."""
+        at = bisect_left(self._rows, rows)
+        if not at or len(self._rows) == 1:
+            return self._seconds[0] * self.speed if self._rows else 0.0
+        at = min(at, len(self._rows) - 1)
+        (low, high), (fast, slow) = self._rows[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
+        return (fast + (slow - fast) * (rows - low) / (high - low)) * self.speed
+
+    def add(self, rows: int, seconds: float) -> None:
+        """A step of so many rows took so long."""
+        size, value = _bucket(rows), math.log(max(seconds, 1e-9))
+        if size not in self._log:
+            self._log[size] = math.log(self.seconds(size)) - self._speed if self.known else value
+            self._log = dict(sorted(self._log.items()))
+            self._changes[size] = 0
+        surprise = value - self._log[size] - self._speed
+        surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
+        self._num_steps += 1
+        if size != self._last and self._num_steps > 1:
+            self._changes[size] += 1
+            self._log[size] += max(QUICK_MEMORY, 1.0 / (self._changes[size] + 1)) * surprise
+            surprise *= 0.5
+        self._speed += max(2 * QUICK_MEMORY, 1.0 / self._num_steps) * surprise
+        self._last = size
+        self._fit()
+
+    def _fit(self) -> None:
+        """Isotonic regression: neighbours of which the larger one seems cheaper share their mean."""
+        pools: list[tuple[float, int]] = []
+        for value in self._log.values():
+            pools.append((value, 1))
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                (a, n), (b, m) = pools[-2:]
+                pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
+        self._rows = list(self._log)
+        self._seconds = [math.exp(value) for value, count in pools for _ in range(count)]
+
+
+def _bucket(rows: int) -> int:
+    """The nearest of the sizes whose cost is learned: one for every number of nodes of a single session."""
+    at = bisect_left(SIZES, rows - 1)
+    if at == len(SIZES):
+        return 1 << round(math.log2(rows))
+    return 1 + min(SIZES[max(0, at - 1)], SIZES[at], key=lambda nodes: abs(nodes + 1 - rows))
+
+
+def measure(
+    model: LanguageModel,
+    sizes: Sequence[int] = MEASURED,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    warm_up: int = 2,
+    least_repeats: int = 3,
+    limit_s: float = 0.5,
+) -> StepTime:
+    """Medians over steps of these sizes, in turn, on a slot of the idle model: repeated until limit_s has passed."""
+    slot = model.open()
+    most = model.info.max_positions if model.info.supports_trees else 1
+    found: dict[int, list[float]] = {rows: [] for rows in sizes if rows <= most}
+    begun_s = clock()
+    try:
+        for turn in range(warm_up + 25):
+            if turn >= warm_up + least_repeats and clock() - begun_s > limit_s:
+                break
+            for rows, seconds in found.items():
+                start_s = clock()
+                logits = model.forward([Rows.chain(slot, 0, [0] * rows)])
+                float(logits.reshape(-1)[0])  # a device works on after the call returns
+                if turn >= warm_up:
+                    seconds.append(clock() - start_s)
+                model.release(slot)
+    finally:
+        model.close(slot)
+    return StepTime({rows: sorted(seconds)[len(seconds) // 2] for rows, seconds in found.items()})
+
+
+@dataclass(slots=True)
+class DraftPace:
+    """How fast a drafter answers. first_s: from a commit to the first growth below its root; node_s: from one node to the next."""
+
+    first_s: float = 0.0
+    node_s: float = 0.0
+
+    def on_first_growth(self, seconds: float) -> None:
+        """The first growth since a commit came after so long."""
+        self.first_s += (PACE_MEMORY if self.first_s else 1.0) * (seconds - self.first_s)
+
+    def on_more_growth(self, seconds: float, nodes: int) -> None:
+        """So many nodes more, so long after those before."""
+        self.node_s += (PACE_MEMORY if self.node_s else 1.0) * (seconds / nodes - self.node_s)
+
+
+def launch_time(
+    arrived: int, since_s: float, *, tokens: Sequence[float], verify_s: float, next_s: float, node_s: float
+) -> float:
+    """When to launch a round with `arrived` nodes, the last of which came since_s after the commit, if no more arrive.
+
+    A round with n nodes that is launched t after the commit gives E(n) / (t + verify_s) tokens a second; waiting pays while a later moment
+    promises more. The number of arrived nodes may end the wait, a stopping time of the draws, since all of them are verified then, up to
+    a limit that was fixed before; to verify fewer, or to decode plainly instead, would be biased (algorithms.md 6.1, L2).
+
+    tokens: expected with 0, 1, ..., target_nodes nodes. next_s, node_s: when the next node is due, and each one after it. All times in
+    seconds after the commit. Returns since_s where nothing that is due is worth its wait; else the moment after which even the best of it
+    would not have been. With no nodes the pace is not asked: a drafter that was slow once must not be given up.
+    """
+    target_nodes = len(tokens) - 1
+    if arrived >= target_nodes:
+        return since_s
+    if not arrived:
+        return (since_s + verify_s) * tokens[target_nodes] / tokens[0] - verify_s
+    best, rate = arrived, tokens[arrived] / (since_s + verify_s)
+    due_s = max(since_s, next_s)
+    for nodes in range(arrived + 1, target_nodes + 1):
+        if (promised := tokens[nodes] / (due_s + verify_s)) > rate:
+            best, rate = nodes, promised
+        due_s += node_s
+    if best == arrived:
+        return since_s
+    return (since_s + verify_s) * tokens[best] / tokens[arrived] - verify_s
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """A committed round.
+
+    target_nodes    nodes that it waited for; 0: it decoded plainly
+    observed_nodes  nodes of which the verdict tells whether they are accepted; a tree that was awaited in vain counts as rejected
+    path            numbers of the accepted nodes, in draw order from 1
+    wait            time that the engine stood idle for it, in seconds over `StepTime.speed`; None: not known
+    """
+
+    target_nodes: int = 0
+    observed_nodes: int = 0
+    path: tuple[int, ...] = ()
+    wait: float | None = None
+
+
+class Statistics:
+    """What is known of one kind of rounds, and the present decision for its sessions."""
+
+    def __init__(self) -> None:
+        self._accept: list[float] = []  # by number in draw order, from 0
+        self._rounds: list[int] = []
+        # By target_nodes: mean number of accepted nodes, and rounds. Small trees are grown deep and large ones wide.
+        self._accepted: dict[int, tuple[float, int]] = {}
+        self._wait: dict[int, float] = {}
+        self.num_rounds = 0  # with trees
+        self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
+        self.usual_nodes, self.usual_tokens = 0, 1.0  # of a round that is no probe
+        self.speedup = 1.0  # expected tokens per second with trees over plain decoding
+        self.active = False
+        self.trial_session: int | None = None
+        self.trial_left = 0  # rounds with trees; 0: there is no trial
+        self.trial_patience = 0  # rounds until a trial whose trees do not come is over
+        self.pause_left = 0  # rounds of plain decoding until the next trial
+        self.num_plans, self.next_probe, self.num_probes = 0, 0, 0
+
+    # -- what is known ------------------------------------------------------------------------------------------------
+
+    def tokens(self, most: int) -> list[float]:
+        """Expected tokens of a round by the acceptance of the nodes numbered 1, ..., most: with 0, 1, ..., most of them."""
+        return list(accumulate(self._acceptance(most), initial=1.0))
+
+    def expected_tokens(self, sizes: Sequence[int]) -> dict[int, float]:
+        """E(n), tokens of a round that waits for n nodes, the bonus token included, for ascending sizes."""
+        by_number = self.tokens(sizes[-1])
+        found = {}
+        for nodes in sizes:
+            mean, count = self._accepted.get(nodes, (0.0, 0))
+            found[nodes] = (count * (1.0 + mean) + PRIOR_ROUNDS * by_number[nodes]) / (count + PRIOR_ROUNDS)
+        return found
+
+    def draft_wait(self, nodes: int) -> float:
+        """Expected time that the engine stands idle for so many nodes, in the unit of `RoundResult`.
+
+        From the nearest size that was tried; half of its time is taken to grow with the nodes."""
+        if not nodes or not self._wait:
+            return 0.0
+        if nodes in self._wait:
+            return self._wait[nodes]
+        tried = min(self._wait, key=lambda n: abs(math.log(n / nodes)))
+        return self._wait[tried] * (1.0 + nodes / tried) / 2
+
+    def _acceptance(self, most: int) -> list[float]:
+        found: list[float] = []
+        expected = FIRST_ACCEPTANCE
+        for i in range(most):
+            rounds = self._rounds[i] if i < len(self._rounds) else 0
+            accepted = self._accept[i] if rounds else 0.0
+            found.append((rounds * accepted + PRIOR_ROUNDS * expected) / (rounds + PRIOR_ROUNDS))
+            expected = DECAY * found[-1]
+        return found
+
+    # -- learning -----------------------------------------------------------------------------------------------------
+
+    def add(self, session: int, result: RoundResult) -> None:
+        """A round of this session was committed."""
+        trial = self.trial_left > 0 and self.trial_session == session
+        if not result.target_nodes:
+            self.pause_left -= 1
+            if trial:
+                self.trial_patience -= 1
+                if not self.trial_patience:
+                    self._end_trial()
+            return
+        self.num_rounds += 1
+        target, observed = result.target_nodes, result.observed_nodes
+        mean, count = self._accepted.get(target, (0.0, 0))
+        accepted = sum(number <= target for number in result.path)
+        self._accepted[target] = mean + max(MEMORY, 1.0 / (count + 1)) * (accepted - mean), count + 1
+        path = set(result.path)
+        self._accept += [0.0] * (observed - len(self._accept))
+        self._rounds += [0] * (observed - len(self._rounds))
+        for i in range(observed):
+            self._rounds[i] += 1
+            self._accept[i] += max(MEMORY, 1.0 / self._rounds[i]) * ((i + 1 in path) - self._accept[i])
+        if result.wait is not None:
+            wait = self._wait.get(target, result.wait)
+            self._wait[target] = wait + QUICK_MEMORY * (result.wait - wait)
+        if trial:
+            self.trial_left -= 1
+            if not self.trial_left:
+                self._end_trial()
+
+    def forget_session(self, session: int) -> None:
+        """It has ended; another one goes on with its trial."""
+        if self.trial_session == session:
+            self.trial_session = None
+
+    # -- the decision for its sessions --------------------------------------------------------------------------------
+
+    def uses_trees(self, session: int) -> bool:
+        """Whether a tree should grow for this session."""
+        return self.active or (self.trial_left > 0 and self.trial_session == session)
+
+    def wants_trees(self, session: int) -> bool:
+        """The same, or nothing is known of trees: a reason to have a drafter."""
+        return self.uses_trees(session) or not self.num_rounds
+
+    def begin_round(self, session: int, most: int) -> tuple[int, int]:
+        """(nodes to wait for, nodes to verify at most) of a round that begins now and may have `most`; (0, 0): plain decoding."""
+        if self.trial_left and self.trial_session is None:
+            self.trial_session = session
+        if most < 1 or not self.uses_trees(session):
+            return 0, 0
+        target = min(most, self.target_nodes)
+        return target, max(target, min(most, self.max_nodes)) if target else 0
+
+    def begin_trial(self) -> None:
+        self.trial_left, self.trial_session, self.trial_patience = TRIAL, None, PROBE_EVERY
+        self._rounds = [min(rounds, TRIAL_MEMORY) for rounds in self._rounds]
+
+    def activate(self) -> None:
+        self.active, self.trial_left, self.trial_session = True, 0, None
+
+    def deactivate(self) -> None:
+        self.active = False
+        self._end_trial()
+
+    def _end_trial(self) -> None:
+        self.trial_left, self.trial_session = 0, None
+        lost = TRIAL * (1.0 / self.speedup - 1.0)  # plain steps
+        self.pause_left = max(PROBE_EVERY, round(lost / TRIAL_SHARE))
+
+
+@dataclass(slots=True)
+class SpeculationController:
+    """Statistics by kind of round, and the decision for all of them."""
+
+    step_time: StepTime = field(default_factory=StepTime)
+    _kinds: dict[Hashable, Statistics] = field(default_factory=dict)
+
+    def of(self, kind: Hashable) -> Statistics:
+        if kind not in self._kinds:
+            self._kinds[kind] = Statistics()
+        return self._kinds[kind]
+
+    @property
+    def speedup(self) -> float:
+        """Expected tokens per second with trees over plain decoding, mean over the kinds that have tried them."""
+        tried = [one.speedup for one in self._kinds.values() if one.num_rounds]
+        return sum(tried) / len(tried) if tried else 1.0
+
+    def plan(self, sessions: Mapping[Statistics, int], *, plain: int = 0, most: int) -> None:
+        """Decide for rounds that begin before the next plan.
+
+        sessions: how many of each kind share the next step; plain: how many more decode plainly; most: nodes that a round may have.
+        """
+        allowed = [*(size for size in SIZES if size < most), most]
+        if not self.step_time.known or len(allowed) < 2:
+            return
+        for one, count in sessions.items():
+            others = Batch(float(plain), plain)
+            for other, num in sessions.items():
+                if other is not one:
+                    others = others.with_sessions(other, num)
+            self._plan_one(one, count, others, allowed)
+
+    def _plan_one(self, one: Statistics, count: int, others: Batch, allowed: Sequence[int]) -> None:
+        """The best size of one kind while the others keep theirs."""
+        tokens = one.expected_tokens(allowed)
+        step_s = {n: self.step_time.seconds(others.rows + count * (n + 1)) for n in allowed}
+        committed = {n: others.tokens + count * tokens[n] for n in allowed}
+        wait_s = {n: self.step_time.speed * max(others.wait, one.draft_wait(n)) for n in allowed}
+        goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
+        best = max(allowed[1:], key=goodput.__getitem__)
+        one.num_plans += 1
+        one.speedup = goodput[best] / goodput[0]
+        if one.active and one.speedup < LEAVE:
+            one.deactivate()
+        elif not one.active and one.speedup > ENTER:
+            one.activate()
+        elif not one.active and not one.trial_left and one.pause_left <= 0:
+            one.begin_trial()
+        one.usual_nodes, one.usual_tokens = best, tokens[best]
+        # Nodes that have come beyond those that are waited for cost their rows only.
+        one.target_nodes = best
+        one.max_nodes = max(best, max(allowed[1:], key=lambda n: committed[n] / step_s[n]))
+        if one.active and one.num_plans >= one.next_probe:
+            probed = min(allowed[-1], self._probed(one, best))
+            if goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
+                one.target_nodes = one.max_nodes = probed
+
+    @staticmethod
+    def _probed(one: Statistics, best: int) -> int:
+        """The size of a round that is tried so that what is known of it stays current: COARSE ones, then neighbours, 0 and COARSE ones."""
+        first, num = 2 * (len(COARSE) - 1), one.num_probes
+        one.num_probes += 1
+        if num < first:
+            return COARSE[1 + num // 2]
+        one.next_probe = one.num_plans + min(PROBE_EVERY, max(8, one.num_plans // 4))
+        at, turn = bisect_left(SIZES, best), (num - first) // 4
+        others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], COARSE[turn % len(COARSE)]
+        return others[num % 4]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Expected tokens, rows and draft wait of some sessions of a step."""
+
+    tokens: float
+    rows: int
+    wait: float = 0.0
+
+    def with_sessions(self, one: Statistics, count: int) -> Batch:
+        if not one.active:
+            return Batch(self.tokens + count, self.rows + count, self.wait)
+        nodes = one.usual_nodes
+        wait = max(self.wait, one.draft_wait(nodes))
+        return Batch(self.tokens + count * one.usual_tokens, self.rows + count * (nodes + 1), wait)
