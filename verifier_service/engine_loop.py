@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import structlog
 
+from rootward.core.requests import DraftMode
 from rootward.errors import ModelLost
 from rootward.ports import LanguageModel
 from rootward.watchdog import Watchdog
@@ -204,6 +205,7 @@ class EngineLoop:
         if fill:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
+        verified = self.local.launch(session, snapshot)
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
@@ -212,11 +214,12 @@ class EngineLoop:
             sampling=request.sampling,
             key=session.key,
             epoch=request.epoch,
-            snapshot=self.local.launch(session, snapshot),
+            snapshot=verified,
             prefix=session.prefix,
             logprobs=request.logprobs,
             shared=session.shared,
             fill=fill,
+            copies=snapshot is not None and verified is snapshot and session.law is DraftMode.IID,
         )
 
     # -- apply --------------------------------------------------------------------------------------------------------
