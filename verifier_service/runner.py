@@ -89,7 +89,7 @@ class Outcome:
     expected: float = 0.0
     path: tuple[int, ...] = ()  # numbers of the accepted nodes, in draw order from 1
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token where they are asked for
-    draws: Draws | None = None  # what the audit of the drafter looks at
+    draws: Draws | None = field(default=None, compare=False)  # what the audit of the drafter looks at
 
 
 class Runner:
