@@ -190,7 +190,9 @@ class StreamInterruptedError(APIError):
 
 
 class APIStatusError(APIError):
-    """The server answered with an error status."""
+    """The server answered with an error status, one of `codes`."""
+
+    codes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -208,36 +210,48 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError):
-    """INVALID_ARGUMENT, FAILED_PRECONDITION, OUT_OF_RANGE."""
+    codes = (
+        "INVALID_ARGUMENT",
+        "FAILED_PRECONDITION",
+        "OUT_OF_RANGE",
+    )
 
 
 class AuthenticationError(APIStatusError):
-    """UNAUTHENTICATED."""
+    codes = ("UNAUTHENTICATED",)
 
 
 class PermissionDeniedError(APIStatusError):
-    """PERMISSION_DENIED."""
+    codes = ("PERMISSION_DENIED",)
 
 
 class NotFoundError(APIStatusError):
-    """NOT_FOUND."""
+    codes = ("NOT_FOUND",)
 
 
 class ConflictError(APIStatusError):
-    """ALREADY_EXISTS, ABORTED."""
+    codes = (
+        "ALREADY_EXISTS",
+        "ABORTED",
+    )
 
 
 class RateLimitError(APIStatusError):
-    """RESOURCE_EXHAUSTED."""
+    codes = ("RESOURCE_EXHAUSTED",)
 
 
 class UnavailableError(APIStatusError):
-    """UNAVAILABLE."""
+    codes = ("UNAVAILABLE",)
 
 
 class DeadlineExceededError(APIStatusError):
-    """DEADLINE_EXCEEDED."""
+    codes = ("DEADLINE_EXCEEDED",)
 
 
 class InternalServerError(APIStatusError):
-    """INTERNAL, UNKNOWN, DATA_LOSS, UNIMPLEMENTED."""
+    codes = (
+        "INTERNAL",
+        "UNKNOWN",
+        "DATA_LOSS",
+        "UNIMPLEMENTED",
+    )

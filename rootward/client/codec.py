@@ -31,7 +31,7 @@ from rootward.client.types import (
 )
 from rootward.errors import APIError
 from rootward.v1 import control_pb2, generate_pb2
-from rootward.wire.columns import unpack_f32, unpack_u32
+from rootward.wire.columns import unpack_logprobs, unpack_u32
 from rootward.wire.records import Record
 
 T = TypeVar("T")
@@ -201,11 +201,7 @@ def _set_form(params: SamplingParams, decoding: generate_pb2.Decoding) -> None:
 
 
 def _logprobs_from_pb(pb: generate_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
-    emitted = unpack_f32(pb.emitted, "logprobs.emitted")
-    ids, top = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids"), unpack_f32(pb.top_logprobs, "logprobs.top")
-    k = len(ids) // len(emitted) if emitted else 0
-    pairs = list(zip(ids, top, strict=True))
-    return tuple(TokenLogprob(value, tuple(pairs[i * k : (i + 1) * k])) for i, value in enumerate(emitted))
+    return tuple(TokenLogprob(logprob, top) for logprob, top in unpack_logprobs(pb, len(pb.emitted) // 4))
 
 
 def _set(message: Message, name: str, value: object) -> None:

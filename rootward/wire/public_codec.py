@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStats, Structure, TokenLogprob
 from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, generate_pb2
-from rootward.wire.columns import pack_f32, pack_u32, unpack_f32, unpack_u32
+from rootward.wire.columns import pack_f32, pack_u32, unpack_logprobs
 from rootward.wire.records import Record
 
 REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
@@ -89,12 +89,4 @@ def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
 
 def logprobs_from_pb(pb: generate_pb2.Logprobs, num_tokens: int) -> tuple[TokenLogprob, ...]:
     """One entry per token. ValueError if the columns do not fit that number."""
-    emitted = unpack_f32(pb.emitted, "logprobs.emitted")
-    ids = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids")
-    top = unpack_f32(pb.top_logprobs, "logprobs.top_logprobs")
-    k, rest = divmod(len(ids), num_tokens) if num_tokens else (0, len(ids))
-    if len(emitted) != num_tokens or len(top) != len(ids) or rest:
-        counts = f"{len(emitted)}, {len(ids)} and {len(top)} entries for {num_tokens} tokens"
-        raise ValueError(f"logprobs: {counts}; send one per token, and of the top tokens k per token")
-    pairs = list(zip(ids, top, strict=True))
-    return tuple(TokenLogprob(value, tuple(pairs[i * k : (i + 1) * k])) for i, value in enumerate(emitted))
+    return tuple(TokenLogprob(logprob, top) for logprob, top in unpack_logprobs(pb, num_tokens))

@@ -136,7 +136,7 @@ def api_error(error: grpc.RpcError) -> APIError:
         return errors.APIConnectionError(f"no answer from the server: {failure.message}")
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         return errors.APITimeoutError("the deadline passed while waiting for the server")
-    kind = _API_ERRORS.get(failure.code, errors.InternalServerError)
+    kind = _API_ERRORS.get(failure.code.name, errors.InternalServerError)
     if failure.too_large:
         kind = errors.BadRequestError
     return kind(
@@ -158,19 +158,7 @@ _KIND_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
 }
-_API_ERRORS: dict[grpc.StatusCode, type[APIStatusError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: errors.BadRequestError,
-    grpc.StatusCode.FAILED_PRECONDITION: errors.BadRequestError,
-    grpc.StatusCode.OUT_OF_RANGE: errors.BadRequestError,
-    grpc.StatusCode.UNAUTHENTICATED: errors.AuthenticationError,
-    grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
-    grpc.StatusCode.NOT_FOUND: errors.NotFoundError,
-    grpc.StatusCode.ALREADY_EXISTS: errors.ConflictError,
-    grpc.StatusCode.ABORTED: errors.ConflictError,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.RateLimitError,
-    grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
-}
+_API_ERRORS = {code: kind for kind in APIStatusError.__subclasses__() for code in kind.codes}
 
 
 def _kind_by_reason(reason: str) -> type[ServiceError] | None:
