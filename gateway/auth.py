@@ -1,4 +1,4 @@
-"""API keys: who calls, for which tenant, and what that allows.
+"""Authentication: API keys, their scopes, and one check for gRPC and HTTP before any of a call is read.
 
 A file of keys, hashed at rest. `rootward keys new NAME` makes an entry and prints the key, once:
 
@@ -10,12 +10,8 @@ A file of keys, hashed at rest. `rootward keys new NAME` makes an entry and prin
         models: [my-model]                  # default: all
         expires: 2027-01-01T00:00:00Z       # default: never
 
-The file is read again when it changes; a broken one is refused as a whole and the keys that were known go on being so.
-
-Whether a call may go on: one decision for gRPC and HTTP, before any of it is read.
-
-The path says which `Scope` is needed, `Keys` says who calls. Handlers find the caller with `caller()`; None on a gateway
-without keys.
+The file is read again when it changes; a broken one is refused as a whole, and the known keys stay valid. The path of a call decides which
+scope it needs. Handlers find the caller with `caller()`; None on a gateway without keys.
 """
 
 from __future__ import annotations
@@ -46,6 +42,11 @@ from rootward.wire.status import Context
 log = structlog.get_logger()
 
 _BEARER = re.compile(r"^\s*bearer\s+(\S+)\s*$", re.IGNORECASE)
+ADMIN_RPC = ("/rootward.v1.Control/Drain", "/rootward.v1.Control/WatchSession", "/grpc.reflection.")
+ABORT_RPC = "/rootward.v1.Control/Abort"  # with a key: of requests of its own tenant, see `ends_requests_of`
+REFLECTION = "/grpc.reflection."
+OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
+OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 
 
 class Scope(StrEnum):
@@ -158,12 +159,6 @@ def _without_content(error: Exception) -> str:
 
 
 _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of the call that this task serves
-
-ADMIN_RPC = ("/rootward.v1.Control/Drain", "/rootward.v1.Control/WatchSession", "/grpc.reflection.")
-ABORT_RPC = "/rootward.v1.Control/Abort"  # with a key: of requests of its own tenant, see `ends_requests_of`
-REFLECTION = "/grpc.reflection."
-OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
-OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 
 
 def caller() -> Caller | None:

@@ -1,9 +1,8 @@
-"""Demand for drafters from what workers put into their heartbeats: the same formula as the recording rules, without a Prometheus.
+"""Autoscaling: the demand for drafters from the counters in workers' heartbeats, and KEDA's external scaler that serves it.
 
-Every second the registry is read; rates are taken over `WINDOW_S`. Any gateway computes the same. While Redis does not answer the last
-values hold for `HOLD_S`, then they are unknown, which is not 0: an autoscaler that hears 0 would scale everything away.
-
-KEDA's external scaler on the wire: `externalscaler.ExternalScaler`. One trigger asks for one signal of one pool.
+The formula is that of the recording rules, without a Prometheus. Every second the registry is read; rates are taken over `WINDOW_S`. Any
+gateway computes the same. While Redis does not answer the last values hold for `HOLD_S`, then they are unknown, which is not 0: an
+autoscaler that reads 0 would remove every drafter. One trigger of KEDA asks for one signal of one pool.
 """
 
 from __future__ import annotations
@@ -34,6 +33,10 @@ log = structlog.get_logger("scaler")
 LOOK_S = 1.0
 WINDOW_S = 15.0
 HOLD_S = 30.0
+NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
+GRACE_S = 1.0  # for streams to end well
+SIGNALS = ("demand", "sessions", "rows", "stall")
+LONGEST_SILENCE_S = 10.0  # after which a stream looks by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,6 @@ class DemandWatch:
 def by_id(workers: tuple[Worker, ...]) -> dict[str, Worker]:
     return {worker.id: worker for worker in workers}
 
-
-NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
-GRACE_S = 1.0  # for streams to end well
-SIGNALS = ("demand", "sessions", "rows", "stall")
-LONGEST_SILENCE_S = 10.0  # after which a stream looks by itself
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

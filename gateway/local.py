@@ -1,11 +1,7 @@
-"""A real Redis for one machine: found, and asked whether it answers.
+"""Everything on one machine: `python -m gateway.local` starts Redis, drafters, verifier and gateway as processes.
 
-One process of a local deployment: started, watched, started again when it dies, stopped.
-
-Everything on one machine: `python -m gateway.local` starts Redis, drafters, verifier and gateway as processes.
-
-This is the only module that knows all three services, and it knows them by module name and flags alone. A process that dies
-is started again on its address; they stop in the order in which requests flow, so that running ones end.
+This is the only module that knows all three services, by module name and flags alone. A process that dies is started again on its address.
+On exit they stop in the order in which requests flow, so that running requests end.
 """
 
 from __future__ import annotations
@@ -26,6 +22,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
 
 from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
@@ -34,7 +32,14 @@ from rootward.errors import APIError, ConfigurationError
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
+log = structlog.get_logger()
+
 ASK_EVERY_S = 0.05
+RESTART_AFTER_S = 0.5
+MAX_FAILED_STARTS = 5  # in a row, after which the deployment gives up
+KILL_AFTER_S = 5.0  # beyond the time it was given to stop
+DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters; it serves without them
+ASK_TIMEOUT_S = 2.0
 
 
 def redis_binary() -> str:
@@ -73,23 +78,11 @@ def redis_answers(port: int) -> Callable[[Process], Awaitable[str]]:
 
 
 async def _ping(port: int) -> bool:
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            try:
-                writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith(b"+PONG")
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return False
-
-
-log = structlog.get_logger()
-
-RESTART_AFTER_S = 0.5
-MAX_FAILED_STARTS = 5  # in a row, after which the deployment gives up
-KILL_AFTER_S = 5.0  # beyond the time it was given to stop
+    async with Redis(port=port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
+        try:
+            return bool(await client.ping())
+        except (RedisError, OSError):
+            return False
 
 
 class Child:
@@ -191,10 +184,6 @@ async def _discard(process: Process) -> None:
     assert process.stdout is not None
     while await process.stdout.read(65536):
         pass
-
-
-DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters; it serves without them
-ASK_EVERY_S, ASK_TIMEOUT_S = 0.05, 2.0
 
 
 @dataclass(slots=True)

@@ -103,13 +103,13 @@ class Metrics:
         self._waiting.set_function(waiting)
         self._ready.set_function(ready)
 
-    def of(self, request: GenerateRequest) -> Watched:
+    def of(self, request: GenerateRequest) -> RequestMetrics:
         """The account of one generation, from its arrival on."""
         if request.index == 0:
             self._n.observe(request.n)
         if request.max_tokens is not None:
             self._max_tokens.observe(request.max_tokens)
-        return Watched(self)
+        return RequestMetrics(self)
 
     def deliver(self, num_tokens: int, num_rounds: int) -> None:
         """Tokens that leave for a client, whatever becomes of the rest."""
@@ -130,8 +130,8 @@ class Metrics:
         self._resumed.inc()
 
 
-class Watched:
-    """One generation: told of every delta, and of what ended it. A context manager; cancellation is an end, too."""
+class RequestMetrics:
+    """Counts one generation from its deltas. A context manager: an error or a cancellation ends it, too."""
 
     def __init__(self, metrics: Metrics):
         self._m = metrics
@@ -150,7 +150,7 @@ class Watched:
         if delta.ending is not None:
             self._ended(delta.ending)
 
-    def __enter__(self) -> Watched:
+    def __enter__(self) -> RequestMetrics:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

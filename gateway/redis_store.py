@@ -1,12 +1,12 @@
-"""Keys and scripts of the control plane in Redis, all in one place. Every key has a time to live.
+"""The session store in Redis: one server, behind Sentinel, or a cluster. Keys and scripts are all here. Every key has a time to live.
 
-`id` is the client's, behind its tenant where it has one (`names.py`).
+`id` is the client's, behind its tenant where it has one (`requests.of_tenant`).
 
     rw:req:{id}         hash     state (running | finished | interrupted), epoch, holder, length of the log, digest of what was
                                  asked, seed, verifier that works on it, finish (JSON, once finished)
     rw:req:{id}:epoch   counter  fencing: the highest epoch given out
     rw:req:{id}:lease   string   holder that drives the request now; expires unless renewed
-    rw:req:{id}:log     list     committed output in order, several tokens an item (`sessions.Run` as JSON)
+    rw:req:{id}:log     list     committed output in order, several tokens an item (`Run` as JSON)
     rw:session:{id}     hash     several turns of one conversation: verifier, number of tokens it held
     rw:kv:M:K           zset     verifiers that hold the KV of a prompt block, by the second at which that was last seen; M is the
                                  fingerprint of the model, K the chained hash of the block (a hint; the verifier's own cache decides)
@@ -18,8 +18,6 @@
 Fencing. An epoch is only ever given out by a script that holds the lease or takes it over. A lease that ran out, or vanished with a
 Redis that restarted empty, is taken back by its holder as long as nobody was granted a later epoch: so an outage of Redis does not
 stop a running request. Every write carries its epoch; a later one refuses it.
-
-The session store in Redis: one server, behind Sentinel, or a cluster. Keys and scripts are in `redis_schema.py`.
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""Which verifier a request goes to: a plain function of what is known about them.
+"""Routing: the verifiers that a gateway knows, what they hold, and which one a request goes to.
 
-    cost of a verifier = load  −  what the part of the prompt whose KV it holds is worth
+    cost of a verifier = load  −  value of the part of the prompt whose KV it holds
 
-Load is requests per session slot. KV already computed saves prefill, and by how much grows with its length, but it is never worth more than
-`KV_WORTH` of a verifier's slots: however warm a cache, it does not draw everybody to one place.
+Load is requests per session slot. KV that is already computed saves prefill, the more the longer it is, but it is never worth more than
+`KV_WORTH` of a verifier's slots: a warm cache does not draw all requests to one verifier.
 
-Who holds the KV of which prompts: hints that gateways share, by hashes of prompt blocks.
+Which verifier holds which prompt is known by hashes of prompt blocks, which gateways share through the session store. A block is `BLOCK`
+tokens and everything before them, so one key stands for a whole prefix; the key also depends on the model and on the tenant, who shares
+cached prefixes with nobody. These are hints: the verifier's own cache decides.
 
-A block is `BLOCK` tokens and everything before them, so one key stands for a whole prefix; its key also depends on the model and on the
-tenant, who shares cached prefixes with nobody. Hints are only hints: the verifier's own cache decides what is really there.
-
-The verifiers this gateway knows: written down or discovered, asked for their state once a second, chosen from by the router.
+Verifiers are listed or discovered, and asked for their state once a second.
 """
 
 from __future__ import annotations
@@ -31,9 +30,17 @@ from rootward.errors import RootwardError
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
 from rootward.wire.clients import RemoteVerifier
 
+log = structlog.get_logger()
+
 KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
 HALF_WORTH_TOKENS = 128  # so many tokens are worth half of it
-SHAKY_COST = 0.5  # of a verifier that was lost a moment ago
+RECENTLY_LOST_COST = 0.5  # of a verifier that was lost a moment ago
+BLOCK = 32  # tokens
+MAX_BLOCKS = 64  # of one prompt that are looked at
+MAX_KNOWN = 65536  # blocks this gateway remembers
+TTL_S = 300.0
+RECENTLY_LOST_S = 10.0  # after a loss, others are preferred
+HURRY_S = 0.1  # between questions while a request waits for a verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,7 @@ class VerifierView:
     num_waiting: int = 0
     max_sessions: int = 1
     num_in_flight: int = 0  # of this gateway, now
-    shaky: bool = False  # it was lost a moment ago, and may be again
+    recently_lost: bool = False  # it was lost a moment ago, and may be again
 
     @property
     def load(self) -> float:
@@ -92,18 +99,13 @@ def choose(
 
 
 def cost(view: VerifierView, num_held: int) -> float:
-    return view.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + SHAKY_COST * view.shaky
+    return view.load - KV_WORTH * num_held / (num_held + HALF_WORTH_TOKENS) + RECENTLY_LOST_COST * view.recently_lost
 
 
 def _score(key: str, name: str) -> bytes:
     """Rendezvous hashing: adding or removing a verifier moves only the keys that must move."""
     return hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
 
-
-BLOCK = 32  # tokens
-MAX_BLOCKS = 64  # of one prompt that are looked at
-MAX_KNOWN = 65536  # blocks this gateway remembers
-TTL_S = 300.0
 
 Holders = Mapping[str, float]  # verifier → when it was last known to hold a block, in seconds
 
@@ -125,7 +127,7 @@ def tokens_held(holders: Sequence[Holders]) -> dict[str, int]:
 
 
 class Prefixes:
-    """What this gateway knows itself. `now` is in seconds. `unpublished` is what other gateways do not know yet."""
+    """Who holds which blocks, as far as this gateway knows itself. `now` is in seconds. `unpublished`: not yet in the session store."""
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
@@ -151,7 +153,7 @@ class Prefixes:
         return [{name: at for name, at in holders.items() if at > oldest} for holders in found]
 
     def forget(self, verifier: str) -> None:
-        """It has started anew, and holds nothing."""
+        """It has restarted, and holds nothing."""
         for holders in self._known.values():
             holders.pop(verifier, None)
         self.unpublished.pop(verifier, None)
@@ -159,12 +161,6 @@ class Prefixes:
     def take_unpublished(self) -> dict[str, list[str]]:
         taken, self.unpublished = self.unpublished, {}
         return taken
-
-
-log = structlog.get_logger()
-
-SHAKY_S = 10.0  # after a loss, others are preferred
-HURRY_S = 0.1  # between questions while a request waits for a verifier
 
 
 @dataclass(slots=True, eq=False)
@@ -202,7 +198,7 @@ class Upstream:
         if info is None:
             return VerifierView(self.name, ready=False)
         load = info.num_running, info.num_waiting, info.max_sessions, self.num_in_flight
-        return VerifierView(self.name, self.ready, *load, shaky=now - self.lost_at < SHAKY_S)
+        return VerifierView(self.name, self.ready, *load, recently_lost=now - self.lost_at < RECENTLY_LOST_S)
 
 
 class Upstreams:
@@ -231,7 +227,9 @@ class Upstreams:
         self._hurry = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every round of questions
         self.model: ModelInfo | None = None
-        self.on_restart: Callable[[str], None] = lambda name: None  # told of verifiers that have started anew
+        self.on_restart: Callable[[str], None] = lambda name: (
+            None
+        )  # called with the name of a verifier that has restarted
         self.mismatch = ""  # why a verifier does not fit, for people
 
     def __iter__(self) -> Iterator[Upstream]:

@@ -167,7 +167,7 @@ class GatewayService:
         tried again; DeadlineExceeded; DuplicateRequest.
         """
         about: dict[str, str | int] = {"model": self.served_model, "choice": request.choice}
-        with self.metrics.of(request) as watched, request_span("gateway.request", request.traceparent, **about) as span:
+        with self.metrics.of(request) as counts, request_span("gateway.request", request.traceparent, **about) as span:
             check_resume(request)
             self._check_allowed(request)
             request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
@@ -175,7 +175,7 @@ class GatewayService:
             request = replace(request, request_id=request_id, traceparent=traceparent or request.traceparent)
             async with aclosing(self._deltas(request, _loop_time())) as deltas:
                 async for delta in deltas:
-                    watched.delta(delta)
+                    counts.delta(delta)
                     if delta.ending is not None:
                         note(span, **seen_at_the_end(delta.ending))
                     yield delta

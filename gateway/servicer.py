@@ -14,9 +14,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
-
-import grpc
 
 import rootward
 from gateway.auth import ends_requests_of, tenant
@@ -40,7 +37,7 @@ from rootward.wire.public_codec import (
     structure_from_pb,
 )
 from rootward.wire.server import SMALL_BYTES, RpcServer
-from rootward.wire.status import errors_as_status
+from rootward.wire.status import Context, errors_as_status
 
 SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 FEATURES = (
@@ -58,6 +55,20 @@ FEATURES = (
     "text_ends",
     "watch",
 )
+_MODES = {
+    generate_pb2.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
+    generate_pb2.Speculation.AUTO: SpeculationMode.AUTO,
+    generate_pb2.Speculation.DISABLED: SpeculationMode.DISABLED,
+    generate_pb2.Speculation.REQUIRED: SpeculationMode.REQUIRED,
+}
+_VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
+    generate_pb2.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
+    generate_pb2.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
+    generate_pb2.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
+    generate_pb2.Speculation.TOKEN: (Rule.TOKEN, None),
+    generate_pb2.Speculation.BLOCK: (Rule.BLOCK, None),
+    generate_pb2.Speculation.MULTI_STEP: (Rule.MULTI_STEP, None),
+}
 
 
 def register(service: GatewayService, server: RpcServer, *, shutdown_timeout_s: float) -> None:
@@ -74,11 +85,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     def __init__(self, service: GatewayService):
         self._service = service
 
-    async def Generate(
-        self,
-        request: generate_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateResponse],
-    ) -> generate_pb2.GenerateResponse:
+    async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:
         """The whole answer."""
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
@@ -99,9 +106,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         )
 
     async def GenerateStream(  # type: ignore[override]  # writes to the context instead of yielding
-        self,
-        request: generate_pb2.GenerateRequest,
-        context: grpc.aio.ServicerContext[generate_pb2.GenerateRequest, generate_pb2.GenerateChunk],
+        self, request: generate_pb2.GenerateRequest, context: Context
     ) -> None:
         """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
         async with errors_as_status(context, request.request_id), _slow_clients_end(self._service):
@@ -115,20 +120,14 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                         chunk.usage.CopyFrom(usage_to_pb(tally.usage))
                     await context.write(chunk)
 
-    async def _deltas(
-        self, wanted: GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
         """All choices as one stream. The id goes out at once, with the initial metadata."""
         requests = await tokenised(outputs(wanted), wanted.n, self._service.prompt_ids)
         check_name("request_id", requests[0].request_id)
         await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
         return side_by_side(self._service.generate, requests)
 
-    async def Tokenize(
-        self,
-        request: generate_pb2.TokenizeRequest,
-        context: grpc.aio.ServicerContext[generate_pb2.TokenizeRequest, generate_pb2.TokenizeResponse],
-    ) -> generate_pb2.TokenizeResponse:
+    async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         async with errors_as_status(context):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else None
             ids = await self._service.tokenize(
@@ -141,9 +140,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         return generate_pb2.TokenizeResponse(token_ids=ids, max_model_len=longest)
 
     async def Detokenize(
-        self,
-        request: generate_pb2.DetokenizeRequest,
-        context: grpc.aio.ServicerContext[generate_pb2.DetokenizeRequest, generate_pb2.DetokenizeResponse],
+        self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeResponse:
         async with errors_as_status(context):
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
@@ -161,9 +158,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self._shutdown_timeout_s = shutdown_timeout_s
 
     async def GetServerInfo(
-        self,
-        request: control_pb2.GetServerInfoRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetServerInfoRequest, control_pb2.ServerInfo],
+        self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.ServerInfo:
         """Answers also while no verifier is up; then without models."""
         service = self._service
@@ -180,28 +175,18 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             uptime_s=service.uptime_s,
         )
 
-    async def GetModelInfo(
-        self,
-        request: control_pb2.GetModelInfoRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetModelInfoRequest, control_pb2.ModelInfo],
-    ) -> control_pb2.ModelInfo:
+    async def GetModelInfo(self, request: control_pb2.GetModelInfoRequest, context: Context) -> control_pb2.ModelInfo:
         async with errors_as_status(context):
             check_model(request.model, self._service.served_model)
             return self._model()
 
     async def ListModels(
-        self,
-        request: control_pb2.ListModelsRequest,
-        context: grpc.aio.ServicerContext[control_pb2.ListModelsRequest, control_pb2.ListModelsResponse],
+        self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
         async with errors_as_status(context):
             return control_pb2.ListModelsResponse(models=[self._model()])
 
-    async def GetLoad(
-        self,
-        request: control_pb2.GetLoadRequest,
-        context: grpc.aio.ServicerContext[control_pb2.GetLoadRequest, control_pb2.LoadInfo],
-    ) -> control_pb2.LoadInfo:
+    async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.LoadInfo:
         admission, delivered = self._service.admission, self._service.metrics.delivered
         return control_pb2.LoadInfo(
             num_running=admission.num_running,
@@ -216,9 +201,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
     async def WatchSession(
-        self,
-        request: control_pb2.WatchSessionRequest,
-        context: grpc.aio.ServicerContext[control_pb2.WatchSessionRequest, control_pb2.SessionEvent],
+        self, request: control_pb2.WatchSessionRequest, context: Context
     ) -> AsyncIterator[control_pb2.SessionEvent]:
         """Until the request has ended, or the caller."""
         async with errors_as_status(context):
@@ -232,19 +215,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 async for event in events:
                     yield event
 
-    async def Abort(
-        self,
-        request: control_pb2.AbortRequest,
-        context: grpc.aio.ServicerContext[control_pb2.AbortRequest, control_pb2.AbortResponse],
-    ) -> control_pb2.AbortResponse:
+    async def Abort(self, request: control_pb2.AbortRequest, context: Context) -> control_pb2.AbortResponse:
         aborted = self._service.abort(request.request_ids, tenant=ends_requests_of())
         return control_pb2.AbortResponse(aborted=aborted)
 
-    async def Drain(
-        self,
-        request: control_pb2.DrainRequest,
-        context: grpc.aio.ServicerContext[control_pb2.DrainRequest, control_pb2.DrainResponse],
-    ) -> control_pb2.DrainResponse:
+    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         """Returns at once; the drain goes on."""
         running = self._service.admission.num_running
         self._service.start_draining(request.timeout_s or self._shutdown_timeout_s)
@@ -283,11 +258,11 @@ async def _slow_clients_end(service: GatewayService) -> AsyncIterator[None]:
         raise DeadlineExceeded("the client read too slowly", metadata={"phase": "send"}) from None
 
 
-def _request(message: generate_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerateRequest:  # type: ignore[type-arg]
+def _request(message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
     return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
 
 
-def _headers(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+def _headers(context: Context) -> dict[str, str]:
     return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
@@ -296,22 +271,6 @@ def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
     if kind is None:
         raise InvalidRequest("prompt", "", "is missing; send text or chat")
     return chat_from_pb(message.chat) if kind == "chat" else message.text
-
-
-_MODES = {
-    generate_pb2.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
-    generate_pb2.Speculation.AUTO: SpeculationMode.AUTO,
-    generate_pb2.Speculation.DISABLED: SpeculationMode.DISABLED,
-    generate_pb2.Speculation.REQUIRED: SpeculationMode.REQUIRED,
-}
-_VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
-    generate_pb2.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
-    generate_pb2.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
-    generate_pb2.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
-    generate_pb2.Speculation.TOKEN: (Rule.TOKEN, None),
-    generate_pb2.Speculation.BLOCK: (Rule.BLOCK, None),
-    generate_pb2.Speculation.MULTI_STEP: (Rule.MULTI_STEP, None),
-}
 
 
 def request_from_pb(

@@ -1,13 +1,9 @@
-"""Leases, epochs, the committed log and session metadata: what a store of them must do, and one in memory.
+"""The session store: leases, epochs and the committed log of requests, metadata of sessions, and the ledger that writes them.
 
-The rules are those of `redis_schema.py`; `redis_store.py` keeps them in Redis, so that any gateway can go on where another stopped.
-
-Going on with a request that another gateway, or this one, had begun: what of its output is known. No I/O.
-
-The record of running requests: lease, epoch and committed tokens, written to the session store off the hot path.
-
-A generation only marks what is to be written; one loop writes it, all requests together and several tokens at a time. When the store does
-not answer, running requests go on and are written when it answers again. Rules of epochs: `redis_schema.py`.
+`Store` says what a store does; `MemoryStore` is one of a single process; `redis_store.py` has the same rules as scripts, so that any
+gateway can continue a request of another. The `Ledger` owns the entries of running requests. A generation only marks what is to be
+written; one loop writes it, all requests together and several tokens at a time, never on the path of a token. While the store does not
+answer, requests run on and are written when it answers again.
 """
 
 from __future__ import annotations
@@ -32,11 +28,19 @@ from rootward.core.requests import Finish, FinishReason, Rule, SpeculationStats,
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
 
+log = structlog.get_logger()
+
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
+SESSION_TTL_S = 3600.0
+DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
+WRITING_SHARE = 0.1  # of the time at most
+LONGEST_PAUSE_S = 1.0
+QUOTA_S = 0.25  # longest wait for a tenant's bucket
+HINT_S = 0.05  # longest wait for hints on who holds a prompt
 
 
 class StoreUnavailable(Unavailable):
@@ -342,16 +346,6 @@ def finish_of(fields: Mapping[str, str]) -> Finish:
     known = json.loads(fields["finish"])
     stats = known["stats"] | {"acceptance_histogram": tuple(known["stats"]["acceptance_histogram"])}
     return Finish(FinishReason(known["reason"]), None, SpeculationStats(**stats))
-
-
-log = structlog.get_logger()
-
-SESSION_TTL_S = 3600.0
-DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
-WRITING_SHARE = 0.1  # of the time at most
-LONGEST_PAUSE_S = 1.0
-QUOTA_S = 0.25  # longest wait for a tenant's bucket
-HINT_S = 0.05  # longest wait for hints on who holds a prompt
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from rootward.core.requests import TokenLogprob
 from rootward.errors import ConfigurationError, InvalidRequest, Overloaded, UnsupportedParameter
@@ -43,40 +43,15 @@ _TEMPLATE_OPTIONS = {
     "tokenizer_kwargs",
     "conversation",
 }
-
-
-class Tokenizer(Protocol):
-    """What the gateway asks of a tokenizer."""
-
-    @property
-    def content_hash(self) -> str:
-        """Hash of what decides between text and ids; "" without a vocabulary."""
-
-    @property
-    def backend_json(self) -> str:
-        """The tokenizer as the `tokenizers` library writes it; "" without one."""
-
-    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> tuple[int, ...]: ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: Mapping[str, object] | None = None,
-    ) -> tuple[int, ...]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    @property
-    def special_texts(self) -> Mapping[str, str | None]:
-        """`eos_token` and its kind, and the chat template."""
-
-    def token_bytes(self, token: int) -> bytes | None:
-        """The bytes that a token adds to a text; None where that cannot be said."""
-
-    def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer: ...
+REPLACEMENT = "\ufffd"  # what decoders put where bytes are no character (yet)
+_LONGEST_CHARACTER = (
+    8  # tokens after which bytes that are no character are taken for broken ones; UTF-8 needs at most 4
+)
+_MOVE_AT = 24  # tokens in the window before it moves on
+_MOVE_ANYWAY_AT = 64  # the same where no clean end was seen
+_OVERLAP = 4  # fewest tokens that stay in the window
+_CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
+PART = 32  # tokens
 
 
 def load_tokenizer(
@@ -277,6 +252,9 @@ class TokenNumbers:
         return Detokenizer(self.decode, context)
 
 
+Tokenizer = HuggingFaceTokenizer | TokenNumbers
+
+
 class TokenizerPool:
     """Threads for what the tokenizer does with long texts, and no others: work elsewhere never waits for it.
 
@@ -341,16 +319,6 @@ def _mapped(value: object, change: Callable[[str], str]) -> object:
 def _is_path(model: str) -> bool:
     """A hub name is `owner/name` or `name`; anything that starts like a path or has more parts is a folder."""
     return model.startswith(("/", ".", "~")) or model.count("/") > 1 or Path(model).exists()
-
-
-REPLACEMENT = "\ufffd"  # what decoders put where bytes are no character (yet)
-_LONGEST_CHARACTER = (
-    8  # tokens after which bytes that are no character are taken for broken ones; UTF-8 needs at most 4
-)
-_MOVE_AT = 24  # tokens in the window before it moves on
-_MOVE_ANYWAY_AT = 64  # the same where no clean end was seen
-_OVERLAP = 4  # fewest tokens that stay in the window
-_CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
 
 
 class Detokenizer:
@@ -426,9 +394,6 @@ class Detokenizer:
             self._given = len(certain)
 
 
-PART = 32  # tokens
-
-
 @dataclass(frozen=True, slots=True)
 class Span:
     """One token and the text it added ("" inside a character and for hidden tokens)."""
@@ -472,8 +437,8 @@ class Output:
         self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ):
         self._detokenizer = detokenizer
-        self._deaf_tokens = min_tokens  # tokens still to come whose text completes no stop
-        self._deaf = 0  # characters held that complete no stop
+        self._min_tokens_left = min_tokens  # tokens still to come whose text completes no stop
+        self._stop_free = 0  # characters held that complete no stop
         self._stops = tuple(stops)
         self._include_stop = include_stop
         self._held: list[Span] = []
@@ -487,9 +452,9 @@ class Output:
         out: list[Span] = []
         for token, flag, logprob in zip(tokens, accepted, known, strict=True):
             self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
-            if self._deaf_tokens:
-                self._deaf_tokens -= 1
-                self._deaf = len(self._text())
+            if self._min_tokens_left:
+                self._min_tokens_left -= 1
+                self._stop_free = len(self._text())
             if self._cut_at_stop():
                 return out + self._release(len(self._held))
             if len(self._held) % PART == 0:
@@ -511,7 +476,7 @@ class Output:
         return "".join(span.text for span in self._held)
 
     def _cut_at_stop(self) -> bool:
-        match = find_stop(self._text(), self._stops, self._deaf)
+        match = find_stop(self._text(), self._stops, self._stop_free)
         if match is None:
             return False
         self.stop = match.stop
@@ -532,7 +497,7 @@ class Output:
 
     def _release(self, count: int) -> list[Span]:
         out, self._held = self._held[:count], self._held[count:]
-        self._deaf = max(0, self._deaf - sum(len(span.text) for span in out))
+        self._stop_free = max(0, self._stop_free - sum(len(span.text) for span in out))
         return out
 
 

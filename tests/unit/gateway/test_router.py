@@ -64,11 +64,11 @@ def test_the_longer_prefix_wins_among_equals():
     assert choose(idle("a", "b", "c"), "k", held={"a": 64, "b": 96}).name == "b"
 
 
-def test_one_that_was_lost_a_moment_ago_is_asked_last():
-    shaky = VerifierView("a", True, max_sessions=8, shaky=True)
+def test_a_verifier_that_was_lost_recently_is_chosen_last():
+    recent = VerifierView("a", True, max_sessions=8, recently_lost=True)
     busy = VerifierView("b", True, num_running=3, max_sessions=8)
-    assert choose([shaky, busy], "k").name == "b"
-    assert choose([shaky], "k").name == "a"
+    assert choose([recent, busy], "k").name == "b"
+    assert choose([recent], "k").name == "a"
 
 
 def test_what_this_gateway_sent_counts_before_the_verifier_says_so():
