@@ -34,7 +34,8 @@ class FakeClock:
     """For tests: stands still until `advance`. Sleepers wake in the order of their times, and each sees its own time."""
 
     def __init__(self, now: float = 0.0, wall: float = 1_700_000_000.0) -> None:
-        self._now, self._wall_at_zero = now, wall - now
+        self._now = now
+        self._wall_at_zero = wall - now
         self._order = itertools.count()
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
 

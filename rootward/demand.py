@@ -136,16 +136,16 @@ def signals(
     verifiers: Iterable[Reading], drafters: Iterable[Reading], seconds: float, remembered: Cost = UNKNOWN
 ) -> Signals:
     """The signals of one pool, from beats `seconds` apart. remembered: the cost as it was when drafters last reported."""
-    verifiers, drafters = list(verifiers), list(drafters)
+    verifiers = list(verifiers)
+    drafters = list(drafters)
     if not verifiers:
         return Signals(cost=remembered)
     sessions = sum(v.now("speculating_sessions") for v in verifiers)
     rounds = _increase(verifiers, "round_seconds_count")
-    round_s, stall_s = _increase(verifiers, "round_seconds_sum"), _increase(verifiers, "draft_stall_seconds_sum")
-    wanted_s, growths = (
-        _increase(drafters, "draft_row_seconds_wanted"),
-        _increase(drafters, "draft_compute_seconds_count"),
-    )
+    round_s = _increase(verifiers, "round_seconds_sum")
+    stall_s = _increase(verifiers, "draft_stall_seconds_sum")
+    wanted_s = _increase(drafters, "draft_row_seconds_wanted")
+    growths = _increase(drafters, "draft_compute_seconds_count")
     prior = max(v.now("draft_prior_row_seconds") for v in verifiers)
     base_s = (round_s - stall_s) / rounds if rounds else None
     cost = Cost(wanted_s / growths if growths else remembered.row_s, base_s or remembered.base_s)
@@ -155,11 +155,11 @@ def signals(
     demand = sessions * row_s / base_s if row_s and base_s else None
     rows = sum(d.now("drafter_rows") for d in drafters)
     return Signals(
-        demand if sessions else 0.0,
-        wanted_s / seconds / rows if rows and seconds > 0 else 0.0,
-        min(stall_s / round_s, STALL_LIMIT) if round_s else 0.0,
-        sessions,
-        cost,
+        demand=demand if sessions else 0.0,
+        rows=wanted_s / seconds / rows if rows and seconds > 0 else 0.0,
+        stall=min(stall_s / round_s, STALL_LIMIT) if round_s else 0.0,
+        sessions=sessions,
+        cost=cost,
     )
 
 

@@ -59,7 +59,9 @@ class InvalidRequest(ServiceError):
 
     def __init__(self, field: str, value: object, fix: str):
         super().__init__(f"{field}: {value!r} {fix}", metadata={"field": field})
-        self.field, self.value, self.fix = field, value, fix
+        self.field = field
+        self.value = value
+        self.fix = fix
 
 
 class UnsupportedParameter(InvalidRequest):
@@ -151,7 +153,8 @@ class KvFull(RootwardError):
         super().__init__(
             f"kv: {needed} more blocks are needed and {free} are free; preempt a session or raise kv_cache_tokens"
         )
-        self.needed, self.free = needed, free
+        self.needed = needed
+        self.free = free
 
 
 class ModelLost(RootwardError):
@@ -205,8 +208,11 @@ class APIStatusError(APIError):
         details: dict[str, str] | None = None,
     ):
         super().__init__(message)
-        self.code, self.reason, self.request_id = code, reason, request_id
-        self.retry_after_s, self.details = retry_after_s, dict(details or {})
+        self.code = code
+        self.reason = reason
+        self.request_id = request_id
+        self.retry_after_s = retry_after_s
+        self.details = dict(details or {})
 
 
 class BadRequestError(APIStatusError):

@@ -24,7 +24,8 @@ class WatchedFiles:
         if now - self._looked_at < LOOK_AGAIN_S:
             return False
         self._looked_at = now
-        before, self._stamp = self._stamp, self._stamps()
+        before = self._stamp
+        self._stamp = self._stamps()
         return self._stamp != before
 
     def _stamps(self) -> list[tuple[int, int, int]]:

@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 
 Read = Callable[[], Mapping[str, float]]
 
-OURS, THEIRS = "rootward_", "vllm:"
+OURS = "rootward_"
+THEIRS = "vllm:"
 RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc", "iteration_tokens": "iteration_tokens_total"}
 SAME = {
     *("num_requests_running", "num_requests_waiting", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
@@ -30,7 +31,8 @@ class Gauges(Collector):
     """Names (without the prefix `rootward_`; counters end in `_total`) → values, read at every scrape."""
 
     def __init__(self, registry: CollectorRegistry, meanings: Mapping[str, str], read: Read) -> None:
-        self._meanings, self._read = meanings, read
+        self._meanings = meanings
+        self._read = read
         registry.register(self)
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:

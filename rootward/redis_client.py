@@ -25,7 +25,8 @@ from rootward.errors import ConfigurationError
 
 _KINDS = ("", "+sentinel", "+cluster")
 SCHEMES = ("unix", *(f"{plain}{kind}" for plain in ("redis", "rediss") for kind in _KINDS))
-SENTINEL_PORT, SERVER_PORT = 26379, 6379
+SENTINEL_PORT = 26379
+SERVER_PORT = 6379
 
 
 def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:

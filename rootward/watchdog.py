@@ -14,7 +14,8 @@ class Watchdog:
     """Unhealthy while one step has been running for longer than `limit_s` seconds. An idle loop is healthy."""
 
     def __init__(self, limit_s: float = STUCK_S, clock: Clock | None = None) -> None:
-        self._limit_s, self._clock = limit_s, clock or SystemClock()
+        self._limit_s = limit_s
+        self._clock = clock or SystemClock()
         self._step_started_s: float | None = None
 
     @contextmanager

@@ -27,7 +27,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     """`drain(timeout_s)` starts a drain (0 = the service's own limit) and returns how many requests were running."""
 
     def __init__(self, verifier: Verifier, drain: Drain) -> None:
-        self._verifier, self._drain = verifier, drain
+        self._verifier = verifier
+        self._drain = drain
         self.feeds = Feeds()
 
     def register(self, server: RpcServer) -> None:
@@ -42,7 +43,8 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             errors_as_status(context, request.request_id),
             aclosing(self._verifier.generate(_within(_decode(request), context.time_remaining()))) as runs,
         ):
-            feed, finished = self.feeds.get(request.feed), False
+            feed = self.feeds.get(request.feed)
+            finished = False
             async for run in runs:
                 feed.put(request.number, run)
                 finished = run.finish is not None

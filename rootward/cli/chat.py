@@ -40,7 +40,10 @@ class Conversation:
     """What was said, and the answer to what is said next. One session, so its turns go where their KV lies."""
 
     def __init__(self, client: Client, sampling: SamplingParams, speculation: Speculation, system: str, model: str):
-        self._client, self._sampling, self._speculation, self._model = client, sampling, speculation, model
+        self._client = client
+        self._sampling = sampling
+        self._speculation = speculation
+        self._model = model
         self._opening = [{"role": "system", "content": system}] if system else []
         self._session = uuid.uuid4().hex
         self.last: GenerationResult | None = None
@@ -101,8 +104,11 @@ def chat(
     from rootward.client import Client, SamplingParams, Speculation
     from rootward.errors import APIStatusError
 
-    sampling = SamplingParams(temperature, top_p, 0, max_tokens, seed, tuple(stop or ()))
-    console, notes = Console(), Console(stderr=True)
+    sampling = SamplingParams(
+        temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=tuple(stop or ())
+    )
+    console = Console()
+    notes = Console(stderr=True)
     if console.is_terminal:
         notes.print(legend(), " · /help")
     with Client(url, api_key=api_key or None, timeout=timeout) as client:

@@ -109,9 +109,17 @@ def _look(spec: str) -> Side:
     from rootward.engine.tokenizers import num_ids
 
     model: Any = load_model(spec, dtype="auto", max_slots=1)
-    info, tokenizer = model.info, getattr(model, "tokenizer", None)
+    info = model.info
+    tokenizer = getattr(model, "tokenizer", None)
     padding = max(0, info.vocab_size - num_ids(tokenizer)) if tokenizer is not None else 0
-    return Side(info.tokenizer_hash, info.vocab_size, padding, info.max_positions, info.eos_ids, info.supports_trees)
+    return Side(
+        tokenizer=info.tokenizer_hash,
+        vocab_size=info.vocab_size,
+        num_padding=padding,
+        context=info.max_positions,
+        eos_ids=info.eos_ids,
+        trees=info.supports_trees,
+    )
 
 
 def _without_progress_bars() -> None:

@@ -74,12 +74,12 @@ def generate(
         raise typer.BadParameter("needs --output json", param_hint="--logprobs")
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = SamplingParams(
-        temperature,
-        top_p,
-        top_k,
-        max_tokens,
-        seed,
-        tuple(stop or ()),
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        seed=seed,
+        stop=tuple(stop or ()),
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
@@ -90,7 +90,8 @@ def generate(
         logprobs=logprobs,
     )
     speculation = Speculation("disabled" if no_speculation else "auto", verification)
-    console, notes = Console(), Console(stderr=True)
+    console = Console()
+    notes = Console(stderr=True)
     with Client(url, api_key=api_key or None, timeout=timeout) as client:
         stream = client.stream(text, sampling=sampling, speculation=speculation, model=model)
         with stream:

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from rootward.client.types import GenerationResult, TokenDelta
 
-ACCEPTED, BONUS = "green", "yellow"  # an accepted draft token, a bonus token
+ACCEPTED = "green"  # an accepted draft token
+BONUS = "yellow"  # a bonus token
 
 _CONTROL = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), 127, *range(128, 160)) if chr(c) not in "\n\t"}
 
@@ -40,7 +41,9 @@ def legend() -> Text:
 
 def stats_table(result: GenerationResult) -> Table:
     """What one generation took."""
-    stats, timing, tokens = result.speculation, result.timing, result.usage.completion_tokens
+    stats = result.speculation
+    timing = result.timing
+    tokens = result.usage.completion_tokens
     seconds = timing.total_ms / 1000
     rows = {
         "tokens": f"{tokens} after a prompt of {result.usage.prompt_tokens}",

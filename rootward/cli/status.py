@@ -20,7 +20,8 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = Output
     from rootward.errors import UnavailableError
 
     with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
-        info, load = client.server_info(), client.load()
+        info = client.server_info()
+        load = client.load()
     if output is OutputFormat.json:
         print(_as_json(info, load))
     else:

@@ -110,7 +110,8 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 
 def _ago(seconds: float) -> str:
-    minutes, hours = int(seconds // 60) % 60, int(seconds // 3600)
+    minutes = int(seconds // 60) % 60
+    hours = int(seconds // 3600)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
 
 

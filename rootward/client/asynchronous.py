@@ -63,7 +63,8 @@ class AsyncClient:
             channel_options=channel_options or {},
             metadata=metadata or {},
         )
-        self._timeout_s, self._max_retries = timeout, max_retries
+        self._timeout_s = timeout
+        self._max_retries = max_retries
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,7 +158,9 @@ class AsyncStream:
     """Deltas of one generation. Iterate once; leaving the loop or the context cancels the generation."""
 
     def __init__(self, connection: Connection, request: generate_pb2.GenerateRequest, retries: Retries):
-        self._connection, self._request, self._retries = connection, request, retries
+        self._connection = connection
+        self._request = request
+        self._retries = retries
         self._call: Any = None
         self._over = self._attempted = False
         self._received = [Received(index) for index in range(max(1, request.sampling.n))]

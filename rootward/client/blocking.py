@@ -50,7 +50,10 @@ class LoopThread:
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `last`, then end the thread."""
         with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+            loop = self._loop
+            thread = self._thread
+            self._loop = None
+            self._thread = None
             self._closed = True
         if loop is None or thread is None:
             return
@@ -75,7 +78,8 @@ class Stream:
     """`AsyncStream` without an event loop."""
 
     def __init__(self, stream: AsyncStream, run: Callable[[Coroutine[Any, Any, Any]], Any]):
-        self._stream, self._run = stream, run
+        self._stream = stream
+        self._run = run
 
     @property
     def request_id(self) -> str:

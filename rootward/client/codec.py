@@ -87,7 +87,15 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
     texts = [chunk.text[a:b] for a, b in pairwise((0, *ends))]
     spans = tuple(zip(texts, accepted, strict=False))
     ids = unpack_u32(chunk.token_ids, "token_ids")
-    return TokenDelta(chunk.text, ids, accepted, chunk.index, chunk.offset, spans, _logprobs_from_pb(chunk.logprobs))
+    return TokenDelta(
+        text=chunk.text,
+        token_ids=ids,
+        accepted=accepted,
+        index=chunk.index,
+        offset=chunk.offset,
+        spans=spans,
+        logprobs=_logprobs_from_pb(chunk.logprobs),
+    )
 
 
 @dataclass(slots=True)
@@ -143,7 +151,8 @@ class Received:
 
 
 def event_from_pb(message: control_pb2.SessionEvent) -> SessionEvent:
-    begun, ended = message.begun, message.ended
+    begun = message.begun
+    ended = message.ended
     return SessionEvent(
         kind=message.WhichOneof("event") or "",
         request_id=message.request_id,
@@ -171,7 +180,8 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
 
 
 def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
-    stopping, decoding = message.stopping, message.decoding
+    stopping = message.stopping
+    decoding = message.decoding
     for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n"):
         _set(message.sampling, name, getattr(params, name))
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -186,7 +196,8 @@ def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateReques
     _set(message.response, "prompt_logprobs", params.prompt_logprobs)
     stopping.stop.extend([params.stop] if isinstance(params.stop, str) else params.stop)
     _checked("stop_token_ids", params.stop_token_ids, stopping.stop_token_ids.extend)
-    stopping.ignore_eos, stopping.include_stop_str_in_output = params.ignore_eos, params.include_stop
+    stopping.ignore_eos = params.ignore_eos
+    stopping.include_stop_str_in_output = params.include_stop
     message.response.skip_special_tokens = params.skip_special_tokens
 
 

@@ -26,8 +26,10 @@ T = TypeVar("T")
 
 ApiKey = str | Callable[[], str]
 
-FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 8.0
-RESUME_ATTEMPTS, RESUME_BACKOFF_S = 10, 0.1
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 8.0
+RESUME_ATTEMPTS = 10
+RESUME_BACKOFF_S = 0.1
 LONGEST_RETRY_AFTER_S = 60.0
 
 
@@ -48,7 +50,8 @@ class Connection:
     ):
         self.addresses, secure = parse_target(target)
         self._credentials = (tls or grpc.ssl_channel_credentials()) if secure or tls else None
-        self._api_key, self._metadata = api_key, dict(metadata)
+        self._api_key = api_key
+        self._metadata = dict(metadata)
         transport = replace(CALLING, keepalive_time_s=keepalive.time_s, keepalive_timeout_s=keepalive.timeout_s)
         options = dict(client_options(transport, round_robin=target.startswith("dns:")))
         options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # how long one attempt may take
@@ -82,7 +85,8 @@ class Connection:
         return tuple(pairs)
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, []
+        channels = self._channels
+        self._channels = []
         for channel in channels:
             await channel.close(None)
 
@@ -96,8 +100,11 @@ class Retries:
     """Retries calls that failed before an answer, and resumes streams that broke later; one deadline for all attempts."""
 
     def __init__(self, timeout_s: float, max_retries: int):
-        self._timeout_s, self._max = timeout_s, max_retries
-        self._left, self._num_waits, self._first_backoff_s = max_retries, 0, FIRST_BACKOFF_S
+        self._timeout_s = timeout_s
+        self._max = max_retries
+        self._left = max_retries
+        self._num_waits = 0
+        self._first_backoff_s = FIRST_BACKOFF_S
         self._deadline: float | None = None
 
     def resumes(self, error: APIError) -> bool:
@@ -105,7 +112,9 @@ class Retries:
         generation waits."""
         if not self._max or self._wait_s(error) is None:
             return False
-        self._left, self._num_waits, self._first_backoff_s = RESUME_ATTEMPTS, 0, RESUME_BACKOFF_S
+        self._left = RESUME_ATTEMPTS
+        self._num_waits = 0
+        self._first_backoff_s = RESUME_BACKOFF_S
         return True
 
     async def first(self, attempt: Callable[[float], Awaitable[T]]) -> T:
@@ -140,11 +149,13 @@ def parse_target(target: str) -> tuple[list[str], bool]:
     """(addresses for gRPC, whether TLS is asked for). Several gateways have commas between. ValueError for what is no gRPC target."""
     scheme, sep, rest = target.partition("://")
     if sep and scheme in ("grpc", "grpcs"):
-        addresses, secure = rest.rstrip("/").split(","), scheme == "grpcs"
+        addresses = rest.rstrip("/").split(",")
+        secure = scheme == "grpcs"
     elif sep and scheme not in ("dns", "ipv4", "ipv6", "unix"):
         raise ValueError(f"target: {target!r} has scheme {scheme!r}; use grpc://host:port or grpcs://host:port")
     else:
-        addresses, secure = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(","), False
+        addresses = [target] if target.startswith(("ipv4:", "ipv6:")) else target.split(",")
+        secure = False
     for address in addresses:
         if not address.startswith("unix:") and not address.rpartition(":")[2].isdecimal():
             raise ValueError(f"target: {target!r} has no port; write host:port")

@@ -32,7 +32,8 @@ DEFAULT_PORT = "grpc"
 CALL_S = 10.0  # a list, or to begin a watch
 WATCH_S = 60  # a watch is ended by the server after so long and goes on from where it was
 RESYNC_S = 600.0  # between two lists, whatever the watch has said
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.2, 10.0
+FIRST_RETRY_S = 0.2
+LONGEST_RETRY_S = 10.0
 
 Json = Mapping[str, Any]
 
@@ -55,7 +56,8 @@ class Slices:
 
     def changed(self, event: Json) -> None:
         """One event of a watch. Gone: it cannot go on from here."""
-        kind, item = event["type"], event["object"]
+        kind = event["type"]
+        item = event["object"]
         if kind == "ERROR":
             if item.get("code") == 410:
                 raise Gone(item.get("message", ""))
@@ -107,11 +109,17 @@ class EndpointSliceDiscovery:
     def __init__(
         self, api: client.DiscoveryV1Api, namespace: str, service: str, port: str, *, clock: Clock | None = None
     ) -> None:
-        self._api, self._namespace, self._service, self._port = api, namespace, service, port
+        self._api = api
+        self._namespace = namespace
+        self._service = service
+        self._port = port
         self._clock = clock or SystemClock()
 
     async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        slices, known, attempt, resync_s = Slices(), None, 0, 0.0
+        slices = Slices()
+        known = None
+        attempt = 0
+        resync_s = 0.0
         while True:
             try:
                 if not slices.version or self._clock.now() >= resync_s:

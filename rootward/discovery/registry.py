@@ -68,7 +68,9 @@ class Registry:
     def __init__(
         self, client: Redis | RedisCluster, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S
     ) -> None:
-        self._client, self.heartbeat_s, self._timeout_s = client, heartbeat_s, timeout_s
+        self._client = client
+        self.heartbeat_s = heartbeat_s
+        self._timeout_s = timeout_s
 
     @property
     def stale_s(self) -> float:
@@ -160,7 +162,8 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
             if answered:
                 log.warning("heartbeat_failed", error=str(error))
             answered = False
-        pause, asked = asyncio.ensure_future(clock.sleep(registry.heartbeat_s)), asyncio.ensure_future(now.wait())
+        pause = asyncio.ensure_future(clock.sleep(registry.heartbeat_s))
+        asked = asyncio.ensure_future(now.wait())
         try:
             await asyncio.wait({pause, asked}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -182,8 +185,11 @@ class RegistryDiscovery:
     def __init__(
         self, registry: Registry, role: str, name: str, *, ask_s: float = ASK_S, clock: Clock | None = None
     ) -> None:
-        self._registry, self._role, self._name = registry, role, name
-        self._ask_s, self._clock = ask_s, clock or SystemClock()
+        self._registry = registry
+        self._role = role
+        self._name = name
+        self._ask_s = ask_s
+        self._clock = clock or SystemClock()
 
     def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
         def complain(error: Exception) -> None:

@@ -78,7 +78,8 @@ def _parse(entry: str) -> Source:
         raise ValueError(f"{entry!r}: the name of the pool before '=' is empty")
     kind, named, target = rest.partition(":")
     if not named or kind not in KINDS:
-        kind, target = "static", rest
+        kind = "static"
+        target = rest
     if kind in ("static", "dns"):
         host, _, port = target.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:

@@ -36,8 +36,11 @@ class DnsDiscovery:
     def __init__(
         self, host: str, port: int, *, ask_s: float = ASK_S, clock: Clock | None = None, resolve: Resolve | None = None
     ) -> None:
-        self._host, self._port, self._ask_s = host, port, ask_s
-        self._clock, self._resolve = clock or SystemClock(), resolve or addresses_of
+        self._host = host
+        self._port = port
+        self._ask_s = ask_s
+        self._clock = clock or SystemClock()
+        self._resolve = resolve or addresses_of
 
     def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
         def complain(error: Exception) -> None:

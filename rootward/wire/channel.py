@@ -89,12 +89,14 @@ def parts(message: M, limit_bytes: int = FRAME_BYTES) -> Iterator[M]:
     if message.ByteSize() <= limit_bytes:
         yield message
         return
-    part, size = type(message)(), 0
+    part = type(message)()
+    size = 0
     for name, item, repeated in _items(message):
         item_bytes = item.ByteSize()
         if size and size + item_bytes > limit_bytes:
             yield part
-            part, size = type(message)(), 0
+            part = type(message)()
+            size = 0
         part.MergeFrom(type(message)(**{name: [item] if repeated else item}))
         size += item_bytes
     yield part

@@ -39,7 +39,9 @@ class _Remote:
         self, address: str, transport: Transport, tls: ClientTls | None = None, rpc_timeout_s: float = 5.0
     ) -> None:
         self.address = address
-        self._transport, self._tls, self._rpc_timeout_s = transport, tls, rpc_timeout_s
+        self._transport = transport
+        self._tls = tls
+        self._rpc_timeout_s = rpc_timeout_s
         self._files = tls.certificates.watch() if tls else None
         self._channels: list[grpc.aio.Channel] = []  # new calls take the last one
 
@@ -51,7 +53,8 @@ class _Remote:
 
     async def close(self) -> None:
         """Close the channel; RPCs under way end with Unavailable."""
-        channels, self._channels = self._channels, []
+        channels = self._channels
+        self._channels = []
         for channel in channels:
             await channel.close(None)
 
@@ -129,7 +132,8 @@ class RemoteVerifier(_Remote):
         feed = await self._opened_feed()
         with feed.subscribed(joining=not request.trees) as (number, arrived):
             message = verifier_codec.request_to_pb(request)
-            message.feed, message.number = feed.name, number
+            message.feed = feed.name
+            message.number = number
             stub = verifier_pb2_grpc.VerifierStub(self._channel())
             call = stub.Generate(message, timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
             failure = asyncio.create_task(_failure(call, arrived))

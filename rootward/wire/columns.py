@@ -82,7 +82,8 @@ def unpack_column(data: bytes, count: int, name: str) -> Ints:
 
 def pack_small(values: Sequence[int], name: str, least_width: int = 1) -> bytes:
     """`pack_column` of a list, with at least `least_width` bytes per entry."""
-    least, largest = min(values, default=0), max(values, default=0)
+    least = min(values, default=0)
+    largest = max(values, default=0)
     if least < 0 or largest > _U32_MAX:
         raise _outside_u32(name, least, largest)
     width = max(least_width, _num_bytes(largest))

@@ -130,7 +130,8 @@ def _open_or_reject(pb: drafter_pb2.Open) -> Open | Reject:
 
 def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit:
     commit = COMMIT.from_pb(pb)
-    runs, num_tokens = commit.runs, len(commit.tokens)
+    runs = commit.runs
+    num_tokens = len(commit.tokens)
     if runs and (sum(runs) != num_tokens or min(runs) < 1):
         raise ValueError(f"commit.runs: {runs} for {num_tokens} tokens; give lengths of at least 1 that add up")
     return commit

@@ -84,7 +84,8 @@ class Feed:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            due, self._due = self._due, Frame()
+            due = self._due
+            self._due = Frame()
             if due.entries:
                 for part in parts(due):
                     yield part
@@ -117,7 +118,8 @@ class Arrived:
         first = self._items.popleft()
         if isinstance(first, ServiceError):
             raise first
-        runs, num_tokens = [first], len(first.tokens)
+        runs = [first]
+        num_tokens = len(first.tokens)
         while self._joining and num_tokens < JOINED_TOKENS and self._items and _joins(runs[-1], self._items[0]):
             runs.append(self._items.popleft())  # type: ignore[arg-type]  # errors join nothing
             num_tokens += len(runs[-1].tokens)
@@ -143,7 +145,8 @@ class FeedReader:
     def __init__(self, address: str) -> None:
         self.name = 1 + secrets.randbelow(2**64 - 1)
         self.over: ServiceError | None = None  # why the feed has ended
-        self._address, self._numbers = address, count(1)
+        self._address = address
+        self._numbers = count(1)
         self._waiting: dict[int, Arrived] = {}
         self._settled = asyncio.Event()  # open, or over
 
@@ -182,7 +185,8 @@ class FeedReader:
     @contextmanager
     def subscribed(self, *, joining: bool = True) -> Iterator[tuple[int, Arrived]]:
         """A number for one generation, and the queue of its runs."""
-        number, arrived = next(self._numbers), Arrived(joining=joining)
+        number = next(self._numbers)
+        arrived = Arrived(joining=joining)
         self._waiting[number] = arrived
         if self.over is not None:
             arrived.put(self.over)

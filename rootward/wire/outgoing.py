@@ -32,7 +32,9 @@ class Outgoing:
     """Of one stream. open_long: sends a request over the other connection, ServiceError if it did not arrive."""
 
     def __init__(self, call: Any, open_long: OpenLong, on_frame: OnFrame) -> None:
-        self._call, self._open_long, self._on_frame = call, open_long, on_frame
+        self._call = call
+        self._open_long = open_long
+        self._on_frame = on_frame
         self._stream = secrets.randbits(64)
         self._held: dict[int, Commit | None] = {}  # slots whose Open is being sent, and the Commit that follows it
         self._closes: dict[int, Close] = {}
@@ -84,7 +86,8 @@ class Outgoing:
             await self._open_long(drafter_pb2.OpenLongRequest(stream=self._stream, opens=opens))
         except ServiceError:
             arrived = False
-        commit, close = self._held.pop(message.slot), self._closes.pop(message.slot, None)
+        commit = self._held.pop(message.slot)
+        close = self._closes.pop(message.slot, None)
         if not arrived and commit is None:
             # The drafter answers a Commit of an unknown slot with a resync request, which ends the slot.
             commit = Commit(message.slot, len(message.prefix), (), 0)

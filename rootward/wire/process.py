@@ -61,7 +61,9 @@ class Admin:
         """From now on these functions answer the probes, and `metrics` is exported beside the metrics of the process.
 
         model: its name, to export metrics of vLLM's meaning under vLLM's names as well ("": not)."""
-        self._ready, self._live, self._started = ready, live, True
+        self._ready = ready
+        self._live = live
+        self._started = True
         self._registries += [metrics] if metrics is not None else []
         if metrics is not None and model:
             theirs = CollectorRegistry()
@@ -151,7 +153,8 @@ async def until_stopped(
     if not first.done():
         first.cancel()
         raise RuntimeError("a loop that the service depends on has ended")
-    draining, again = asyncio.ensure_future(drain()), asyncio.ensure_future(asked.get())
+    draining = asyncio.ensure_future(drain())
+    again = asyncio.ensure_future(asked.get())
     await asyncio.wait({draining, again}, timeout=shutdown_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (draining, again):
         task.cancel()

@@ -39,7 +39,8 @@ class Record(Generic[V, P]):
     def __init__(
         self, value_type: type[V], message_type: type[P], custom: tuple[str, ...] = (), **conversions: Conversion
     ) -> None:
-        self.value_type, self.message_type = value_type, message_type
+        self.value_type = value_type
+        self.message_type = message_type
         declared = message_type.DESCRIPTOR.fields_by_name
         names = [field.name for field in fields(cast(Any, value_type)) if field.name not in custom]
         if missing := [name for name in names if name not in declared] + [n for n in conversions if n not in names]:

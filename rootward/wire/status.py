@@ -177,7 +177,9 @@ def _invalid(
     """An InvalidRequest with a finished message: its constructor would put one together."""
     error = kind.__new__(kind)
     ServiceError.__init__(error, message, retry_after_s=retry_after_s, metadata=metadata)
-    error.field, error.value, error.fix = metadata.get("field", ""), None, message
+    error.field = metadata.get("field", "")
+    error.value = None
+    error.fix = message
     return error
 
 
