@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from gateway.choices import Tally
 from gateway.requests import Delta, Ending, GenerateRequest, Seen, Usage
-from gateway.schemas import GenerationBody
+from gateway.schemas import VERIFICATIONS, GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span
 from gateway.tools import CallFormat, CallParser
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
@@ -326,7 +326,7 @@ def model_card(name: str, model: ModelInfo, created: int) -> Json:
         "root": model.name,
         "parent": None,
         "max_model_len": model.max_positions,
-        "rootward": {"tree": model.supports_trees, "verification": ["traversal", "coupled", "token"]},
+        "rootward": {"tree": model.supports_trees, "verification": list(VERIFICATIONS)},
     }
 
 

@@ -49,7 +49,7 @@ MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-_RULES: dict[str, tuple[Rule, DraftMode | None]] = {
+VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
     "traversal": (Rule.TRAVERSAL, None),
     "coupled": (Rule.MATCH, DraftMode.COUPLED),
     "token": (Rule.TOKEN, None),
@@ -326,7 +326,7 @@ class SpeculationOptions(Body):
 
     @property
     def speculation(self) -> Speculation:
-        rule, draft_mode = _RULES[self.verification] if self.verification else (None, None)
+        rule, draft_mode = VERIFICATIONS[self.verification] if self.verification else (None, None)
         return Speculation(
             SpeculationMode(self.mode),
             rule,
