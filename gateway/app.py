@@ -52,7 +52,9 @@ def build_app(service: GatewayService) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         responses=REFUSAL,
-        strict_content_type=False,
+        strict_content_type=False,  # `http_guard` checks it
+        # Spans are `rootward.tracing`'s, which have no contents of requests and honour its share.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):

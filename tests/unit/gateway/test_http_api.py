@@ -6,6 +6,10 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
@@ -249,6 +253,17 @@ async def test_a_bug_is_an_internal_error_without_details():
         assert response.json()["error"]["message"] == "internal error (ZeroDivisionError)"
         assert response.headers["x-should-retry"] == "false"
         await at_rest(service, verifier)
+
+
+async def test_the_framework_exports_nothing_of_its_own(monkeypatch):
+    """Exceptions and bodies would be in its spans and logs."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    async with api() as (_, client):
+        for body in ({"prompt": "secret"}, {"prompt": {"secret": 1}}):
+            await client.post("/v1/completions", json=body)
+    assert {span.name for span in exporter.get_finished_spans()} <= {"gateway.request"}
 
 
 async def test_models_health_version_and_metrics():
