@@ -45,7 +45,6 @@ class Run:
     alive: list[Service] = field(default_factory=list)
     stats: list[SpeculationStats] = field(default_factory=list)
     required: list[SpeculationStats] = field(default_factory=list)  # those that wait for trees as long as they may
-    longest_s: float = 0.0  # between two runs of a stream
     num_kills: int = 0
     ended: bool = False
 
@@ -72,10 +71,8 @@ class Run:
 
     async def generation(self, request: VerifierRequest, expected: list[int]) -> SpeculationStats:
         tokens: list[int] = []
-        finish, now_s = None, 0.0
+        finish = None
         async for run in self.target.generate(request):
-            before_s, now_s = now_s, asyncio.get_running_loop().time()
-            self.longest_s = max(self.longest_s, now_s - before_s if tokens else 0.0)
             assert run.offset == len(tokens)
             tokens += run.tokens
             finish = run.finish
@@ -142,11 +139,10 @@ async def killing(kills: int, model: str, num_drafters: int) -> None:
         await until(lambda: len(run.alive) == num_drafters, RECOVERY_S)
         await recovered(run)
         assert await tokens_per_round(run) > 0.9 * before
-        # A death costs a session at most the wait it was in: then it decodes plainly, or drafts elsewhere. Whoever does not require trees
-        # waits as long as it can gain by them, which a busy machine may often take to grow one.
+        # A death costs a session at most the wait it was in: then it decodes plainly, or drafts elsewhere. Sessions that do not require
+        # trees wait as long as they can gain by them, which a busy machine may often take to grow one.
         assert max(stats.num_drafter_misses for stats in run.required) <= run.num_kills
         assert sum(stats.num_drafter_misses for stats in run.stats) <= STREAMS * run.num_kills
-        assert run.longest_s < 2 * WAIT_S
 
 
 async def tokens_per_round(run: Run) -> float:
@@ -199,6 +195,5 @@ async def test_a_drafter_that_hangs_costs_each_session_a_wait_and_then_nobody() 
         waits = [stats.num_drafter_misses for stats in run.required]
         assert max(waits) <= 2
         assert sum(waits) <= STREAMS
-        assert run.longest_s < 2 * WAIT_S
         assert all(stats.num_spec_steps for stats in run.required[-STREAMS:])
         await asyncio.to_thread(hung.kill)
