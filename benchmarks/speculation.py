@@ -24,9 +24,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from benchmarks.contexts import read_prompts
-from benchmarks.environment import described
 from benchmarks.inflate import save_inflated
-from benchmarks.processes import service
+from benchmarks.results import described
+from benchmarks.services import service
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.wire.clients import RemoteVerifier
@@ -163,7 +163,8 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
                     if repetition >= 0:
                         found[name].add(*result)
                     await asyncio.sleep(0.05)
-            report(temperature, found)
+                if repetition >= 0:
+                    report(temperature, found)
 
 
 def report(temperature: float, found: dict[str, Measured]) -> None:
