@@ -219,6 +219,7 @@ class EngineLoop:
             logprobs=request.logprobs,
             shared=session.shared,
             fill=fill,
+            num_successors=session.local.num_successors if session.local is not None else 0,
             copies=snapshot is not None and verified is snapshot and session.law is DraftMode.IID,
         )
 
@@ -250,8 +251,11 @@ class EngineLoop:
         session.on(Event.COMMIT)
         missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill))
         trace_round(session, outcome, missed=missed)
-        local = session.local is not None and session.local.launched
-        self.metrics.committed(done.tree, outcome, missed=missed, local=local)
+        local = session.local
+        if local is not None:
+            local.learn_successors(outcome.successors)
+        looked_up = local is not None and local.launched
+        self.metrics.committed(done.tree, outcome, missed=missed, local=looked_up)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
         session.fed = len(session.tokens) - 1

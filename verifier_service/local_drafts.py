@@ -9,12 +9,14 @@ drafter (none, lost, not heard of yet), never by what it has grown. Whether it p
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from rootward.core.drafting.lookup import (
     Merged,
     Prediction,
     Recipe,
+    Recycling,
     Shape,
     Source,
     Successors,
@@ -45,6 +47,17 @@ class LocalDraft:
     cap: int = 0
     tree: Snapshot | None = None
     launched: bool = False  # the round that runs verifies the tree
+
+    @property
+    def num_successors(self) -> int:
+        """Most likely next tokens that its source learns from every verified row: none without a table of successors."""
+        return max((table.memory.width for table in _tables(self.source)), default=0)
+
+    def learn_successors(self, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
+        for table in _tables(self.source):
+            for token, likely in found:
+                table.replace(token, likely)
 
     @property
     def num_nodes(self) -> int:
@@ -131,6 +144,12 @@ class LocalDrafts:
         tree.root.token = tokens[-1]
         found = extend_tree(tree, local.source, Shape(local.cap, depth, topk, LEAST_SCORE))
         return tree.snapshot(found) if found else None
+
+
+def _tables(source: Source) -> list[Recycling]:
+    if isinstance(source, Recycling):
+        return [source]
+    return [table for part in source.sources for table in _tables(part)] if isinstance(source, Merged) else []
 
 
 def absent(draft: Draft | None) -> bool:

@@ -52,6 +52,7 @@ class Round:
     logprobs  as in `VerifierRequest`
     shared    the bonus token follows noise that the drafter knows (algorithms.md 6.6)
     copies    siblings are i.i.d. copies, each drawn from the whole row
+    num_successors  most likely next tokens that are wanted of every row
     fill      the end of the prefill: tokens right before the root whose KV the same forward makes
     """
 
@@ -68,6 +69,7 @@ class Round:
     shared: bool = False
     fill: tuple[int, ...] = ()
     copies: bool = False
+    num_successors: int = 0
 
     @property
     def tree(self) -> TokenTree:
@@ -89,6 +91,9 @@ class Outcome:
     expected: float = 0.0
     path: tuple[int, ...] = ()  # numbers of the accepted nodes, in draw order from 1
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token where they are asked for
+    successors: tuple[
+        tuple[int, tuple[int, ...]], ...
+    ] = ()  # (token of a node, the target's most likely tokens after it)
     draws: Draws | None = field(default=None, compare=False)  # what the audit of the drafter looks at
 
 
@@ -138,8 +143,19 @@ class Runner:
             tokens = (*tree.path(stop), bonus)
             logprobs = _logprobs(r, start, stop, tokens, logits_TV)
             path = tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist())
-            outcomes.append(Outcome(tokens, len(tree) - 1, decision.expected, path, logprobs, decision.draws))
+            successors = _successors(r, logits_TV[start : start + len(tree)])
+            outcomes.append(
+                Outcome(tokens, len(tree) - 1, decision.expected, path, logprobs, successors, decision.draws)
+            )
         return outcomes
+
+
+def _successors(r: Round, logits_NV: torch.Tensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Of every row of the round, those of rejected nodes included; best first."""
+    if not r.num_successors:
+        return ()
+    likely = torch.topk(logits_NV, min(r.num_successors, logits_NV.shape[1])).indices.tolist()
+    return tuple((token, tuple(ids)) for token, ids in zip((r.root, *r.tree.token[1:].tolist()), likely, strict=True))
 
 
 def _rows(r: Round) -> Rows:

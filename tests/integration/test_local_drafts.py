@@ -133,3 +133,14 @@ async def test_who_drafts_can_be_asked_for_and_unknown_names_are_refused() -> No
         asked = VerifierRequest("r", (1, 2), speculation=named("default", SpeculationMode.REQUIRED))
         with pytest.raises(NoDrafter):
             await collect(verifier, asked)
+
+
+async def test_tables_of_successors_learn_the_targets_most_likely_tokens_of_every_verified_row() -> None:
+    target, _ = tabular_pair(**PERIODIC)
+    async with verifier_of(target, {}, local_draft="ngram+recycling") as verifier:
+        wanted = request(temperature=0.0, max_tokens=2, mode=SpeculationMode.AUTO)
+        tokens, _ = await collect(verifier, wanted)
+        text = [*wanted.prompt, *tokens]
+        (table,) = verifier.local._memories.values()
+        likely = np.argsort(-np.asarray(target.law(text[:-1])), kind="stable").tolist()
+        assert list(table.row(text[-2])) == likely[: table.width]

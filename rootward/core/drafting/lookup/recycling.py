@@ -38,6 +38,10 @@ class Successors:
         row.insert(0, successor)
         del row[self.width :]
 
+    def replace(self, token: int, successors: Sequence[int]) -> None:
+        """The target's own most likely successors, best first: the update of "Turning Trash into Treasure" (2408.08696)."""
+        self._rows[token] = list(successors[: self.width])
+
 
 class Recycling:
     """Reads one memory and writes to any number of them.
@@ -59,6 +63,11 @@ class Recycling:
                 for memory in self._learning:
                     memory.see(self._last, token)
             self._last = token
+
+    def replace(self, token: int, successors: Sequence[int]) -> None:
+        """The target's own most likely successors of a token, best first."""
+        for memory in self._learning:
+            memory.replace(token, successors)
 
     def start(self) -> int:
         return self._last
