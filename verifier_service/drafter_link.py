@@ -115,7 +115,7 @@ class Link:
         """What it has owed since then it should have given by now, even if it had to read all texts that it was given."""
         if asked_s is None:
             return False
-        unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.heard)
+        unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.has_growth)
         return self.stall_clock.now() - asked_s > SILENT_S + READ_S * unread
 
     def view(self) -> DrafterView:
@@ -237,7 +237,7 @@ class Link:
             self.orphan(draft.slot, "forgotten")
 
     def _open_circuit(self, reason: str) -> None:
-        log.warning("drafter_left_alone", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
+        log.warning("drafter_circuit_open", drafter=self.name, reason=reason, until_s=self.breaker.until_s)
         for slot in list(self.drafts):
             self.orphan(slot, reason)
 
@@ -335,9 +335,9 @@ class Link:
         if current and draft.committed_s is not None:
             self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
         self._paced(draft, before, current=current)
-        if not draft.heard:  # what it was asked for last it has taken
+        if not draft.has_growth:  # what it was asked for last it has taken
             self._num_refusals = 0
-        draft.heard, draft.asked_s, draft.misses = True, None, 0
+        draft.has_growth, draft.asked_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
 
     def _paced(self, draft: Draft, before: int, *, current: bool) -> None:
@@ -348,7 +348,7 @@ class Link:
             return
         if current and draft.goes_on and before < draft.wanted:
             self.pace.on_more_growth(now_s - draft.grown_s, more)
-        elif current and not draft.goes_on and draft.rooted_s and draft.heard:
+        elif current and not draft.goes_on and draft.rooted_s and draft.has_growth:
             self.pace.on_first_growth(now_s - draft.rooted_s)
         draft.grown_s, draft.goes_on = now_s, draft.goes_on or current
 

@@ -250,7 +250,7 @@ class DrafterPool:
             if (link := _link(draft)) is None:  # an orphan has had its round
                 self._failed(session, draft)
                 draft = None
-            elif coming is not None and coming.heard:
+            elif coming is not None and coming.has_growth:
                 link.close(draft, "moved")
                 draft = None
             else:
@@ -288,7 +288,7 @@ class DrafterPool:
         if not session.drafts:
             return
         account, draft = self.demand[self._pool_of(session)], session.draft
-        if draft is None or not draft.heard:
+        if draft is None or not draft.has_growth:
             account.add_plain(now_s - session.committed_s)
         else:
             stall_s = min(draft.queued_s, session.launched_s - session.committed_s)

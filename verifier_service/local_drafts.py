@@ -154,7 +154,7 @@ def _tables(source: Source) -> list[Recycling]:
 
 def absent(draft: Draft | None) -> bool:
     """There is no drafter's tree, for reasons outside of it. Where the drafter knows the noise of bonus tokens, it stays alone."""
-    return draft is None or not (draft.heard or draft.shared)
+    return draft is None or not (draft.has_growth or draft.shared)
 
 
 def learn(session: Session, result: RoundResult) -> None:

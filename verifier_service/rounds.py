@@ -96,7 +96,7 @@ class Rounds:
             return limit_s
         if session.launch_immediately:
             return 0.0
-        if draft is None or not draft.heard:
+        if draft is None or not draft.has_growth:
             return 0.0
         return min(limit_s, self._launch_s(session, draft, max(0.0, draft.grown_s - session.committed_s)))
 
@@ -141,7 +141,7 @@ class Rounds:
         draft = session.draft
         session.launched_s = time.monotonic()
         session.missed = draft is not None and not draft.at_rest and bool(session.max_nodes) and not num_nodes
-        session.stalled = session.missed and draft is not None and (draft.heard or session.required)
+        session.stalled = session.missed and draft is not None and (draft.has_growth or session.required)
         target_nodes = session.target_nodes
         session.observed_nodes = (
             min(target_nodes, num_nodes) if session.launch_immediately and num_nodes else target_nodes

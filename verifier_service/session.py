@@ -85,7 +85,7 @@ class Draft:
     tree: LivingTree
     shared: bool = False  # the drafter knows the noise of the bonus tokens
     at_rest: bool = False
-    heard: bool = False  # something has come; before that the drafter reads the prompt, and nobody waits
+    has_growth: bool = False  # some has come; before that the drafter reads the prompt, and no round waits
     drafter: str = ""  # name
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0

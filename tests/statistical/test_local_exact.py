@@ -54,7 +54,7 @@ class Walk:
         self.meet(drafter, text)
         draft = session.draft
         local = self.ladder.plan(session, CAP)
-        arrived = len(draft.tree) if draft is not None and draft.heard else 0
+        arrived = len(draft.tree) if draft is not None and draft.has_growth else 0
         view = SessionView(1, 0, draft is not None, arrived, True, 0.0, 0.0, CAP, local=local)
         step = schedule([view], Limits(rows=64, chunk=1))
         snapshot = draft.tree.snapshot(step.verify[0][1]) if step.verify and draft is not None else None
@@ -79,7 +79,7 @@ class Walk:
             self.session.draft = Draft(None, 1, tree)
             shape = BestFirst(self.law, max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
             self.growth = Growth(tree, shape, node_cap=4)
-        self.session.draft.heard = drafter == "heard"
+        self.session.draft.has_growth = drafter == "heard"
         for _ in range(self.levels):
             grow_level(self.model, self.session.draft.tree, self.growth, text)
 

@@ -82,7 +82,7 @@ def error(
             grow_level(model, session.draft.tree, old, text)
         for _ in range(levels[2]):
             grow_level(model, session.next_draft.tree, new, text)
-        session.next_draft.heard = heard
+        session.next_draft.has_growth = heard
         verdict = decide(model, first, text)
         stop = chooser.choose(verdict.stop)
         bonus = chooser.choose(verdict.bonus_row(stop))

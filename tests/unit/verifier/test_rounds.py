@@ -44,10 +44,10 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     pool = Pool()
     rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
     session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), 4, 4
-    draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard)
+    draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), has_growth=heard)
     rounds.start_round_timer(session)
     rounds.on_launch(session, 0)
-    draft.heard, draft.at_rest = True, came_to_rest
+    draft.has_growth, draft.at_rest = True, came_to_rest
     before = session.statistics.tokens(4)
     assert rounds.ended(session, Outcome((3,), 0)) is heard  # before the first growth nobody waits
     assert pool.judged == [True]  # though a drafter that never says anything must be found out
@@ -78,7 +78,7 @@ def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard
     session.max_nodes, session.target_nodes, session.draft = (
         4,
         4,
-        Draft(object(), 1, LivingTree(2, 0, vocab_size=5), heard=heard),
+        Draft(object(), 1, LivingTree(2, 0, vocab_size=5), has_growth=heard),
     )
     before = session.statistics.tokens(4)
     rounds.start_round_timer(session)
@@ -97,7 +97,7 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
     session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), cap, cap
-    draft = session.draft = Draft(object(), 1, tree, heard=True, pace=DraftPace(next_s, 0.001), wanted=cap)
+    draft = session.draft = Draft(object(), 1, tree, has_growth=True, pace=DraftPace(next_s, 0.001), wanted=cap)
     rounds.start_round_timer(session)
     return rounds, session, draft
 
