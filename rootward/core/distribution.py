@@ -67,12 +67,15 @@ class DraftDistribution:
         """Of the weights; an int here."""
         return int(self.weight.sum())
 
-    def draw(self, words: Iterable[int]) -> int:
-        """One token from exactly weight / total."""
+    def draw(self, words: Iterable[int], bits: int = 64) -> int:
+        """One token from exactly weight / total. words: uniform integers of so many bits, one and a spare (one is rejected with
+        probability below 2⁻³⁶ at 64 bits and K ≤ 4096)."""
         if len(self) == 0:
             raise ValueError("row: empty; nothing is left to draw")
         cumulative = np.cumsum(self.weight)
-        return int(self.ids[np.searchsorted(cumulative, below(int(cumulative[-1]), _integers(words)), side="right")])
+        return int(
+            self.ids[np.searchsorted(cumulative, below(int(cumulative[-1]), _integers(words), bits), side="right")]
+        )
 
     @property
     def law(self) -> Floats:
@@ -116,7 +119,7 @@ class DenseDistribution(DraftDistribution):
     def total(self) -> float:
         return float(self.weight.sum())
 
-    def draw(self, words: Iterable[int]) -> int:
+    def draw(self, words: Iterable[int], bits: int = 64) -> int:
         """One token by inverse distribution function from the high 53 bits of a word."""
         cumulative = np.cumsum(self.weight)
         uniform = (next(_integers(words)) >> 11) * 2.0**-53
@@ -194,22 +197,6 @@ def below(bound: int, words: Iterator[int], bits: int = 64) -> int:
         if product & ((1 << bits) - 1) >= rejected:
             return product >> bits
     raise ValueError("words: used up by rejections; give a few more than there are draws")
-
-
-def draw_children(row: DraftDistribution, num_children: int, words: Iterable[int], bits: int = 64) -> Ints:
-    """int64[m]: tokens drawn without replacement, in draw order; fewer if the support is smaller.
-
-    words: uniform integers, e.g. `rng.draw_words(...)`; one per child and a spare or two (a word is rejected with
-    probability < 2⁻³⁶ at 64 bits and K ≤ 4096).
-    """
-    source = _integers(words)
-    weight, tokens = row.weight.copy(), []
-    for _ in range(min(num_children, len(row))):
-        cumulative = np.cumsum(weight)
-        place = int(np.searchsorted(cumulative, below(int(cumulative[-1]), source, bits), side="right"))
-        tokens.append(int(row.ids[place]))
-        weight[place] = 0
-    return np.array(tokens, dtype=np.int64)
 
 
 def greedy_family(row: DraftDistribution, num_children: int, words: Iterable[int]) -> GreedyFamily:

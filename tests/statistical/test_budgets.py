@@ -13,12 +13,11 @@ from functools import cache, partial
 
 import numpy as np
 import pytest
+from support import budgets
 from support import enumeration as enum
 from support import wrong_rules as wrong
 from support.models import random_model, test_models
 from support.wrong_rules import Rounds
-
-from rootward.core import budgets
 
 MODELS = [model for model in test_models() if model.vocab == 3]
 PAIRS = [(a, (a + 1) % len(MODELS)) for a in range(len(MODELS))]

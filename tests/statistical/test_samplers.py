@@ -10,9 +10,10 @@ import pytest
 from scipy.stats import chisquare
 from support import enumeration as enum
 from support.models import random_model
+from support.rows import draw_children
 
 from rootward.core import drafting
-from rootward.core.distribution import DraftDistribution, draw_children, greedy_family
+from rootward.core.distribution import DraftDistribution, greedy_family
 from rootward.core.rng import Key, draw_words
 
 SAMPLES = 12_000

@@ -10,9 +10,10 @@ from scipy.stats import chisquare
 from support.batched import batched_law
 from support.models import Model, random_model
 from support.random_trees import random_round
+from support.rows import draw_children
 
 from rootward.core import TokenTree, verification
-from rootward.core.distribution import draw_children, greedy_family, quantise
+from rootward.core.distribution import greedy_family, quantise
 from rootward.core.rng import Key, bonus_gumbel, coins, draw_words, target_gumbel
 from rootward.core.verification import bonus_token, stop_node
 

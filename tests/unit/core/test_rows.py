@@ -8,12 +8,12 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from support.rows import draw_children
 
 from rootward.core.distribution import (
     LARGEST,
     DraftDistribution,
     below,
-    draw_children,
     greedy_family,
     quantise,
     quantise_top,
