@@ -199,6 +199,8 @@ async def test_a_disconnect_cancels_streams_and_whole_answers():
         ({"prompt": "a", "speculation": {"often": 3}}, 400, "unsupported_parameter", "speculation.often"),
         ({"prompt": "a", "speculation": {"topk": 0}}, 400, "invalid_value", "speculation.topk"),
         ({"prompt": "a", "unheard_of": {"x": 1}}, 400, "unsupported_parameter", "unheard_of"),
+        ({"prompt": "a", "x\ud800": 1}, 400, "invalid_value", "body"),
+        ({"prompt": "a", "y" * 100: 1}, 400, "unsupported_parameter", "y" * 32),
         ({"prompt": "a\ud800"}, 400, "invalid_value", "prompt"),
         ({"prompt": "a", "request_id": "a b"}, 400, "invalid_value", "request_id"),
         ([1], 400, "invalid_value", "body"),
