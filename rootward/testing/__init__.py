@@ -1,1 +1,2 @@
-"""What ships for tests and benchmarks of services: a link between two of them that is as bad as one likes (`slow_link`)."""
+"""Tools for tests and benchmarks of services: a slow or lossy link between two of them (`slow_link`), a drafter that cheats
+(`dishonest`)."""
