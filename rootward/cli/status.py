@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from rootward.client.types import Load, ServerInfo
 
 
+CAUGHT = "drafter_caught/"  # of a gauge of verifiers, before the address of the drafter
+
+
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
     """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
     from rich.console import Console
@@ -41,7 +44,15 @@ def _table(url: str, info: ServerInfo, load: Load) -> Table:
         for worker in workers:
             state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
             table.add_row(role, worker.name or "-", worker.address, state)
+    for address in _caught(load):
+        table.add_row("drafter", "-", address, "caught by the audit; verified by match")
     return table
+
+
+def _caught(load: Load) -> list[str]:
+    """Addresses of drafters that the audit of a verifier has caught."""
+    names = {name for verifier in load.verifiers for name in verifier.stats}
+    return sorted(name.removeprefix(CAUGHT) for name in names if name.startswith(CAUGHT))
 
 
 def _as_json(info: ServerInfo, load: Load) -> str:
