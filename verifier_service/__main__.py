@@ -10,18 +10,21 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
+from redis.asyncio import Redis, RedisCluster
 
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.threads import on_passing_thread
 from rootward.ports import Discovery, Drafter, LanguageModel
+from rootward.redis_client import open_redis
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
+from verifier_service.audit import TIMEOUT_S
 from verifier_service.metrics import Metrics
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
@@ -39,9 +42,10 @@ def build(
     step_time: StepTime | None = None,
     drafters: Mapping[str, Drafter] | None = None,
     thread: ThreadPoolExecutor | None = None,
+    redis: Redis | RedisCluster | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread:
-    as for `VerifierService`."""
+    """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread,
+    redis: as for `VerifierService`."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,
@@ -53,6 +57,7 @@ def build(
         law_atoms=settings.law_atoms,
         draft_wait_s=settings.draft_wait_ms / 1e3,
         zone=settings.zone,
+        untrusted_pools=tuple(settings.untrusted_pools),
         draft_prior_row_s=settings.draft_prior_row_ms / 1e3,
         max_rows=settings.max_num_batched_tokens,
         prefill_chunk=settings.max_num_batched_tokens,
@@ -71,6 +76,7 @@ def build(
         dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
         metrics=metrics,
         thread=thread,
+        redis=redis,
     )
 
 
@@ -112,7 +118,10 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
         places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
         sources = await stack.enter_async_context(places)
-        verifier = await stack.enter_async_context(build(model, sources, settings, step_time))
+        redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
+        if redis is not None:
+            stack.push_async_callback(redis.aclose)
+        verifier = await stack.enter_async_context(build(model, sources, settings, step_time, redis=redis))
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:

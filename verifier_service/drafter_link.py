@@ -154,7 +154,9 @@ class Link:
             chain=message.strategy.name == "chain",
         )
         shared = message.bonus_key is not None
-        draft = Draft(self, slot, tree, shared, drafter=self.name, opened_s=time.monotonic(), pace=self.pace)
+        draft = Draft(
+            self, slot, tree, shared, drafter=self.name, pool=self.pool, opened_s=time.monotonic(), pace=self.pace
+        )
         draft.asked_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.send_buffer.open(message)

@@ -20,10 +20,11 @@ from dataclasses import replace
 
 import structlog
 
-from rootward.core.requests import DraftMode
+from rootward.core.requests import DraftMode, Rule
 from rootward.errors import ModelLost
 from rootward.ports import LanguageModel
 from rootward.watchdog import Watchdog
+from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.kv_admission import Memory, Slots
 from verifier_service.local_drafts import LocalDrafts
@@ -52,8 +53,10 @@ class EngineLoop:
         metrics: Metrics,
         wake: asyncio.Event,
         thread: ThreadPoolExecutor,
+        audit: DrafterAudit,
         step_time: StepTime | None = None,
     ) -> None:
+        self.audit = audit
         self.runner, self.policy, self.pool, self.live, self.metrics = runner, policy, pool, live, metrics
         self.slots = Slots(model, Memory(model, policy.num_draft_tokens))
         self.running = self.slots.running
@@ -205,12 +208,16 @@ class EngineLoop:
         if fill:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
-        verified = self.local.launch(session, snapshot)
+        verified, rule, drafter = self.local.launch(session, snapshot), session.rule, ""
+        if session.draft is not None and verified is not None and verified is snapshot:
+            drafter = session.draft.drafter
+            if not self.audit.trusts(drafter, session.draft.pool):
+                rule = Rule.MATCH  # lossless for any tree
         return Round(
             kv_slot=session.kv_slot,
             root=session.tokens[-1],
             length=len(session.tokens),
-            rule=session.rule,
+            rule=rule,
             sampling=request.sampling,
             key=session.key,
             epoch=request.epoch,
@@ -218,6 +225,7 @@ class EngineLoop:
             prefix=session.prefix,
             logprobs=request.logprobs,
             shared=session.shared,
+            drafter=drafter,
             fill=fill,
             num_successors=session.local.num_successors if session.local is not None else 0,
             copies=snapshot is not None and verified is snapshot and session.law is DraftMode.IID,
@@ -249,6 +257,8 @@ class EngineLoop:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)
+        if done.drafter and outcome.draws is not None:
+            self.audit.observe(done.drafter, outcome.draws)
         missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill))
         trace_round(session, outcome, missed=missed)
         local = session.local

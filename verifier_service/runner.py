@@ -51,6 +51,7 @@ class Round:
     prefix    what processors know of that text
     logprobs  as in `VerifierRequest`
     shared    the bonus token follows noise that the drafter knows (algorithms.md 6.6)
+    drafter   address of the drafter that grew the tree; "" for a local tree, or none
     copies    siblings are i.i.d. copies, each drawn from the whole row
     num_successors  most likely next tokens that are wanted of every row
     fill      the end of the prefill: tokens right before the root whose KV the same forward makes
@@ -70,6 +71,7 @@ class Round:
     fill: tuple[int, ...] = ()
     copies: bool = False
     num_successors: int = 0
+    drafter: str = ""
 
     @property
     def tree(self) -> TokenTree:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 import structlog
+from redis.asyncio import Redis, RedisCluster
 
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
@@ -15,6 +16,7 @@ from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from rootward.tracing import request_span
+from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_link import Shape
 from verifier_service.drafter_pool import Dial, DrafterPool
 from verifier_service.engine_loop import EngineLoop
@@ -46,9 +48,10 @@ class VerifierService:
         dial: Dial | None = None,
         metrics: Metrics | None = None,
         thread: ThreadPoolExecutor | None = None,
+        redis: Redis | RedisCluster | None = None,
     ) -> None:
         """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
-        on several threads, each would slow the other down (`engine.threads`)."""
+        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
         self.runner = runner or Runner(model)
@@ -71,6 +74,8 @@ class VerifierService:
             shape=Shape(*self.policy.shape),
             metrics=self.metrics.links,
         )
+        untrusted = self.policy.untrusted_pools
+        self.audit = DrafterAudit(self.metrics.registry, worker, untrusted_pools=untrusted, redis=redis)
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._own_thread = thread is None
         self.engine = EngineLoop(
@@ -82,20 +87,23 @@ class VerifierService:
             metrics=self.metrics,
             wake=self._wake,
             thread=self._thread,
+            audit=self.audit,
             step_time=step_time,
         )
         self.slots, self.local, self._running = self.engine.slots, self.engine.local, self.engine.running
         self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._task: asyncio.Task[None] | None = None
         self._drain_task: asyncio.Task[None] | None = None
+        self._audit_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> VerifierService:
         await self.pool.__aenter__()
         self._task = asyncio.create_task(self.engine.run(), name="engine")
+        self._audit_task = asyncio.create_task(self.audit.run(), name="audit of drafters")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [task for task in (self._task, self._drain_task) if task is not None]
+        tasks = [task for task in (self._task, self._drain_task, self._audit_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -142,7 +150,8 @@ class VerifierService:
 
     def _stats(self) -> dict[str, float]:
         speedup = self.engine.rounds.controller.speedup
-        return {"spec_decode_speedup_estimate": speedup, **self.pool.gauges(), **self.slots.gauges()}
+        gauges = {**self.pool.gauges(), **self.slots.gauges(), **self.audit.gauges()}
+        return {"spec_decode_speedup_estimate": speedup, **gauges}
 
     @property
     def ended(self) -> asyncio.Task[None] | None:

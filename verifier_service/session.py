@@ -87,6 +87,7 @@ class Draft:
     at_rest: bool = False
     has_growth: bool = False  # some has come; before that the drafter reads the prompt, and no round waits
     drafter: str = ""  # name
+    pool: str = ""  # of the drafter
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0
     asked_s: float | None = None  # since when (its link's `awake`) it owes growth, of this root or an earlier one

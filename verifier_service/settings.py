@@ -29,6 +29,10 @@ class VerifierSettings(ProcessSettings):
         description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "
         "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: plain decoding",
     )
+    untrusted_pools: CommaSeparated = Field(
+        default=[],
+        description="pools whose drafters are verified by match only, with commas between; drafters of all others are audited",
+    )
     redis_url: str = Field(
         "", description="redis://host:port/0 of the registry, to be found there and to find drafters (default: neither)"
     )
@@ -110,6 +114,7 @@ class Policy:
     law_atoms: int = 32
     draft_wait_s: float = 0.2
     zone: str = ""  # where it runs: drafters near by are tried first
+    untrusted_pools: tuple[str, ...] = ()  # their trees are verified by match
     draft_prior_row_s: float = 0.0  # row-seconds of drafting per round until drafters report; 0: unknown
     max_rows: int = 256
     prefill_chunk: int = 256

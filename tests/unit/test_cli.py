@@ -91,6 +91,16 @@ async def test_status(capsys):
         assert "no verifier is ready" in capsys.readouterr().err
 
 
+def test_status_names_drafters_that_the_audit_has_caught():
+    from rootward.cli.status import _caught
+    from rootward.client.types import Load, VerifierLoad
+
+    stats = {"drafter_caught/10.0.0.7:50061": 1.0, "drafters_up": 2.0}
+    verifiers = (VerifierLoad("v", True, 0, 0, 8, stats), VerifierLoad("w", True, 0, 0, 8, stats))
+    assert _caught(Load(0, 0, 16, False, verifiers=verifiers)) == ["10.0.0.7:50061"]
+    assert _caught(Load(0, 0, 8, False)) == []
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
