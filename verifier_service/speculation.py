@@ -25,17 +25,11 @@ from rootward.ports import LanguageModel, Rows
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240)  # numbers of nodes that are compared
 MEASURED = tuple(size + 1 for size in SIZES if size <= 64)  # rows of the steps that are measured at start
-ENTER, LEAVE = 1.03, 0.98  # goodput over that of plain decoding at which speculation begins, and ends
+ENTER = 1.03  # goodput over that of plain decoding at which speculation begins
+LEAVE = 0.98  # and below which it ends
 PROBE_EVERY = 64  # rounds between two that try another size; fewer at first
-COARSE = (
-    0,
-    2,
-    4,
-    8,
-    16,
-    32,
-    64,
-)  # sizes that are tried at first, and now and then: draft trees of other sizes have other shapes
+# Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes.
+COARSE = (0, 2, 4, 8, 16, 32, 64)
 LEAST_PROBED = 0.5  # of the best goodput must be expected of a size that is tried
 TRIAL = 4  # rounds with trees of one session, while the others decode plainly
 TRIAL_SHARE = 0.01  # of the time of plain decoding that trials may cost
@@ -43,11 +37,10 @@ TRIAL_MEMORY = 16  # rounds that what is known of a node counts for at most when
 
 MEMORY = 0.01  # weight of the newest round in the acceptance of a node
 QUICK_MEMORY = 0.1  # in what differs between sizes, and in the time that the engine waits for a draft
-FIRST_ACCEPTANCE, DECAY = (
-    0.5,
-    0.85,
-)  # of the first node, and of every further one against the one before, while nothing is known
+FIRST_ACCEPTANCE = 0.5  # of the first node, while nothing is known
+DECAY = 0.85  # of a node's acceptance against that of the node before, while nothing is known
 PRIOR_ROUNDS = 4  # that such an expectation counts for
+MAX_KINDS = 256  # of rounds that are remembered: requests choose some of what tells them apart
 PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
 LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
 
@@ -64,7 +57,9 @@ class StepTime:
         """measured: seconds by number of rows."""
         self._log = {rows: math.log(max(seconds, 1e-9)) for rows, seconds in sorted((measured or {}).items())}
         self._changes = dict.fromkeys(self._log, 0)
-        self._speed, self._last, self._num_steps = 0.0, 0, 0
+        self._speed = 0.0  # logarithm
+        self._last = 0  # size of the step before
+        self._num_steps = 0
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._fit()
@@ -227,14 +222,17 @@ class Statistics:
         self._wait: dict[int, float] = {}
         self.num_rounds = 0  # with trees
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
-        self.usual_nodes, self.usual_tokens = 0, 1.0  # of a round that is no probe
+        self.usual_nodes = 0  # waited for by a round that is no probe
+        self.usual_tokens = 1.0  # and expected of it
         self.speedup = 1.0  # expected tokens per second with trees over plain decoding
         self.active = False
         self.trial_session: int | None = None
         self.trial_left = 0  # rounds with trees; 0: there is no trial
         self.trial_patience = 0  # rounds until a trial whose trees do not come is over
         self.pause_left = 0  # rounds of plain decoding until the next trial
-        self.num_plans, self.next_probe, self.num_probes = 0, 0, 0
+        self.num_plans = 0
+        self.num_probes = 0
+        self.next_probe = 0  # in plans
 
     # -- what is known ------------------------------------------------------------------------------------------------
 
@@ -328,18 +326,23 @@ class Statistics:
         return target, max(target, min(most, self.max_nodes)) if target else 0
 
     def begin_trial(self) -> None:
-        self.trial_left, self.trial_session, self.trial_patience = TRIAL, None, PROBE_EVERY
+        self.trial_left = TRIAL
+        self.trial_session = None
+        self.trial_patience = PROBE_EVERY
         self._rounds = [min(rounds, TRIAL_MEMORY) for rounds in self._rounds]
 
     def activate(self) -> None:
-        self.active, self.trial_left, self.trial_session = True, 0, None
+        self.active = True
+        self.trial_left = 0
+        self.trial_session = None
 
     def deactivate(self) -> None:
         self.active = False
         self._end_trial()
 
     def _end_trial(self) -> None:
-        self.trial_left, self.trial_session = 0, None
+        self.trial_left = 0
+        self.trial_session = None
         lost = TRIAL * (1.0 / self.speedup - 1.0)  # plain steps
         self.pause_left = max(PROBE_EVERY, round(lost / TRIAL_SHARE))
 
@@ -352,9 +355,12 @@ class SpeculationController:
     _kinds: dict[Hashable, Statistics] = field(default_factory=dict)
 
     def of(self, kind: Hashable) -> Statistics:
-        if kind not in self._kinds:
-            self._kinds[kind] = Statistics()
-        return self._kinds[kind]
+        """Statistics of this kind of rounds; those used longest ago are forgotten when there are too many."""
+        found = self._kinds.pop(kind, None) or Statistics()
+        self._kinds[kind] = found  # the last used one is last
+        if len(self._kinds) > MAX_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        return found
 
     @property
     def speedup(self) -> float:

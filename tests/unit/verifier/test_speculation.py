@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.controller_simulation import WORLDS, share_of_best
 from rootward.engine.tabular import TabularModel
 from verifier_service.speculation import (
+    MAX_KINDS,
     PROBE_EVERY,
     SIZES,
     RoundResult,
@@ -183,6 +184,15 @@ def test_nothing_is_decided_before_a_step_was_seen() -> None:
     controller.step_time.add(1, 0.05)
     controller.plan({one: 1}, most=16)
     assert one.begin_round(1, 16)[0] > 0
+
+
+def test_kinds_of_rounds_that_requests_make_up_are_bounded() -> None:
+    controller = SpeculationController()
+    used = controller.of("used")
+    for i in range(2 * MAX_KINDS):
+        controller.of(i)
+        assert controller.of("used") is used
+    assert len(controller._kinds) == MAX_KINDS
 
 
 def test_the_wait_of_sizes_that_were_not_tried_follows_the_nearest_one() -> None:
