@@ -36,7 +36,7 @@ from gateway.session_store import (
     stale,
     with_seed,
 )
-from gateway.tokenizer import INLINE_CHARACTERS, Output, Span, Tokenizer, TokenizerPool, texts_in
+from gateway.tokenizer import INLINE_CHARACTERS, Output, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
@@ -72,19 +72,6 @@ class Limits:
     redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
     first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
     lease_s: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Generated:
-    """A whole generation."""
-
-    request_id: str
-    spans: tuple[Span, ...]
-    ending: Ending
-
-    @property
-    def text(self) -> str:
-        return "".join(span.text for span in self.spans)
 
 
 class GatewayService:
@@ -202,16 +189,6 @@ class GatewayService:
             usage = Usage(len(plan.first.prompt), 0)
             ending = Ending(FinishReason.ABORTED, usage, SpeculationStats(), Timing())
             yield Delta(request.request_id, 0, (), ending, prompt=plan.first.prompt)
-
-    async def collect(self, request: GenerateRequest) -> Generated:
-        """The whole generation at once."""
-        spans: list[Span] = []
-        async with aclosing(self.generate(request)) as deltas:
-            async for delta in deltas:
-                spans += delta.spans
-                if delta.ending is not None:
-                    return Generated(delta.request_id, tuple(spans), delta.ending)
-        raise Unavailable("the generation ended without a finish", retry_after_s=1.0)
 
     async def tokenize(
         self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None, tenant: str = ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -119,18 +120,9 @@ class GatewaySettings(ProcessSettings):
 
     @property
     def limits(self) -> Limits:
-        return Limits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_queued_reqs=self.max_num_queued_reqs,
-            max_num_queued_tokens=self.max_num_queued_tokens,
-            max_prompt_tokens=self.max_prompt_tokens,
-            max_output_tokens=self.max_output_tokens,
-            max_prompt_characters=self.max_prompt_characters,
-            max_choices=self.max_choices,
-            tenant_rate=self.tenant_rate,
-            request_timeout_s=self.request_timeout_s,
-            redispatch_wait_s=self.redispatch_wait_s,
-        )
+        """The settings of the same names."""
+        names = (field.name for field in fields(Limits))
+        return Limits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 class LocalSettings(ServiceSettings):

@@ -1,19 +1,46 @@
 """A gateway service around in-test verifiers."""
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+from gateway.requests import Ending
 from gateway.router import Upstreams
 from gateway.service import GatewayService, Limits
 from gateway.servicer import register
 from gateway.session_store import MemoryStore
+from gateway.tokenizer import Span
 from rootward.wire.server import RpcServer
 
 TEXT = SpellingVerifier().text
 IDS = (*byte_level().encode(TEXT), END_ID)  # what every generation must give
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A whole generation."""
+
+    request_id: str
+    spans: tuple[Span, ...]
+    ending: Ending
+
+    @property
+    def text(self):
+        return "".join(span.text for span in self.spans)
+
+
+async def collect(service, request):
+    """The whole generation at once."""
+    spans = []
+    async with aclosing(service.generate(request)) as deltas:
+        async for delta in deltas:
+            spans += delta.spans
+            if delta.ending is not None:
+                return Generated(delta.request_id, tuple(spans), delta.ending)
+    raise AssertionError("the generation ended without a finish")
 
 
 @asynccontextmanager

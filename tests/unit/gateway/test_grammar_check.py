@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from unit.gateway.service_for_tests import at_rest, serving
+from unit.gateway.service_for_tests import at_rest, collect, serving
 from unit.gateway.tokenizers_for_tests import END, byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -91,7 +91,7 @@ async def test_no_verifier_is_asked_for_a_form_that_is_refused():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
         with pytest.raises(InvalidGrammar):
-            await service.collect(GenerateRequest("a", structure=Structure(Form.JSON_SCHEMA, chain(1000))))
+            await collect(service, GenerateRequest("a", structure=Structure(Form.JSON_SCHEMA, chain(1000))))
         await at_rest(service, verifier)
     assert not verifier.requests
 

@@ -5,7 +5,7 @@ import threading
 
 import httpx
 import pytest
-from unit.gateway.service_for_tests import at_rest, grpc_serving, serving
+from unit.gateway.service_for_tests import at_rest, collect, grpc_serving, serving
 
 from gateway import auth, tokenizer
 from gateway.admission import Rate
@@ -22,7 +22,7 @@ from rootward.errors import ContextLengthExceeded, InvalidRequest, Overloaded, P
 async def test_a_prompt_is_refused_by_its_characters_before_it_is_tokenised(prompt, monkeypatch):
     async with serving(max_prompt_characters=100) as service:
         monkeypatch.setattr(service, "tokenizer", None)
-        for call in (service.tokenize(prompt), service.collect(GenerateRequest(prompt))):
+        for call in (service.tokenize(prompt), collect(service, GenerateRequest(prompt))):
             with pytest.raises(ContextLengthExceeded, match="characters are more than this server takes, 100"):
                 await call
 
@@ -80,9 +80,9 @@ async def test_choices_are_bounded():
     async with serving(max_choices=3) as service:
         for request in outputs(GenerateRequest("a", n=4)):
             with pytest.raises(InvalidRequest, match="n: 4 is more than this server gives, 3"):
-                await service.collect(request)
+                await collect(service, request)
         for request in outputs(GenerateRequest("a", n=3)):
-            await service.collect(request)
+            await collect(service, request)
         await at_rest(service)
 
 
@@ -91,12 +91,12 @@ async def test_who_goes_first_needs_a_scope(scope):
     async with serving() as service:
         token = auth._CALLER.set(Caller("k", "t", frozenset({Scope.GENERATE, scope})))
         try:
-            await service.collect(GenerateRequest("a", priority=1))
+            await collect(service, GenerateRequest("a", priority=1))
             if scope is Scope.GENERATE:
                 with pytest.raises(PermissionDenied, match="priority"):
-                    await service.collect(GenerateRequest("a", priority=-1))
+                    await collect(service, GenerateRequest("a", priority=-1))
             else:
-                await service.collect(GenerateRequest("a", priority=-1))
+                await collect(service, GenerateRequest("a", priority=-1))
         finally:
             auth._CALLER.reset(token)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving, serving
+from unit.gateway.service_for_tests import IDS, TEXT, collect, grpc_serving, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
@@ -224,7 +224,7 @@ async def test_logprobs_survive_a_lost_verifier() -> None:
     dying, other = SpellingVerifier(die_after=lambda r: 4), SpellingVerifier()
     async with serving(dying, other) as service:
         for i in range(6):
-            generated = await service.collect(GenerateRequest("a", request_id=f"r{i}", logprobs=1))
+            generated = await collect(service, GenerateRequest("a", request_id=f"r{i}", logprobs=1))
             wanted = [logprob_of(i, token, 1) for i, token in enumerate(IDS)]
             assert [span.logprob for span in generated.spans] == wanted
 
@@ -232,7 +232,7 @@ async def test_logprobs_survive_a_lost_verifier() -> None:
 async def test_a_verifier_that_sends_no_logprobs_is_not_believed() -> None:
     async with serving(SpellingVerifier(spoil=lambda run: [replace(run, logprobs=())])) as service:
         with pytest.raises(Exception, match="logprobs"):
-            await service.collect(GenerateRequest("a", logprobs=1))
+            await collect(service, GenerateRequest("a", logprobs=1))
 
 
 def test_tokens_with_one_text_are_told_apart() -> None:
@@ -257,14 +257,14 @@ async def test_no_stop_before_min_tokens() -> None:
     verifier = SpellingVerifier(text="ab ab ab ab")
     async with serving(verifier) as service:
         for least in range(12):
-            generated = await service.collect(GenerateRequest("a", stop=("ab",), min_tokens=least, max_tokens=12))
+            generated = await collect(service, GenerateRequest("a", stop=("ab",), min_tokens=least, max_tokens=12))
             tokens = byte_level().encode(verifier.text)
             ends = [len(byte_level().decode(tokens[: i + 1])) for i in range(len(tokens))]
             found = [at for at in (0, 3, 6, 9) if sum(end < at + 2 for end in ends) + 1 > least]
             expected = verifier.text[: found[0]] if found else verifier.text
             assert generated.text == expected, least
         with pytest.raises(InvalidRequest, match="min_tokens: 13 is outside"):
-            await service.collect(GenerateRequest("a", min_tokens=13, max_tokens=12))
+            await collect(service, GenerateRequest("a", min_tokens=13, max_tokens=12))
 
 
 json_values = st.recursive(

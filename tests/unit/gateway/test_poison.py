@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from unit.gateway.service_for_tests import TEXT, at_rest, serving
+from unit.gateway.service_for_tests import TEXT, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.generation import POISON_TTL_S, PoisonList, PoisonRequest
@@ -31,16 +31,16 @@ def poison(**changes):
 async def test_three_verifiers_survive_a_poison_request_but_two_and_the_second_time_all():
     three = verifiers()
     async with serving(*three) as service:
-        other = asyncio.create_task(service.collect(GenerateRequest("b", session_id="s")))
+        other = asyncio.create_task(collect(service, GenerateRequest("b", session_id="s")))
         with pytest.raises(PoisonRequest, match="verifiers died"):
-            await service.collect(poison())
+            await collect(service, poison())
         assert sum(v.up for v in three) == 1
         assert (await other).text == TEXT
         attempts = sum(is_poison(r) for v in three for r in v.requests)
         assert attempts == 2
         for changed in ({}, {"seed": 7}, {"request_id": "again"}, {"cache_salt": "x"}, {"tenant": "t"}):
             with pytest.raises(PoisonRequest):
-                await service.collect(poison(**changed))
+                await collect(service, poison(**changed))
         assert sum(is_poison(r) for v in three for r in v.requests) == 2  # no verifier has seen it again
         assert service.metrics.registry.get_sample_value("rootward_requests_poisoned_total") == 1
         await at_rest(service, *three)
@@ -51,7 +51,7 @@ async def test_a_request_that_loses_one_verifier_before_its_first_token_is_serve
     async with serving(once, SpellingVerifier(max_sessions=1)) as service:
         for _ in range(2):
             once.up = True
-            assert (await service.collect(GenerateRequest("a"))).text == TEXT
+            assert (await collect(service, GenerateRequest("a"))).text == TEXT
 
 
 async def test_a_broken_stream_of_a_verifier_that_lives_is_no_death():
@@ -61,9 +61,9 @@ async def test_a_broken_stream_of_a_verifier_that_lives_is_no_death():
     broken = [SpellingVerifier(spoil=break_stream) for _ in range(2)]
     async with serving(*broken) as service:
         with pytest.raises(Unavailable, match="connection reset"):
-            await service.collect(GenerateRequest("a"))
+            await collect(service, GenerateRequest("a"))
         with pytest.raises(Unavailable):  # and it is not remembered
-            await service.collect(GenerateRequest("a"))
+            await collect(service, GenerateRequest("a"))
 
 
 async def test_a_verifier_that_was_gone_before_it_saw_the_request_is_no_death():
@@ -71,7 +71,7 @@ async def test_a_verifier_that_was_gone_before_it_saw_the_request_is_no_death():
     async with serving(*gone, SpellingVerifier(max_sessions=1), poll_s=60) as service:
         for verifier in gone:
             verifier.up = False
-        assert (await service.collect(GenerateRequest("a"))).text == TEXT
+        assert (await collect(service, GenerateRequest("a"))).text == TEXT
 
 
 async def test_suspects_are_tried_one_at_a_time_until_their_first_token():
@@ -93,7 +93,7 @@ async def test_suspects_are_tried_one_at_a_time_until_their_first_token():
 
     first = SpellingVerifier(die_after=lambda r: 0, max_sessions=100)
     async with serving(first, Observing(delay_s=0.01)) as service:
-        requests = [service.collect(GenerateRequest("a", session_id=str(i))) for i in range(4)]
+        requests = [collect(service, GenerateRequest("a", session_id=str(i))) for i in range(4)]
         for done in await asyncio.gather(*requests):
             assert done.text == TEXT
     assert max(together) == 1

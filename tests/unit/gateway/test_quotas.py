@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from unit.gateway.redis_for_tests import redis_server
-from unit.gateway.service_for_tests import IDS, at_rest, serving
+from unit.gateway.service_for_tests import IDS, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.admission import Buckets, Rate
@@ -70,14 +70,14 @@ async def test_a_tenant_pays_for_what_it_generates_and_is_told_when_to_come_agai
     verifier = SpellingVerifier()
     async with serving(verifier, tenant_rate=Rate(1.0, 60.0)) as service:
         ask = GenerateRequest("a", tenant="t", max_tokens=50)
-        assert len((await service.collect(ask)).spans) == len(IDS) < 25
+        assert len((await collect(service, ask)).spans) == len(IDS) < 25
         await at_rest(service, verifier)
         # There is room only for what was given back.
-        await service.collect(GenerateRequest("a", tenant="t", max_tokens=30))
+        await collect(service, GenerateRequest("a", tenant="t", max_tokens=30))
         with pytest.raises(RateLimited, match="'t' has used up") as caught:
-            await service.collect(ask)
+            await collect(service, ask)
         assert caught.value.retry_after_s >= 1
-        await service.collect(GenerateRequest("a", tenant="u", max_tokens=50))
+        await collect(service, GenerateRequest("a", tenant="u", max_tokens=50))
         await at_rest(service, verifier)
 
 
@@ -92,16 +92,16 @@ async def test_without_the_store_each_gateway_counts_by_itself():
 
     for store in (Gone(), Hanging()):
         async with serving(SpellingVerifier(), store=store, tenant_rate=Rate(0.01, 60.0)) as service:
-            await service.collect(GenerateRequest("a", tenant="t", max_tokens=59))
+            await collect(service, GenerateRequest("a", tenant="t", max_tokens=59))
             with pytest.raises(RateLimited):
-                await service.collect(GenerateRequest("a", tenant="t", max_tokens=59))
+                await collect(service, GenerateRequest("a", tenant="t", max_tokens=59))
 
 
 async def test_the_operators_limits_on_one_request():
     verifier = SpellingVerifier()
     async with serving(verifier, max_prompt_tokens=3, max_output_tokens=7) as service:
         with pytest.raises(ContextLengthExceeded, match="prompt: 4 tokens are more than this server takes, 3"):
-            await service.collect(GenerateRequest((1, 2, 3, 4)))
+            await collect(service, GenerateRequest((1, 2, 3, 4)))
         with pytest.raises(ContextLengthExceeded, match="max_tokens: 8 is more than this server gives, 7"):
-            await service.collect(GenerateRequest((1, 2, 3), max_tokens=8))
-        assert len((await service.collect(GenerateRequest((1, 2, 3)))).spans) == 7
+            await collect(service, GenerateRequest((1, 2, 3), max_tokens=8))
+        assert len((await collect(service, GenerateRequest((1, 2, 3)))).spans) == 7

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from unit.gateway.service_for_tests import at_rest, serving
+from unit.gateway.service_for_tests import at_rest, collect, serving
 from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 
 from gateway.planning import make_plan, within
@@ -41,7 +41,7 @@ async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, word
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
         with pytest.raises(kind, match=words) as caught:
-            await service.collect(request_)
+            await collect(service, request_)
         assert "\n" not in str(caught.value)
         assert not verifier.requests
         await at_rest(service, verifier)
@@ -50,17 +50,17 @@ async def test_bad_requests_are_named_and_reach_no_verifier(request_, kind, word
 async def test_an_empty_prompt_is_the_beginning_token():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
-        await service.collect(GenerateRequest(""))
+        await collect(service, GenerateRequest(""))
         assert verifier.requests[0].prompt == (END_ID,)
 
 
 async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
-        await service.collect(GenerateRequest("a", seed=7))
-        named = await service.collect(GenerateRequest("a", seed=7, speculation=Speculation(rule=Rule.TRAVERSAL)))
-        await service.collect(GenerateRequest("a"))
-        await service.collect(GenerateRequest("a"))
+        await collect(service, GenerateRequest("a", seed=7))
+        named = await collect(service, GenerateRequest("a", seed=7, speculation=Speculation(rule=Rule.TRAVERSAL)))
+        await collect(service, GenerateRequest("a"))
+        await collect(service, GenerateRequest("a"))
         coupled, traversal, free, other = verifier.requests
         assert (coupled.seed, coupled.speculation.rule, coupled.speculation.law) == (7, Rule.MATCH, DraftMode.COUPLED)
         assert (traversal.seed, traversal.speculation.rule) == (7, Rule.TRAVERSAL)
@@ -72,7 +72,7 @@ async def test_a_seed_asks_for_shared_noise_unless_a_rule_is_named():
 async def test_max_tokens_default_to_the_rest_of_the_context():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
-        await service.collect(GenerateRequest("aaa", sampling=Sampling(0.0)))
+        await collect(service, GenerateRequest("aaa", sampling=Sampling(0.0)))
         request = verifier.requests[0]
         assert len(request.prompt) + request.stopping.max_tokens == MODEL.max_positions
         assert request.deadline_s is not None
@@ -90,7 +90,7 @@ async def test_a_verifier_with_another_model_gets_no_requests():
     fitting, other = SpellingVerifier(), SpellingVerifier(model=replace(MODEL, vocab_size=400))
     async with serving(fitting, other) as service:
         for i in range(8):
-            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+            await collect(service, GenerateRequest("a", request_id=f"r{i}"))
         assert not other.requests
         assert "vocab_size 400" in service.upstreams.mismatch
 
@@ -99,7 +99,7 @@ async def test_a_draining_verifier_gets_no_new_requests():
     draining, other = SpellingVerifier(draining=True), SpellingVerifier()
     async with serving(draining, other) as service:
         for i in range(8):
-            await service.collect(GenerateRequest("a", request_id=f"r{i}"))
+            await collect(service, GenerateRequest("a", request_id=f"r{i}"))
         assert not draining.requests
 
 

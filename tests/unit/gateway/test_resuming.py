@@ -4,7 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.requests import GenerateRequest, Resume
@@ -87,7 +87,7 @@ async def test_what_runs_on_the_same_gateway_gives_way():
         got = await first_tokens(deltas, 3)
         old = asyncio.create_task(first_tokens(deltas, 100))
         with pytest.raises(DuplicateRequest, match="running already"):
-            await service.collect(ask())
+            await collect(service, ask())
         with pytest.raises(DuplicateRequest, match="asks something else"):
             await rest(service, GenerateRequest("b", request_id="one", resume=Resume(3)))
         with pytest.raises(Unavailable, match="0 are known"):
@@ -104,7 +104,7 @@ async def test_what_runs_on_the_same_gateway_gives_way():
 async def test_a_finished_one_is_told_again_without_a_verifier(offset):
     verifier = SpellingVerifier()
     async with two_gateways(verifier) as (_, one, two):
-        first = await one.collect(ask(seed=3))
+        first = await collect(one, ask(seed=3))
         await at_rest(one, verifier)
         verifier.up = False
         ids, text, ending = await rest(two, ask(offset, seed=3))
@@ -117,7 +117,7 @@ async def test_a_finished_one_is_told_again_without_a_verifier(offset):
 @pytest.mark.parametrize(("options", "words"), [({"stop": ("return",)}, "def f(x): "), ({"max_tokens": 4}, None)])
 async def test_other_endings_are_told_again_too(options, words):
     async with two_gateways(SpellingVerifier()) as (_, one, two):
-        first = await one.collect(ask(**options))
+        first = await collect(one, ask(**options))
         await at_rest(one)
         _, text, ending = await rest(two, ask(0, **options))
         assert text == first.text
@@ -128,7 +128,7 @@ async def test_other_endings_are_told_again_too(options, words):
 async def test_a_gateway_that_died_with_the_last_token_out_is_finished_by_another():
     verifier = SpellingVerifier()
     async with two_gateways(verifier) as (store, one, two):
-        await one.collect(ask())
+        await collect(one, ask())
         await asyncio.sleep(0.15)
         store._requests["one"].fields |= {"state": "running"}  # as if the end had not been written
         ids, _, ending = await rest(two, ask(2))
@@ -142,7 +142,7 @@ async def test_a_client_that_holds_more_than_the_log_is_believed():
         verifier, store = SpellingVerifier(), MemoryStore()
         async with serving(verifier, store=store) as service:
             if known:
-                await service.collect(ask(max_tokens=200))
+                await collect(service, ask(max_tokens=200))
                 await asyncio.sleep(0.15)
                 kept = store._requests["one"]
                 kept.log, kept.fields["state"] = kept.log.__class__(IDS[:known], (True,) * known), "running"
@@ -195,17 +195,17 @@ async def test_more_received_than_known_is_repeated_if_it_can_be_and_else_refuse
 async def test_what_cannot_be_resumed_is_named(resume, words):
     async with serving() as service:
         with pytest.raises(InvalidRequest, match=words):
-            await service.collect(GenerateRequest("a", request_id="one", resume=resume))
+            await collect(service, GenerateRequest("a", request_id="one", resume=resume))
         with pytest.raises(InvalidRequest, match="request_id: "):
-            await service.collect(GenerateRequest("a", resume=Resume(0)))
+            await collect(service, GenerateRequest("a", resume=Resume(0)))
 
 
 async def test_tokens_that_are_not_the_output_are_refused():
     async with serving() as service:
-        await service.collect(ask())
+        await collect(service, ask())
         await asyncio.sleep(0.15)
         with pytest.raises(InvalidRequest, match="resume_tokens"):
-            await service.collect(ask(2, (IDS[0], IDS[0])))
+            await collect(service, ask(2, (IDS[0], IDS[0])))
 
 
 async def test_an_aborted_one_stays_aborted():
@@ -222,7 +222,7 @@ async def test_an_aborted_one_stays_aborted():
 
 async def test_logprobs_come_with_what_is_told_again():
     async with two_gateways(SpellingVerifier()) as (_, one, two):
-        first = await one.collect(ask(logprobs=2))
+        first = await collect(one, ask(logprobs=2))
         await asyncio.sleep(0.15)
         told = [span async for delta in two.generate(ask(4, logprobs=2)) for span in delta.spans]
         assert told == list(first.spans[4:])
@@ -238,7 +238,7 @@ async def test_what_is_refused_after_it_was_taken_is_left_to_others(wrong):
             got = await first_tokens(deltas, 3)
         await at_rest(one, verifier)
         with pytest.raises((InvalidRequest, Unavailable)):
-            await two.collect(wrong)
+            await collect(two, wrong)
         await at_rest(two, verifier)
         ids, _, _ = await rest(two, ask(len(got)))
         assert (*got, *ids) == IDS
@@ -262,6 +262,6 @@ async def test_shared_noise_of_a_lost_seed_is_not_repeated():
     coupled = Speculation(rule=Rule.MATCH, law=DraftMode.COUPLED)
     async with serving() as service:
         with pytest.raises(Unavailable, match="3 tokens were received and 0 are known"):
-            await service.collect(ask(3, speculation=coupled))
+            await collect(service, ask(3, speculation=coupled))
         ids, _, _ = await rest(service, ask(3, speculation=coupled, seed=7))
         assert ids == IDS[3:]

@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
@@ -78,7 +78,7 @@ async def test_one_verifier_that_restarts_is_waited_for():
 
     async with serving(dying) as service, asyncio.TaskGroup() as group:
         group.create_task(restart())
-        generated = await service.collect(GenerateRequest("a"))
+        generated = await collect(service, GenerateRequest("a"))
         assert generated.text == TEXT
         assert generated.ending.stats.num_accepted_draft_tokens == 2 + 5
 
@@ -87,10 +87,10 @@ async def test_nobody_to_continue_is_a_stream_interrupted_after_tokens_and_unava
     dying = SpellingVerifier(die_after=lambda r: 5)
     async with serving(dying, redispatch_wait_s=0.1) as service:
         with pytest.raises(Unavailable, match="after 3 tokens: no verifier is ready") as caught:
-            await service.collect(GenerateRequest("a"))
+            await collect(service, GenerateRequest("a"))
         assert (caught.value.reason, caught.value.metadata["emitted"]) == ("STREAM_INTERRUPTED", "3")
         with pytest.raises(Unavailable, match="no verifier is ready") as caught:
-            await service.collect(GenerateRequest("a"))
+            await collect(service, GenerateRequest("a"))
         assert caught.value.reason == "UNAVAILABLE"
         assert caught.value.retry_after_s
         await at_rest(service, dying)
@@ -102,13 +102,13 @@ async def test_a_verifier_lost_with_the_last_token_out_is_not_asked_again():
 
     verifier = SpellingVerifier(spoil=lose_finish)
     async with serving(verifier) as service:
-        generated = await service.collect(GenerateRequest("a"))
+        generated = await collect(service, GenerateRequest("a"))
         assert (generated.text, generated.ending.reason, generated.ending.eos_token_id) == (
             TEXT,
             FinishReason.STOP,
             END_ID,
         )
-        generated = await service.collect(GenerateRequest("a", max_tokens=6))
+        generated = await collect(service, GenerateRequest("a", max_tokens=6))
         assert (len(generated.spans), generated.ending.reason) == (6, FinishReason.LENGTH)
         assert len(verifier.requests) == 2
 
@@ -134,23 +134,23 @@ async def test_stale_epochs_and_duplicates_are_dropped_and_gaps_lead_to_a_new_at
 
     verifier = SpellingVerifier(spoil=spoil)
     async with serving(verifier) as service:
-        generated = await service.collect(GenerateRequest("a"))
+        generated = await collect(service, GenerateRequest("a"))
         assert tuple(s.token for s in generated.spans) == IDS
 
 
 async def test_stop_strings_cut_text_ids_and_usage_and_beat_length():
     verifier = SpellingVerifier(run=4)
     async with serving(verifier) as service:
-        generated = await service.collect(GenerateRequest("a", stop=("return",)))
+        generated = await collect(service, GenerateRequest("a", stop=("return",)))
         assert generated.text == "def f(x): "
         ending = generated.ending
         assert (ending.reason, ending.stop_string, ending.eos_token_id) == (FinishReason.STOP, "return", None)
         assert ending.usage.completion_tokens == len(generated.spans)
         assert ending.stats.num_accepted_draft_tokens > 0
         count = len(byte_level().encode("def f(x): return"))
-        generated = await service.collect(GenerateRequest("a", stop=("return",), max_tokens=count))
+        generated = await collect(service, GenerateRequest("a", stop=("return",), max_tokens=count))
         assert (generated.text, generated.ending.reason) == ("def f(x): ", FinishReason.STOP)
-        generated = await service.collect(GenerateRequest("a", max_tokens=count))
+        generated = await collect(service, GenerateRequest("a", max_tokens=count))
         assert (generated.text, generated.ending.reason) == ("def f(x): return", FinishReason.LENGTH)
         await at_rest(service, verifier)
 
@@ -159,7 +159,7 @@ async def test_stop_token_ids_end_it_without_their_text():
     stop_id = byte_level().encode("x")[0]
     verifier = SpellingVerifier(text="ax")
     async with serving(verifier) as service:
-        generated = await service.collect(GenerateRequest("a", stop_token_ids=(stop_id,), max_tokens=2))
+        generated = await collect(service, GenerateRequest("a", stop_token_ids=(stop_id,), max_tokens=2))
         assert (generated.text, generated.ending.stop_token_id) == ("a", stop_id)
         assert [s.token for s in generated.spans][-1] == stop_id
 
@@ -172,7 +172,7 @@ async def test_closing_the_stream_frees_everything():
                 assert verifier.running == 1
                 break
         await at_rest(service, verifier)
-        task = asyncio.create_task(service.collect(GenerateRequest("a")))
+        task = asyncio.create_task(collect(service, GenerateRequest("a")))
         await asyncio.sleep(0.03)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -183,9 +183,9 @@ async def test_closing_the_stream_frees_everything():
 async def test_abort_ends_running_and_waiting_requests():
     verifier = SpellingVerifier(delay_s=0.05)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
-        running = group.create_task(service.collect(GenerateRequest("a", request_id="r1")))
+        running = group.create_task(collect(service, GenerateRequest("a", request_id="r1")))
         await asyncio.sleep(0.12)
-        waiting = group.create_task(service.collect(GenerateRequest("a", request_id="r2")))
+        waiting = group.create_task(collect(service, GenerateRequest("a", request_id="r2")))
         await asyncio.sleep(0.02)
         assert service.admission.num_waiting == 1
         assert service.abort(["r2"], tenant="another") == []
@@ -202,15 +202,15 @@ async def test_abort_ends_running_and_waiting_requests():
 async def test_a_deadline_names_its_phase():
     verifier = SpellingVerifier(delay_s=0.1)
     async with serving(verifier, max_num_seqs=1) as service, asyncio.TaskGroup() as group:
-        first = group.create_task(service.collect(GenerateRequest("a")))
+        first = group.create_task(collect(service, GenerateRequest("a")))
         await asyncio.sleep(0.01)
         with pytest.raises(DeadlineExceeded) as caught:
-            await service.collect(GenerateRequest("a", deadline_s=0.05))
+            await collect(service, GenerateRequest("a", deadline_s=0.05))
         assert caught.value.metadata["phase"] == "queue"
         service.abort(list(service._live))
         await first
         with pytest.raises(DeadlineExceeded) as caught:
-            await service.collect(GenerateRequest("a", deadline_s=0.05))
+            await collect(service, GenerateRequest("a", deadline_s=0.05))
         assert caught.value.metadata["phase"] == "generate"
         await at_rest(service, verifier)
 
@@ -219,7 +219,7 @@ async def test_a_full_queue_refuses_and_running_ones_go_on():
     verifier = SpellingVerifier(delay_s=0.02)
     async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:
         results = await asyncio.gather(
-            *(service.collect(GenerateRequest("a")) for _ in range(4)), return_exceptions=True
+            *(collect(service, GenerateRequest("a")) for _ in range(4)), return_exceptions=True
         )
         refused = [r for r in results if isinstance(r, Overloaded)]
         assert len(refused) == 2
@@ -232,14 +232,14 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
     verifier = SpellingVerifier(delay_s=0.02)
     store = MemoryStore()
     async with serving(verifier, store=store) as service, asyncio.TaskGroup() as group:
-        first = group.create_task(service.collect(GenerateRequest("a", request_id="one")))
+        first = group.create_task(collect(service, GenerateRequest("a", request_id="one")))
         await asyncio.sleep(0.01)
         with pytest.raises(DuplicateRequest):
-            await service.collect(GenerateRequest("a", request_id="one"))
+            await collect(service, GenerateRequest("a", request_id="one"))
         assert (await first).text == TEXT
         await at_rest(service, verifier)
         assert (await store.record("one")).output.tokens == IDS
-        assert (await service.collect(GenerateRequest("a", request_id="one", max_tokens=2))).request_id == "one"
+        assert (await collect(service, GenerateRequest("a", request_id="one", max_tokens=2))).request_id == "one"
         await at_rest(service, verifier)
         assert (await store.record("one")).output.tokens == IDS[:2]
 
@@ -248,7 +248,7 @@ async def test_an_id_may_be_used_again_before_the_store_has_heard_of_its_end():
     store = MemoryStore()
     async with serving(store=store) as service:
         for most in (3, 2, 1):
-            await service.collect(GenerateRequest("a", request_id="one", max_tokens=most))
+            await collect(service, GenerateRequest("a", request_id="one", max_tokens=most))
         await service.drain(5.0)
     assert (await store.record("one")).output.tokens == IDS[:1]
 
@@ -257,7 +257,7 @@ async def test_a_lease_taken_by_another_gateway_ends_the_generation():
     verifier = SpellingVerifier(delay_s=0.02)
     store = MemoryStore()
     async with serving(verifier, store=store, lease_s=0.3) as service:
-        running = asyncio.create_task(service.collect(GenerateRequest("a", request_id="one")))
+        running = asyncio.create_task(collect(service, GenerateRequest("a", request_id="one")))
         await asyncio.sleep(0.03)
         store._requests["one"].lease_until = 0.0
         await store.begin("one", "another gateway", 5, {})
@@ -295,7 +295,7 @@ async def test_a_store_that_dies_stops_nothing():
         store.dead = dying.up = True
         *_, last = [d async for d in deltas]
         assert last.ending.usage.completion_tokens == len(IDS)
-        assert (await service.collect(GenerateRequest("a", request_id="two"))).text == TEXT
+        assert (await collect(service, GenerateRequest("a", request_id="two"))).text == TEXT
         store.dead = False
         await asyncio.sleep(2.5)
         await at_rest(service, dying, other)
@@ -307,7 +307,7 @@ async def test_turns_of_a_session_go_to_the_same_verifier():
     verifiers = [SpellingVerifier() for _ in range(4)]
     async with serving(*verifiers) as service:
         for _ in range(5):
-            await service.collect(GenerateRequest("a", session_id="talk"))
+            await collect(service, GenerateRequest("a", session_id="talk"))
             async with asyncio.timeout(10):  # until it is known where the turn was, and that its verifier is idle again
                 while not (await service._store.hints("", [], "talk"))[1] or any(_busy(u) for u in service.upstreams):
                     await asyncio.sleep(0.01)
@@ -327,21 +327,21 @@ def _busy(upstream):
 async def test_draining_refuses_new_requests_lets_others_end_and_then_ends_them():
     verifier = SpellingVerifier(delay_s=0.1)
     async with serving(verifier) as service, asyncio.TaskGroup() as group:
-        short = group.create_task(service.collect(GenerateRequest("a", max_tokens=3)))
+        short = group.create_task(collect(service, GenerateRequest("a", max_tokens=3)))
         stuck = group.create_task(_outcome(service, GenerateRequest("a")))
         await asyncio.sleep(0.01)
         assert await service.drain(0.25) == 1
         assert (await short).ending.reason is FinishReason.LENGTH
         assert isinstance(await stuck, Unavailable)
         with pytest.raises(Unavailable, match="draining"):
-            await service.collect(GenerateRequest("a"))
+            await collect(service, GenerateRequest("a"))
         assert not service.ready
         await at_rest(service, verifier)
 
 
 async def _outcome(service, request):
     try:
-        return await service.collect(request)
+        return await collect(service, request)
     except Unavailable as error:
         return error
 
@@ -349,7 +349,7 @@ async def _outcome(service, request):
 async def test_a_deadline_says_how_much_there_was():
     async with serving(SpellingVerifier(run=1, delay_s=0.1)) as service:
         with pytest.raises(DeadlineExceeded) as caught:
-            await service.collect(GenerateRequest("a", deadline_s=1.0))
+            await collect(service, GenerateRequest("a", deadline_s=1.0))
         error = http_error(caught.value)
         assert int(caught.value.metadata["emitted"]) > 0
         assert (error.status, error.headers["x-should-retry"]) == (504, "false")

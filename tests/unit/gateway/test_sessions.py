@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 from unit.gateway.redis_for_tests import redis_server, running
-from unit.gateway.service_for_tests import IDS, TEXT, serving
+from unit.gateway.service_for_tests import IDS, TEXT, collect, serving
 
 from gateway.redis_store import open_store
 from gateway.requests import GenerateRequest
@@ -222,7 +222,7 @@ async def test_a_gateway_starts_without_redis_and_records_its_requests_when_it_i
         path = f"{folder}/redis.sock"
         async with serving(store=open_store(f"unix://{path}", timeout_s=0.5), lease_s=1.0) as service:
             assert service.ready
-            assert (await service.collect(GenerateRequest("a", request_id=name))).text == TEXT
+            assert (await collect(service, GenerateRequest("a", request_id=name))).text == TEXT
             with running(path, folder):
                 other = open_store(f"unix://{path}")
                 async with asyncio.timeout(20):

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -45,7 +45,7 @@ async def test_two_tenants_use_one_id_at_once():
     verifier = SpellingVerifier(delay_s=0.02)
     store = MemoryStore()
     async with serving(verifier, store=store) as service:
-        both = await asyncio.gather(*(service.collect(ask(tenant)) for tenant in ("t", "u", "")))
+        both = await asyncio.gather(*(collect(service, ask(tenant)) for tenant in ("t", "u", "")))
         assert [(one.text, one.request_id) for one in both] == [(TEXT, "one")] * 3
         assert len({r.request_id for r in verifier.requests}) == 3
         await at_rest(service, verifier)
@@ -56,7 +56,7 @@ async def test_two_tenants_use_one_id_at_once():
 async def test_an_abort_ends_the_requests_of_its_tenant_alone():
     verifier = SpellingVerifier(run=1, delay_s=0.02)
     async with serving(verifier) as service:
-        running = {tenant: asyncio.create_task(service.collect(ask(tenant))) for tenant in ("t", "u")}
+        running = {tenant: asyncio.create_task(collect(service, ask(tenant))) for tenant in ("t", "u")}
         while len(verifier.requests) < 2:
             await asyncio.sleep(0.005)
         assert service.abort(["one"], tenant="v") == []
@@ -72,7 +72,7 @@ async def test_a_strangers_id_is_as_good_as_unknown():
 
     async def refusal(service, request_id):
         with pytest.raises(Unavailable) as refused:
-            await service.collect(ask("stranger", request_id, offset=3))
+            await collect(service, ask("stranger", request_id, offset=3))
         return str(refused.value), refused.value.reason, dict(refused.value.metadata)
 
     async with serving(verifier) as service:
@@ -82,7 +82,7 @@ async def test_a_strangers_id_is_as_good_as_unknown():
             held = [d.token_ids async for d in deltas]
         assert await refusal(service, "one") == await refusal(service, "never")
         assert len(held) == len(IDS) - 1
-        assert (await service.collect(ask("stranger", offset=0))).text == TEXT  # its own, from the beginning
+        assert (await collect(service, ask("stranger", offset=0))).text == TEXT  # its own, from the beginning
         await at_rest(service, verifier)
 
 
@@ -96,13 +96,13 @@ def level(store, tenant="t"):
 async def resumed_elsewhere(one, two):
     async with aclosing(one.generate(ask("t"))) as deltas:
         got = (await anext(deltas)).token_ids
-    await two.collect(ask("t", offset=len(got), tokens=got))
+    await collect(two, ask("t", offset=len(got), tokens=got))
 
 
 async def taken_over(one, two):
     old = one.generate(ask("t"))
     got = (await anext(old)).token_ids
-    await two.collect(ask("t", offset=len(got), tokens=got))
+    await collect(two, ask("t", offset=len(got), tokens=got))
     await old.aclose()
 
 
@@ -110,15 +110,15 @@ async def resumed_at_once(one, two):
     old = one.generate(ask("t"))
     got = (await anext(old)).token_ids
     ending = asyncio.create_task(anext(old))
-    await one.collect(ask("t", offset=len(got), tokens=got))
+    await collect(one, ask("t", offset=len(got), tokens=got))
     await asyncio.gather(ending, return_exceptions=True)
 
 
 async def fetched_twice(one, two):
-    await one.collect(ask("t"))
+    await collect(one, ask("t"))
     await asyncio.sleep(0.15)  # its record is written
     for _ in range(2):
-        assert (await two.collect(ask("t", offset=0))).text == TEXT
+        assert (await collect(two, ask("t", offset=0))).text == TEXT
 
 
 @pytest.mark.parametrize("path", [resumed_elsewhere, taken_over, resumed_at_once, fetched_twice])
@@ -139,17 +139,17 @@ async def test_what_never_ran_costs_nothing():
     async with serving(
         verifier, store=store, tenant_rate=NEVER_FILLS, max_num_seqs=1, max_num_queued_reqs=0
     ) as service:
-        first = asyncio.create_task(service.collect(ask("u")))
+        first = asyncio.create_task(collect(service, ask("u")))
         while not verifier.running:
             await asyncio.sleep(0.005)
         with pytest.raises(Overloaded):
-            await service.collect(ask("t", "two"))
+            await collect(service, ask("t", "two"))
         assert level(store) == pytest.approx(SIZE, abs=0.01)
         await first
         for number in range(int((SIZE - 51) / PAID) + 1):
-            await service.collect(ask("t", f"t{number}"))
+            await collect(service, ask("t", f"t{number}"))
         with pytest.raises(RateLimited):
-            await service.collect(ask("t", "two"))
+            await collect(service, ask("t", "two"))
         await at_rest(service, verifier)
 
 
@@ -187,8 +187,8 @@ class Slow:
     [
         lambda s: s.tokenize("x" * 5000),
         lambda s: s.prompt_ids(GenerateRequest("x" * 5000)),
-        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, bad_words=("x" * 25,) * 100)),
-        lambda s: s.collect(GenerateRequest((1,), max_tokens=2, prediction="y" * 5000)),
+        lambda s: collect(s, GenerateRequest((1,), max_tokens=2, bad_words=("x" * 25,) * 100)),
+        lambda s: collect(s, GenerateRequest((1,), max_tokens=2, prediction="y" * 5000)),
         lambda s: s.detokenize([5] * 1000),
         lambda s: s.token_texts([5] * 1000),
     ],
@@ -227,4 +227,4 @@ async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
 async def test_too_many_bad_words_are_refused_before_they_are_read():
     async with serving() as service:
         with pytest.raises(InvalidRequest, match="bad_words: 257 words are more than 256"):
-            await service.collect(GenerateRequest("a", bad_words=("é" * 1000,) * 257))
+            await collect(service, GenerateRequest("a", bad_words=("é" * 1000,) * 257))

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from pydantic import ValidationError
+from unit.gateway.service_for_tests import collect
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -64,7 +65,7 @@ async def test_verifiers_come_and_go():
         one.say("a:1")
         two.say("b:2", "a:1")
         await until(lambda: sum(u.ready for u in upstreams) == 2)
-        assert (await service.collect(GenerateRequest("a"))).text
+        assert (await collect(service, GenerateRequest("a"))).text
         one.say()
         two.say(Peer("a:1", leaving=True), "b:2")
         await until(lambda: [u.name for u in upstreams if u.ready] == ["b:2"])
@@ -79,7 +80,7 @@ async def test_one_that_has_gone_ends_what_it_runs():
     source = Told()
     async with discovering(source, delay_s=0.03) as (service, upstreams, made):
         source.say("a:1")
-        running = asyncio.create_task(service.collect(GenerateRequest("a")))
+        running = asyncio.create_task(collect(service, GenerateRequest("a")))
         await until(lambda: made and made["a:1"].running)
         source.say()
         await until(lambda: not upstreams.ready)

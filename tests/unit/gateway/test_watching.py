@@ -6,7 +6,7 @@ import json
 
 import pytest
 from rich.console import Console
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, grpc_serving, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, grpc_serving, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway import watching
@@ -79,7 +79,7 @@ async def test_a_session_over_its_turns_and_across_a_lost_verifier():
 async def test_what_runs_already_and_what_fails():
     verifier = SpellingVerifier(run=1, delay_s=0.05)
     async with serving(verifier) as service:
-        running = asyncio.create_task(service.collect(GenerateRequest("a", request_id="one", deadline_s=0.4)))
+        running = asyncio.create_task(collect(service, GenerateRequest("a", request_id="one", deadline_s=0.4)))
         while not service.watching.running:
             await asyncio.sleep(0.005)
         first, *_, last = await collected(service.watching.watch(request_id="one"))
