@@ -17,8 +17,8 @@ from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling, TokenLogprob
 from rootward.core.rng import Key
 from rootward.core.tree import TokenTree, root_only
-from rootward.engine.logprobs import token_logprobs
 from rootward.engine.processors import Prefix, adjusted
+from rootward.engine.sampling import token_logprobs
 from rootward.engine.verify import LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
 

@@ -67,7 +67,7 @@ class Atoms(NamedTuple):
                 return weights_TK
             best_TA, ids_TA = some(score_TV, self.num_likely)
             return torch.cat([weights_TK, _packed(best_TA.exp(), ids_TA)], 1)
-        best_TC, ids_TC = _in_order(*likeliest(score_TV, self.num_candidates))
+        best_TC, ids_TC = in_order(*likeliest(score_TV, self.num_candidates))
         mass_TC = torch.where(_survive(score_TV, best_TC, floor, rank.long(), share), best_TC.exp(), 0.0)
         atoms, likely = slice(0, self.num_atoms), slice(0, self.num_likely)
         weights_TK = _weights(mass_TC[:, atoms], ids_TC[:, atoms])
@@ -146,7 +146,7 @@ def readable(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _in_order(best_TC: torch.Tensor, ids_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def in_order(best_TC: torch.Tensor, ids_TC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of equal scores the smaller ids first."""
     ids_TC, order = ids_TC.sort(-1)
     best_TC, by_score = best_TC.gather(1, order).sort(dim=-1, descending=True, stable=True)

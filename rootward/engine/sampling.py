@@ -3,7 +3,7 @@
 Tensors come in on any device; what leaves is a tensor only where the next step needs one on that device (`processed`),
 numpy otherwise. Ties always go to the smaller id. float64 logits (`TabularModel`) stay float64.
 
-Legend: T rows, V vocabulary, K atoms, G gathered ids, B drawn rows.
+Legend: T rows, R rows of emitted tokens, V vocabulary, K atoms.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.core.requests import Sampling
+from rootward.core.requests import Sampling, TokenLogprob
+from rootward.engine.atoms import in_order, likeliest
 from rootward.engine.processors import shifted
 
 Floats = NDArray[np.float64]
@@ -70,19 +71,22 @@ def greedy_choice(logits_TV: torch.Tensor) -> Ints:
 @torch.inference_mode()
 def top_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, NDArray[np.float32]]:
     """The K = min(num_atoms, V) largest atoms of each row, most likely first: ids and probabilities, [T, K] each."""
-    vocab = probs_TV.shape[1]
-    num_atoms = min(num_atoms, vocab)
-    values, ids = torch.topk(probs_TV, min(num_atoms + 1, vocab), dim=-1)
-    ids_TK = ids[:, :num_atoms]
-    if num_atoms < vocab:  # topk breaks ties as it likes: where one crosses the border, choose again
-        crossing = values[:, num_atoms - 1] == values[:, num_atoms]
-        if bool(crossing.any()):
-            edge = values[crossing, num_atoms - 1 : num_atoms]
-            chosen = _largest(probs_TV[crossing], edge, num_atoms)
-            ids_TK[crossing] = chosen.nonzero()[:, 1].view(-1, num_atoms)
-    ids_TK = ids_TK.sort(-1).values
-    probs_TK, order = torch.sort(probs_TV.gather(1, ids_TK), dim=-1, descending=True, stable=True)
-    return ids_TK.gather(1, order).cpu().numpy(), probs_TK.cpu().numpy()
+    probs_TK, ids_TK = in_order(*likeliest(probs_TV, min(num_atoms, int(probs_TV.shape[1]))))
+    return ids_TK.cpu().numpy(), probs_TK.cpu().numpy()
+
+
+@torch.inference_mode()
+def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Log-probabilities under the model's own distribution, before any processor: of one token per row, and of the `num_top` likeliest
+    tokens of the row; ties go to the smaller id."""
+    logprobs = torch.log_softmax(logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float(), -1).float()
+    index = torch.tensor(tokens, device=logprobs.device)[:, None]
+    own = logprobs.gather(1, index)[:, 0].tolist()
+    if not num_top:
+        return [TokenLogprob(value) for value in own]
+    ids, values = top_atoms(logprobs, num_top)
+    pairs = zip(own, ids.tolist(), values.tolist(), strict=True)
+    return [TokenLogprob(value, tuple(zip(row, best, strict=True))) for value, row, best in pairs]
 
 
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
@@ -154,7 +158,7 @@ def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -
     return cut, enough
 
 
-def _largest(values_TV: torch.Tensor, edge_T1: torch.Tensor, num_T1: torch.Tensor | int) -> torch.Tensor:
+def _largest(values_TV: torch.Tensor, edge_T1: torch.Tensor, num_T1: torch.Tensor) -> torch.Tensor:
     """bool[T, V]: everything above the edge, and of what lies on it the smallest ids, `num_T1` in all."""
     above, on = values_TV > edge_T1, values_TV == edge_T1
     return above | (on & (on.cumsum(-1) <= num_T1 - above.sum(-1, keepdim=True)))
