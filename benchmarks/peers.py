@@ -180,10 +180,10 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
             flags += ["--drafters", await stack.enter_async_context(service("drafter_service", *draft_flags))]
         verifier = await stack.enter_async_context(service("verifier_service", *flags))
         http = f"127.0.0.1:{free_port()}"
-        gateway = ("--model", str(given.model), "--verifiers", verifier, "--http-listen", http, "--redis-url", "none")
+        gateway = ("--model", str(given.model), "--verifiers", verifier, "--http-listen", http)
         await stack.enter_async_context(service("gateway", *gateway))
         url, name = f"http://{http}", Path(given.model).name
-        await answering(url)
+        await answering(url, name)
         yield [
             HttpEngine(PLAIN, url, name, {"speculation": "disabled"}),
             HttpEngine(SPECULATIVE, url, name, {"speculation": "auto"}),
@@ -283,12 +283,13 @@ async def running(*command: str, environment: dict[str, str] | None = None) -> A
             process.kill()
 
 
-async def answering(url: str) -> None:
-    """Wait until the server lists its models."""
-    async with httpx.AsyncClient(timeout=5) as client, asyncio.timeout(START_S):
+async def answering(url: str, model: str = "model") -> None:
+    """Wait until the server completes a prompt. TimeoutError after START_S."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+    async with httpx.AsyncClient(timeout=ANSWER_S) as client, asyncio.timeout(START_S):
         while True:
             try:
-                if (await client.get(f"{url}/v1/models")).status_code == 200:
+                if (await client.post(f"{url}/v1/completions", json=body)).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
