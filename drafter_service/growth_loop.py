@@ -254,9 +254,12 @@ class DrafterService:
     def _grow(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread, with everything it calls."""
         while (mail := self._mail(wait=self.grower.idle)) is not None:
-            with self.watchdog.step():
-                answers = self._heard(mail) + self._grown()
-            loop.call_soon_threadsafe(self._deliver, mail, answers)
+            loop.call_soon_threadsafe(self._deliver, mail, self._turn(mail))
+
+    def _turn(self, mail: list[Mail]) -> list[Answer]:
+        """Apply the mail, then grow one level."""
+        with self.watchdog.step():
+            return self._heard(mail) + self._grown()
 
     def _mail(self, *, wait: bool) -> list[Mail] | None:
         """Everything that waits, at least one if there is nothing else to do. None: the service closes."""
