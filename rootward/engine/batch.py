@@ -1,8 +1,8 @@
-"""One step as tensors: the rows of all sessions, padded to one width.
+"""One step as tensors: the rows of all sessions, one after the other, or padded to one width for a network that takes a batch.
 
 Padding rows repeat the first row of their entry (position, token and visibility: they are finite) and write to a trash cell that nobody
 reads. How attention is told what to read depends on the way it is computed, and is made when it first asks: `paged` for kernels over block
-tables and for the dense fall-back, `reach` for the CPU.
+tables and for the dense fall-back, `chunks` for the CPU.
 
 Legend: B entries, Q rows of each (padded), T wanted rows.
 """
@@ -16,31 +16,43 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.engine import cpu_attention
 from rootward.engine.atoms import readable
+from rootward.engine.cpu_attention import Chunk
 from rootward.engine.paged import PagedContext, paged_context
-from rootward.engine.reach import Reach, reach
 from rootward.engine.slots import Entry, Size
 
 
 class Step:
     """What one forward needs besides the weights.
 
-    ids, positions  int64[B, Q]
-    write           int64[B·Q]  cell of the storage for each row, the trash cell for padding
-    wanted          int64[T]    which of the B·Q rows' logits are wanted; None: all of them
+    ids, positions  int64[B, Q], or int64[N] if the rows are not padded
+    write           int64[N]  cell of the storage for each row, the trash cell for padding
+    wanted          int64[T]  which of the N rows' logits are wanted; None: all of them
     """
 
-    def __init__(self, entries: Sequence[Entry], kept: Sequence[range], size: Size, device: torch.device):
-        self.entries, self.size, self.device = entries, size, device
+    def __init__(
+        self, entries: Sequence[Entry], kept: Sequence[range], size: Size, device: torch.device, *, pad: bool = True
+    ):
+        self.entries, self.size, self.device, self._kept = entries, size, device, kept
+        self._chunks: dict[int | None, list[Chunk]] = {}
         num, width = len(entries), max(entry.plan.num_rows for entry in entries)
         self.width = width
-        packed = packed_rows(entries, num, width, size)
         self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
+        if not pad:
+            rows = [entry.plan.num_rows for entry in entries]
+            self._offsets = [sum(rows[:b]) for b in range(num)]
+            joined = packed_rows(entries, num, width, size)
+            real = np.arange(width) < np.array(rows)[:, None]
+            self.ids, self.positions, self.write = torch.from_numpy(joined[:, real]).unbind(0)
+            keep = [offset + np.asarray(wanted) for offset, wanted in zip(self._offsets, kept, strict=True)]
+            self.wanted = None if sum(map(len, kept)) == sum(rows) else torch.from_numpy(np.concatenate(keep))
+            return
+        self._offsets = [b * width for b in range(num)]
+        packed = packed_rows(entries, num, width, size)
         self.ids, self.positions, write = self._there(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
-        self._kept = kept
         self.wanted = None if sum(map(len, kept)) == num * width else self._there(flat_rows(kept, width))
-        self._reach: dict[int | None, Reach] = {}
 
     def told(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a network is told of the wanted rows (`logits_to_keep`), and which of those that it answers they are; None: all."""
@@ -63,13 +75,13 @@ class Step:
         """For kernels over block tables; on the device."""
         return paged_context(self.entries, self.width, self.size.block_size, self.device)
 
-    def reach(self, window: int | None) -> Reach:
+    def chunks(self, window: int | None) -> list[Chunk]:
         """For attention on the CPU, in layers with this sliding window."""
         if window is not None and self.max_position < window:
             window = None
-        if window not in self._reach:
-            self._reach[window] = reach(self.entries, self.width, window)
-        return self._reach[window]
+        if window not in self._chunks:
+            self._chunks[window] = cpu_attention.plan(self.entries, self._offsets, window)
+        return self._chunks[window]
 
 
 def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> NDArray[np.int64]:

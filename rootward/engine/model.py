@@ -15,11 +15,11 @@ import torch
 from rootward.engine.attention import layer_windows
 from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
+from rootward.engine.layers import replace_linears
 from rootward.engine.memory import MemoryPlan
-from rootward.engine.packed import pack_linears
 from rootward.engine.parallel import Group, LeadingPass, follow
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
-from rootward.engine.probe import choose_attention, choose_lean
+from rootward.engine.probe import choose_attention, choose_llama
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.engine.weights import fingerprint, num_bytes, read_network
@@ -38,8 +38,7 @@ class HuggingFaceModel:
     `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
     on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
-    `pack` replaces large linear layers of `network` by packed ones where that pays, `lean` computes small networks in fewer operations
-    where that is known to be the same (float32 on a CPU).
+    `fast` replaces linear layers on a CPU by those of `layers`, and computes networks of the Llama family in few operations.
     `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
     `adapter`: the folder of what has been merged into `network`. `capture`: how steps are recorded (CUDA graphs).
     """
@@ -55,8 +54,7 @@ class HuggingFaceModel:
         tree_room: int = 256,
         kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
-        pack: bool = True,
-        lean: bool = True,
+        fast: bool = True,
         group: Group | None = None,
         adapter: str | None = None,
         capture: Capture | None = None,
@@ -68,7 +66,7 @@ class HuggingFaceModel:
         vocab = int(network.get_input_embeddings().weight.shape[0])
         num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network, adapter)
         weights = num_bytes(network)
-        self.num_packed = pack_linears(network, lambda: _sample(network)) if pack and group is None else 0
+        fast = fast and group is None and replace_linears(network, lambda: _sample(network)) > 0
         try:
             size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
         except ValueError as wrong:
@@ -77,7 +75,7 @@ class HuggingFaceModel:
         self._num_ids = vocab if tokenizer is None else min(num_ids(tokenizer), vocab)
         agreed = (lambda report: report) if group is None else group.agreed
         self.probe_report = choose_attention(network, attn, max_positions, agreed)
-        self.lean = choose_lean(network, self.probe_report, max_positions) if lean and group is None else None
+        self.llama = choose_llama(network, self.probe_report, max_positions) if fast else None
         self._pass = self._make_pass(config, capture)
         self.memory = MemoryPlan(weights, self.probe_report.bytes_per_token, size)
         self._info = ModelInfo(
@@ -103,7 +101,6 @@ class HuggingFaceModel:
         tree_room: int = 256,
         kv_cache_tokens: int | None = None,
         attn: str = "sdpa",
-        pack: bool = True,
         require_trees: bool = False,
         group: Group | None = None,
         adapter: str | None = None,
@@ -126,14 +123,13 @@ class HuggingFaceModel:
             tree_room=tree_room,
             kv_cache_tokens=kv_cache_tokens,
             attn=attn,
-            pack=pack,
             group=group,
             adapter=adapter,
             capture=CudaCapture(device) if cuda_graphs else None,
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
-            how = ", steps are recorded" if cuda_graphs else ", in fewer operations" if model.lean else ""
+            how = ", steps are recorded" if cuda_graphs else ", in fewer operations" if model.llama else ""
             log.info("%s: attention %s%s", path_or_name, model.probe_report.attention or "none", how)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
@@ -149,7 +145,7 @@ class HuggingFaceModel:
             own = PathPass(self.network, self._slots.size)
         else:
             ragged = self.probe_report.ragged
-            own = TreePass(self.network, self._slots.size, windows, ragged=ragged, capture=capture, lean=self.lean)
+            own = TreePass(self.network, self._slots.size, windows, ragged=ragged, capture=capture, llama=self.llama)
         return own if self._group is None or not self._group.leads else LeadingPass(own, self._group)
 
     def follow(self) -> None:

@@ -21,7 +21,7 @@ from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
 from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
-from rootward.engine.lean import LeanNetwork
+from rootward.engine.layers import LlamaNetwork
 from rootward.engine.slots import CellMoves, Entry, Size
 from rootward.ports import Reduction
 
@@ -43,7 +43,7 @@ class TreePass:
     """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
 
     `ragged`: the network can be told entry by entry whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
-    `lean`: what computes the same in fewer operations.
+    `llama`: what computes the same in fewer operations.
     """
 
     def __init__(
@@ -54,16 +54,19 @@ class TreePass:
         *,
         ragged: bool,
         capture: Capture | None = None,
-        lean: LeanNetwork | None = None,
+        llama: LlamaNetwork | None = None,
     ):
         self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
-        self.kv, self.lean = PagedCache(size, windows.by_layer), lean
+        self.kv, self.llama = PagedCache(size, windows.by_layer), llama
         self.reads_storage = network.config._attn_implementation in tree_attention.NAMES
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
+        if self.llama is not None:
+            step = Step(entries, kept, self.size, self.device, pad=False)
+            return reduced(self.llama(step, self.kv.layers), reduction)
         parts = split([entry.plan.num_rows for entry in entries], self.overhead)
         if len(parts) == 1:
             return self._run(entries, kept, reduction)
@@ -79,8 +82,6 @@ class TreePass:
         if found is not None:
             return found
         step = Step(entries, kept, self.size, self.device)
-        if self.lean is not None:
-            return reduced(self.lean(step, self.kv.layers), reduction)
         view = None if self.reads_storage else DenseView(step.paged)
         token = running.set(Running(step, view))
         try:

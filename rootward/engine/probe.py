@@ -18,7 +18,7 @@ import torch
 
 from rootward.engine import tree_attention
 from rootward.engine.attention import layer_windows
-from rootward.engine.lean import LeanNetwork, lean
+from rootward.engine.layers import LlamaNetwork, is_llama
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.ports import COMMITTED, Rows
@@ -91,26 +91,27 @@ def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
     return ProbeReport(False, attention, ragged, error, tolerance, why)
 
 
-def choose_lean(network: Any, report: ProbeReport, max_positions: int) -> LeanNetwork | None:
-    """What computes the same as the network in fewer operations, if there is such a thing and the probe finds nothing wrong with it."""
+def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> LlamaNetwork | None:
+    """What computes the same as the network in fewer operations, if there is such a thing and the probe finds nothing wrong with it.
+    The network's linear layers have been replaced."""
     if report.attention not in tree_attention.NAMES:
         return None
     try:
-        short = lean(network, max(max_positions, NUM_CELLS))
-        if short is None:
+        if not is_llama(network):
             return None
+        short = LlamaNetwork(network, max(max_positions, NUM_CELLS))
         error, scale, _ = probe(network, report.ragged, short)
     except Exception as wrong:  # what was to be quicker must not keep a network from being served
         log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, wrong)
         return None
-    if error <= TOLERANCE[torch.float32] * scale:  # false for NaN
+    if error <= TOLERANCE.get(network.dtype, HALF_TOLERANCE) * scale:  # false for NaN
         return short
     log.warning("%s runs as it is; in fewer operations it is off by %.1e", type(network).__name__, error)
     return None
 
 
 @torch.inference_mode()
-def probe(network: Any, ragged: bool, short: LeanNetwork | None = None) -> tuple[float, float, int]:
+def probe(network: Any, ragged: bool, short: LlamaNetwork | None = None) -> tuple[float, float, int]:
     """Largest difference between tree rows and cache-free forwards, the largest logit, and bytes of K and V per token.
 
     short: what computes the tree rows instead of the network."""
@@ -119,7 +120,7 @@ def probe(network: Any, ragged: bool, short: LeanNetwork | None = None) -> tuple
         windows = layer_windows(config)
         assert windows is not None
         size = Size.of(len(PREFIXES), NUM_CELLS - TREE_ROOM, TREE_ROOM, BLOCK_SIZE, None)
-        tree, path = TreePass(network, size, windows, ragged=ragged, lean=short), PathPass(network, size)
+        tree, path = TreePass(network, size, windows, ragged=ragged, llama=short), PathPass(network, size)
         error, scale = _compare(tree, path, Slots(size, int(config.vocab_size), ""))
         return error, scale, tree.kv.bytes_per_token
 

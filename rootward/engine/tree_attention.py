@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from rootward.engine.cpu_attention import paged
+from rootward.engine.cpu_attention import attend
 from rootward.engine.kv_cache import running
 from rootward.engine.triton_attention import is_available, tree_attention
 
@@ -54,8 +54,9 @@ def attention(
         context, buffers = now.step.paged, layer.buffers
         options: dict[str, Any] = {"window": layer.window, "softcap": softcap, "sinks": s_aux, "buffers": buffers}
         return tree_attention(query, layer.keys, layer.values, context, scaling=scale, **options), None
-    reach = now.step.reach(layer.window)
-    return paged(query, key, value, layer, reach, scale, softcap=softcap, sinks=s_aux), None
+    rows = query.transpose(1, 2).flatten(0, 1).float()
+    out = attend(rows, layer, now.step.chunks(layer.window), scale, softcap=softcap, sinks=s_aux)
+    return out.to(query.dtype).view(query.shape[0], query.shape[2], query.shape[1], -1), None
 
 
 def without_cache(

@@ -1,0 +1,384 @@
+"""Linear layers for a CPU, and a network of the Llama family in few operations on top of them.
+
+**Linear layers.** A product of some numbers of rows takes another kernel than one of others: the same row then differs in its last bits.
+So each shape is tried at load, on this machine and with its threads: the numbers of rows whose results equal those of blocks of
+REFERENCE_ROWS bit by bit are the ones that are used, other numbers are padded or cut. Weights lie in oneDNN's packed layout where that
+gives equal bits, else as they are; times decide nothing, so that replicas on equal machines compute equal bits.
+
+**The network.** What a short probe cannot see (a scale that only long texts get) is excluded by name: KINDS are the architectures of
+transformers that compute what is written here. Their modules must be those that are expected, as they were published, and the load probe
+compares with the network itself. Queries, keys and values are one product, gate and up another; the residual stream, norms, rotations and
+attention are in float32. The network's own layers become slices of the joined ones, so weights are there once.
+
+Legend: N rows of all entries, T wanted rows, V vocabulary, H query heads, H_kv heads of K and V, D head dimension, E hidden.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rootward.engine.batch import Step
+from rootward.engine.cpu_attention import attend
+from rootward.engine.kv_cache import PagedLayer
+
+log = logging.getLogger(__name__)
+
+REFERENCE_ROWS = 16
+TRIED_ROWS = (1, 2, 4, 8, 32, 64, 3, 6, 12, 24, 48, 128, 256, 5, 7, *range(9, 32))  # the first ones matter most
+SECONDS_A_SHAPE = 0.25
+
+KINDS = {"llama", "mistral", "qwen2", "qwen3"}
+# Their modules, by name. One more, and something has been added.
+BODY = {"embed_tokens", "layers", "norm", "rotary_emb"}
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+HEAD_NORMS = {"q_norm", "k_norm"}  # of each head: Qwen3
+MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # rotations that depend on the position alone
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How products with weights of one shape are computed.
+
+    counts     numbers of rows that give the same bits, ascending
+    invariant  a row has the same bits wherever it stands among REFERENCE_ROWS, and whatever stands beside it
+    """
+
+    packed: bool
+    counts: tuple[int, ...]
+    invariant: bool
+
+    def padded(self, num: int) -> int:
+        """The smallest number of rows that is used for `num`; the largest one if all are smaller."""
+        return next((count for count in self.counts if count >= num), self.counts[-1])
+
+
+class Linear(torch.nn.Module):
+    """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not kept if it is
+    packed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.choice = _choice(weight, bias)
+        self.weight = _pack(weight) if self.choice.packed else weight
+        self.bias = bias
+        self._counts = frozenset(self.choice.counts)
+        self._most = self.choice.counts[-1]
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """[..., out] of [..., in]."""
+        flat = rows if rows.ndim == 2 else rows.reshape(-1, self.in_features)
+        num = len(flat)
+        if num in self._counts:
+            out = self._product(flat)
+        elif num <= self._most:
+            more = self.choice.padded(num) - num
+            out = self._product(functional.pad(flat, (0, 0, 0, more))).narrow(0, 0, num)
+        else:
+            out = torch.cat([self.forward(part) for part in flat.split(self._most)])
+        return out if rows.ndim == 2 else out.view(*rows.shape[:-1], self.out_features)
+
+    def _product(self, rows: torch.Tensor) -> torch.Tensor:
+        return (
+            _packed_linear(rows, self.weight, self.bias)
+            if self.choice.packed
+            else functional.linear(rows, self.weight, self.bias)
+        )
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, packed={self.choice.packed}"
+
+
+class Slice(torch.nn.Module):
+    """Some outputs of a joined layer: what the network's own module computes."""
+
+    def __init__(self, joined: Linear, start: int, num: int):
+        super().__init__()
+        self.joined, self.start, self.out_features = joined, start, num
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.joined(rows)
+        return out.narrow(-1, self.start, self.out_features)
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight.contiguous())
+    return packed
+
+
+def _packed_linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    return out
+
+
+@cache
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether this build of torch has the two operators (they are private), and they agree with a plain linear."""
+    rows, weight = (
+        torch.linspace(-1, 1, 3 * 48).view(3, 48).to(dtype),
+        torch.linspace(-1, 1, 32 * 48).view(32, 48).to(dtype),
+    )
+    try:
+        with torch.inference_mode():
+            near = 1e-5 if dtype == torch.float32 else 2e-2
+            got, expected = _packed_linear(rows, _pack(weight), None), functional.linear(rows, weight)
+            return bool(torch.allclose(got, expected, atol=near, rtol=near))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+
+
+_choices: dict[Any, Choice] = {}  # by shape, type, bias and threads
+
+
+def _choice(weight: torch.Tensor, bias: torch.Tensor | None) -> Choice:
+    key = (*weight.shape, weight.dtype, bias is not None, torch.get_num_threads())
+    if key not in _choices:
+        _choices[key] = _measured(weight, bias)
+    return _choices[key]
+
+
+@torch.inference_mode()
+def _measured(weight: torch.Tensor, bias: torch.Tensor | None) -> Choice:
+    """The layout, with the numbers of rows that agree in it."""
+    packed = None
+    if can_pack(weight.dtype):
+        layout = _pack(weight)
+        packed = _tried(True, lambda rows: _packed_linear(rows, layout, bias), weight)
+        if packed.invariant:
+            return packed
+    plain = _tried(False, lambda rows: functional.linear(rows, weight, bias), weight)
+    return plain if packed is None or plain.invariant else packed
+
+
+def _tried(packed: bool, product: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> Choice:
+    started = time.perf_counter()
+    rng = torch.Generator().manual_seed(0)
+    rows = torch.randn(max(TRIED_ROWS), weight.shape[1], generator=rng).to(weight.dtype)
+    block = rows[:REFERENCE_ROWS].contiguous()
+    expected = product(block)
+    # wherever a row stands, and whatever stands beside it
+    turned = product(block.roll(5, 0)).roll(-5, 0)
+    mixed = product(torch.cat([block[:3], rows[20 : 20 + REFERENCE_ROWS - 3]]))
+    invariant = torch.equal(expected, turned) and torch.equal(mixed[:3], expected[:3])
+    counts = [REFERENCE_ROWS]
+    for num in TRIED_ROWS:
+        if time.perf_counter() - started > SECONDS_A_SHAPE:
+            break
+        reference = _blocks(product, rows, num) if num > REFERENCE_ROWS else expected[:num]
+        if torch.equal(product(rows[:num].contiguous()), reference):
+            counts.append(num)
+    return Choice(packed, tuple(sorted(counts)), invariant)
+
+
+def _blocks(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, num: int) -> torch.Tensor:
+    padded = -(-num // REFERENCE_ROWS) * REFERENCE_ROWS
+    return torch.cat([product(part.contiguous()) for part in rows[:padded].split(REFERENCE_ROWS)])[:num]
+
+
+@torch.inference_mode()
+def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> int:
+    """Replace the plain linear layers of a network on a CPU by `Linear`, joined where it is of the Llama family; returns how many.
+
+    `sample` runs the network. If that fails or changes (some networks read a layer's weight directly), the own ones are put back. A tied
+    embedding keeps its own weight.
+    """
+    joined = is_llama(network)
+    before = {
+        (parent, name): child
+        for parent in network.modules()
+        for name, child in parent.named_children()
+        if type(child) is torch.nn.Linear
+        and child.weight.device.type == "cpu"
+        and child.weight.dtype in (torch.float32, torch.bfloat16)
+    }
+    if not before:
+        return 0
+    expected = sample()
+    if joined:
+        for layer in network.model.layers:
+            _join(layer.self_attn, ("q_proj", "k_proj", "v_proj"))
+            _join(layer.mlp, ("gate_proj", "up_proj"))
+    for (parent, name), child in before.items():
+        if getattr(parent, name) is child:
+            setattr(parent, name, Linear(child.weight.detach(), _detached(child.bias)))
+    if _is_near(sample, expected):
+        return len(before)
+    for (parent, name), child in before.items():
+        setattr(parent, name, child)
+    return 0
+
+
+def _join(parent: Any, names: Sequence[str]) -> None:
+    own = [getattr(parent, name) for name in names]
+    bias = None
+    if any(linear.bias is not None for linear in own):
+        bias = torch.cat(
+            [
+                linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+                for linear in own
+            ]
+        )
+    joined, at = Linear(torch.cat([linear.weight.detach() for linear in own]), bias), 0
+    for name, linear in zip(names, own, strict=True):
+        setattr(parent, name, Slice(joined, at, linear.out_features))
+        at += linear.out_features
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _is_near(sample: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool:
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    try:
+        return bool((sample() - expected).abs().max() <= tolerance * expected.abs().max())
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+class Norm:
+    """Root mean square over the last dimension: x · w / √(mean x² + ε), in float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        size = weight.shape[-1]
+        self.weight = weight.float() * size**0.5
+        self.floor = torch.tensor((eps * size) ** 0.5)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x.div(torch.hypot(length, self.floor)).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layer:
+    before_attention: Norm
+    qkv: Linear
+    of_heads: Norm | None  # weight [H + H_kv, D]
+    out: Linear
+    scaling: float
+    before_mlp: Norm
+    gate_up: Linear
+    act: Any
+    down: Linear
+
+
+class LlamaNetwork:
+    """Call it with a step and the cells of each layer: logits [T, V] of the wanted rows."""
+
+    def __init__(self, network: Any, max_positions: int):
+        """`network`: one whose linear layers have been replaced."""
+        body, attention = network.model, network.model.layers[0].self_attn
+        self.dtype = body.embed_tokens.weight.dtype
+        self.dim = attention.head_dim
+        self.num_q, self.num_kv = (p.out_features // self.dim for p in (attention.q_proj, attention.k_proj))
+        self.embedding, self.norm, self.head = body.embed_tokens.weight, _norm(body.norm), network.lm_head
+        self.layers = [self._layer(layer) for layer in body.layers]
+        # x · cos + rotate_half(x) · sin, where rotate_half swaps the halves and negates the first
+        cos, sin = body.rotary_emb(self.embedding[:1, None].float(), torch.arange(max_positions)[None])
+        self.cos, self.sin = cos[0, :, None].float(), sin[0, :, None].float().clone()
+        self.sin[..., : self.dim // 2].neg_()
+
+    def _layer(self, layer: Any) -> Layer:
+        attention, mlp, of_heads = layer.self_attn, layer.mlp, None
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm, attention.k_norm
+            weights = [q.weight.expand(self.num_q, -1), k.weight.expand(self.num_kv, -1)]
+            of_heads = Norm(torch.cat(weights), q.variance_epsilon)
+        return Layer(
+            before_attention=_norm(layer.input_layernorm),
+            qkv=attention.q_proj.joined,
+            of_heads=of_heads,
+            out=attention.o_proj,
+            scaling=attention.scaling,
+            before_mlp=_norm(layer.post_attention_layernorm),
+            gate_up=mlp.gate_proj.joined,
+            act=mlp.act_fn,
+            down=mlp.down_proj,
+        )
+
+    @property
+    def invariant(self) -> bool:
+        """Whether each of its products was found to give a row the same bits whatever stands beside it."""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        return all(linear.choice.invariant for linear in (*linears, self.head))
+
+    def __call__(self, step: Step, cells: Sequence[PagedLayer]) -> torch.Tensor:
+        x_NE = functional.embedding(step.ids, self.embedding).float()
+        cos, sin = self.cos.index_select(0, step.positions), self.sin.index_select(0, step.positions)
+        num, num_qk, half = len(x_NE), self.num_q + self.num_kv, self.dim // 2
+        for layer, own in zip(self.layers, cells, strict=True):
+            heads = layer.qkv(layer.before_attention(x_NE).to(self.dtype)).float().view(num, -1, self.dim)
+            qk = heads.narrow(1, 0, num_qk)
+            if layer.of_heads is not None:
+                qk = layer.of_heads(qk)
+            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
+            own.write(step.write, qk.narrow(1, self.num_q, self.num_kv), heads.narrow(1, num_qk, self.num_kv))
+            seen = attend(qk.narrow(1, 0, self.num_q), own, step.chunks(own.window), layer.scaling)
+            x_NE = x_NE + layer.out(seen.view(num, -1).to(self.dtype))
+            gate, up = layer.gate_up(layer.before_mlp(x_NE).to(self.dtype)).chunk(2, -1)
+            x_NE += layer.down(layer.act(gate) * up)
+        if step.wanted is not None:
+            x_NE = x_NE.index_select(0, step.wanted)
+        logits: torch.Tensor = self.head(self.norm(x_NE).to(self.dtype))
+        return logits
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, module.variance_epsilon)
+
+
+def is_llama(network: Any) -> bool:
+    """Whether `LlamaNetwork` computes what this network of transformers does. The load probe has the last word."""
+    published = type(network).__module__
+    if network.config.model_type not in KINDS or not published.startswith("transformers.models."):
+        return False
+    body: Any = getattr(network, "model", None)
+    if {*_names(network)} != {"model", "lm_head"} or {*_names(body)} != BODY:
+        return False
+    if getattr(body.rotary_emb, "rope_type", "") not in FIXED_ROPE:
+        return False
+    as_published = all(_is_as_published(part, published) for part in (network, *body.modules()))
+    return as_published and _is_plain(network.lm_head) and all(map(_is_known_layer, body.layers))
+
+
+def _is_as_published(part: Any, published: str) -> bool:
+    """Nobody has put code of their own in its place, or around it."""
+    code = type(part).__module__
+    known = code in (published, __name__) or code.startswith(("torch.nn.", "transformers.activations"))
+    return known and "forward" not in vars(part) and not (part._forward_hooks or part._forward_pre_hooks)
+
+
+def _is_known_layer(layer: Any) -> bool:
+    if {*_names(layer)} != LAYER:
+        return False
+    attention, mlp = layer.self_attn, layer.mlp
+    if {*_names(attention)} not in (ATTENTION, ATTENTION | HEAD_NORMS) or {*_names(mlp)} != MLP:
+        return False
+    joined = ((attention, ATTENTION), (mlp, MLP - {"act_fn"}))
+    return all(_is_plain(getattr(of, name)) for of, names in joined for name in names)
+
+
+def _is_plain(part: torch.nn.Module) -> bool:
+    """A linear layer in a type and on a device that are served here."""
+    if type(part) in (Linear, Slice):
+        return True
+    weight: Any = getattr(part, "weight", None)
+    return (
+        type(part) is torch.nn.Linear
+        and weight.dtype in (torch.float32, torch.bfloat16)
+        and weight.device.type == "cpu"
+    )
+
+
+def _names(module: Any) -> list[str]:
+    return [] if module is None else [name for name, _ in module.named_children()]
