@@ -29,7 +29,10 @@ class DrafterSettings(ProcessSettings):
     zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
     cuda_graphs: bool = Field(False, description="record levels of growth as CUDA graphs")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "auto",
+        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
+    )
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")
     max_num_batched_tokens: int = Field(256, ge=1, description="rows of one draft forward")
@@ -43,7 +46,9 @@ class DrafterSettings(ProcessSettings):
         0.7, gt=0, lt=1, description="assumed acceptance of a first child: higher grows deeper, lower wider"
     )
     later_acceptance: float = Field(0.2, gt=0, lt=1, description="the same of its later siblings, once it has failed")
-    num_threads: int = Field(1, ge=1, description="CPU threads of the model")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
+    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"
     )

@@ -29,6 +29,7 @@ from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
 from rootward.demo import paths
 from rootward.errors import APIError, ConfigurationError
+from rootward.settings import available_cores
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
@@ -256,6 +257,10 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
 def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Deployment:
     pair = paths()
     target, draft = settings.model or str(pair.target), settings.draft_model or str(pair.draft)
+    if target.endswith(".gguf"):
+        from rootward.engine.checkpoint import local_model  # imports torch
+
+        target = local_model(target)
     count = 0 if draft == "none" else settings.num_drafters
     ports = _free_ports(count + 2)
     verifier_port, redis_port, drafter_ports = ports[0], ports[1], ports[2:]
@@ -269,8 +274,11 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
     verifier = f"127.0.0.1:{verifier_port}"
     redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-    of_drafters = ["--model", draft]
-    of_verifier = ["--model", target, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
+    threads: list[str] = []
+    if "ROOTWARD_NUM_THREADS" not in os.environ:
+        threads = ["--num-threads", str(max(1, available_cores() // (1 + count)))]
+    of_drafters = ["--model", draft, *threads]
+    of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
     of_verifier += ["--num-ahead-tokens", "0"]  # on one machine the draft would compete with the target
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
     of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", settings.served_model_name]

@@ -93,6 +93,16 @@ class ServiceSettings(BaseSettings):
         return (init_settings,)
 
 
+def available_cores() -> int:
+    """Cores that this process may use: its CPU affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
 def launched_rank() -> tuple[int, int] | None:
     """(rank, number of ranks) if torchrun has started this process as one of several."""
     size = int(os.environ.get("WORLD_SIZE", "1"))

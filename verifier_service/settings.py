@@ -43,7 +43,10 @@ class VerifierSettings(ProcessSettings):
     zone: str = Field("", description="where it runs: near peers are tried first")
     device: str = Field("cpu", description="torch device")
     cuda_graphs: bool = Field(False, description="record steps as CUDA graphs")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field("float32", description="weights and arithmetic")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "auto",
+        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
+    )
     target_adapter: str | None = Field(None, description="folder with a LoRA adapter of the target; the draft has none")
     quantization: str | None = Field(
         None, description="JSON of a transformers quantization_config (default: what the checkpoint says)"
@@ -76,7 +79,9 @@ class VerifierSettings(ProcessSettings):
     draft_prior_row_ms: float = Field(
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"
     )
-    num_threads: int = Field(1, ge=1, description="CPU threads of the model")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
+    )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
 
     @field_validator("drafters")

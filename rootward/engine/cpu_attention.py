@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 MOST_KEYS = 384  # of one product, which adds them up in order
 BLOCK = 256  # positions; leaves room for the siblings of a tree
 MOST_ROWS = 64  # of a chunk: what bounds the memory for scores
-LEAST_ROWS = 4  # of a product; fewer take another kernel
+LEAST_ROWS = 4  # of a product; fewer take another kernel,
+LEAST_KEYS = 4  # likewise
+LEAST_SIZE = 400  # as do batched products of fewer multiplications in torch
 LANES = 8  # columns of ones
 
 
@@ -93,10 +95,15 @@ def _chunks(entry: Entry, offset: int, start: int, stop: int, window: int | None
         position = np.concatenate([np.arange(first, tail), position])
         visible = np.concatenate([np.ones((len(at), tail - first), np.bool_), visible], axis=1)
         visible &= at[:, None] - position < window
+    cells = np.concatenate([committed, rows.scratch[nodes]])
+    missing = LEAST_KEYS - len(cells)
+    if missing > 0:  # the first cell again, which nobody sees
+        cells = np.append(cells, np.repeat(cells[:1], missing))
+        visible = np.pad(visible, ((0, 0), (0, missing)))
+        blocks[-1] = (blocks[-1][0], LEAST_KEYS)
     bias = None
     if not visible.all():
         bias = torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)[:, None]
-    cells = np.concatenate([committed, rows.scratch[nodes]])
     return [Chunk(offset + start, stop - start, _parts(entry, first, tail, cells, blocks), bias)]
 
 
@@ -160,8 +167,9 @@ def _attend(
 ) -> torch.Tensor:
     """[H_kv, R, D] of query [H_kv, R, D]."""
     shared, num_rows, _ = query.shape
-    if num_rows < LEAST_ROWS:
-        query = torch.nn.functional.pad(query, (0, 0, 0, LEAST_ROWS - num_rows))
+    least = least_rows(min(query.shape[-1], layer.values.shape[-1]))
+    if num_rows < least:
+        query = torch.nn.functional.pad(query, (0, 0, 0, least - num_rows))
     zero = _constant(0.0, 1, 1)
     parts = [
         torch.baddbmm(zero, query, part.read(layer.keys).transpose(1, 2), beta=0, alpha=scaling) for part in chunk.parts
@@ -183,6 +191,11 @@ def _attend(
     if sinks is not None:
         mass = mass + (sinks - seen).exp().view(shared, num_rows, 1)
     return out / mass
+
+
+def least_rows(dim: int) -> int:
+    """Rows of a batched product with heads of this dimension, whatever the number of keys."""
+    return max(LEAST_ROWS, -(-LEAST_SIZE // dim))
 
 
 def _weighted(weight: torch.Tensor, layer: PagedLayer, chunk: Chunk) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,22 +251,27 @@ def sums_in_order() -> bool:
     def random(*shape: int) -> torch.Tensor:
         return torch.rand(shape, generator=rng)
 
-    for dim in (64, LANES):
-        for num in (17, BLOCK, MOST_KEYS):
-            few = num * 2 // 3
-            weight, value = random(2, 96, few), random(2, few, dim)
-            expected = torch.bmm(weight[:, :48].contiguous(), value)
-            place = torch.randperm(num, generator=rng)[:few].sort().values
-            spread, between = torch.zeros(2, 96, num), random(2, num, dim)
-            spread[:, :, place], between[:, place] = weight, value
-            for rows in (LEAST_ROWS, 6, 9, 48):
-                for w, v in ((weight, value), (spread, between)):
-                    if not torch.equal(torch.bmm(w[:, :rows].contiguous(), v), expected[:, :rows]):
+    def products(weight: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mass = torch.mm(weight.flatten(0, 1), torch.ones(weight.shape[2], LANES))
+        return torch.bmm(weight, value), mass.view(*weight.shape[:2], LANES)
+
+    counts = (least_rows(64), 9, 20, 48)
+    for num in (2, 17, BLOCK, MOST_KEYS):
+        few = max(1, num * 2 // 3)
+        weight, value = random(2, 96, few), random(2, few, 64)
+        expected = products(weight[:, :48].contiguous(), value)
+        place = torch.randperm(num, generator=rng)[:few].sort().values
+        spread, between = torch.zeros(2, 96, num), random(2, num, 64)
+        spread[:, :, place], between[:, place] = weight, value
+        for rows in counts:
+            for w, v in ((weight, value), (spread, between)):
+                for got, right in zip(products(w[:, :rows].contiguous(), v), expected, strict=True):
+                    if not torch.equal(got, right[:, :rows]):
                         return False
-    query, key = random(2, 96, 64), random(2, 64, MOST_KEYS)
-    expected = torch.bmm(query, key)
+    query, key = random(2, 96, 64), random(2, MOST_KEYS, 64).transpose(1, 2)
+    whole = torch.bmm(query, key)
     return all(
-        torch.equal(torch.bmm(query[:, :rows].contiguous(), key[:, :, :num]), expected[:, :rows, :num])
-        for rows in (LEAST_ROWS, 6, 9, 48)
-        for num in (5, 100, BLOCK + 1)
+        torch.equal(torch.bmm(query[:, :rows].contiguous(), key[:, :, :num]), whole[:, :rows, :num])
+        for rows in counts
+        for num in (LEAST_KEYS, 5, 100, BLOCK + 1)
     )

@@ -186,8 +186,8 @@ def _blocks(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor,
 
 
 @torch.inference_mode()
-def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> int:
-    """Replace the plain linear layers of a network on a CPU by `Linear`, joined where it is of the Llama family; returns how many.
+def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> bool:
+    """Replace the plain linear layers of a network on a CPU by `Linear`, joined where it is of the Llama family; whether it has them now.
 
     `sample` runs the network. If that fails or changes (some networks read a layer's weight directly), the own ones are put back. A tied
     embedding keeps its own weight.
@@ -202,7 +202,7 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> int:
         and child.weight.dtype in (torch.float32, torch.bfloat16)
     }
     if not before:
-        return 0
+        return any(isinstance(module, Linear) for module in network.modules())
     expected = sample()
     if joined:
         for layer in network.model.layers:
@@ -212,10 +212,10 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> int:
         if getattr(parent, name) is child:
             setattr(parent, name, Linear(child.weight.detach(), _detached(child.bias)))
     if _is_near(sample, expected):
-        return len(before)
+        return True
     for (parent, name), child in before.items():
         setattr(parent, name, child)
-    return 0
+    return False
 
 
 def _join(parent: Any, names: Sequence[str]) -> None:
@@ -324,7 +324,7 @@ class LlamaNetwork:
             qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
             own.write(step.write, qk.narrow(1, self.num_q, self.num_kv), heads.narrow(1, num_qk, self.num_kv))
             seen = attend(qk.narrow(1, 0, self.num_q), own, step.chunks(own.window), layer.scaling)
-            x_NE = x_NE + layer.out(seen.view(num, -1).to(self.dtype))
+            x_NE = x_NE + layer.out(seen.reshape(num, -1).to(self.dtype))
             gate, up = layer.gate_up(layer.before_mlp(x_NE).to(self.dtype)).chunk(2, -1)
             x_NE += layer.down(layer.act(gate) * up)
         if step.wanted is not None:

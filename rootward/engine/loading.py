@@ -1,4 +1,4 @@
-"""From a name to a model: `tabular:vocab=5,seed=1` or a Hugging Face folder or hub name."""
+"""From a name to a model: `tabular:vocab=5,seed=1`, a Hugging Face folder or hub name, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_model(
 
     `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
-    `group`: the ranks that share the model; each of them calls this. `adapter`, `quantization`: see `weights.read_network`.
+    `group`: the ranks that share the model; each of them calls this. `adapter`, `quantization`: see `checkpoint.read_network`.
     """
     if spec.startswith(TABULAR):
         for name, given in (("tensor_parallel", group), ("target_adapter", adapter), ("quantization", quantization)):
@@ -56,6 +56,10 @@ def load_model(
         if cuda_graphs:
             raise ConfigurationError(f"cuda_graphs: {spec!r} runs on no device; leave it out")
         return _tabular(spec, max_slots, max_len, kv_cache_tokens)
+    if spec.endswith(".gguf"):
+        from rootward.engine.checkpoint import local_model
+
+        spec = local_model(spec)
     require_folder(spec)
     from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from rootward.engine.attention import layer_windows
+from rootward.engine.checkpoint import fingerprint, num_bytes, read_network
 from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.layers import replace_linears
@@ -22,7 +23,6 @@ from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention, choose_llama
 from rootward.engine.slots import Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
-from rootward.engine.weights import fingerprint, num_bytes, read_network
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Reduction, Rows
 
@@ -66,7 +66,7 @@ class HuggingFaceModel:
         vocab = int(network.get_input_embeddings().weight.shape[0])
         num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network, adapter)
         weights = num_bytes(network)
-        fast = fast and group is None and replace_linears(network, lambda: _sample(network)) > 0
+        fast = fast and group is None and replace_linears(network, lambda: _sample(network))
         try:
             size = Size.of(max_slots, max_positions, tree_room, BLOCK_SIZE, kv_cache_tokens)
         except ValueError as wrong:

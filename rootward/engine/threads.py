@@ -15,13 +15,16 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from rootward.settings import available_cores
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def use_threads(num_threads: int) -> None:
-    """Processes on one machine share its cores: give each a part, or they fight for the memory bus."""
-    torch.set_num_threads(num_threads)
+def use_threads(num_threads: int | None) -> None:
+    """None: all cores that this process may use. Processes on one machine share its cores: give each a part, or they fight for the memory
+    bus."""
+    torch.set_num_threads(num_threads or available_cores())
 
 
 async def on_passing_thread(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -21,7 +21,7 @@ from contract.families import REFUSED, SUPPORTED, VOCAB, WINDOW, Family
 from contract.sessions import Session, error
 
 from rootward.engine import tree_attention
-from rootward.engine.lean import KINDS
+from rootward.engine.layers import KINDS
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
 
@@ -52,8 +52,8 @@ def network_of(family: Family) -> Any:
     return family.network()
 
 
-def load(network: Any, lean: bool = True) -> HuggingFaceModel:
-    return HuggingFaceModel(network, name="tiny", max_slots=4, lean=lean)
+def load(network: Any, fast: bool = True) -> HuggingFaceModel:
+    return HuggingFaceModel(network, name="tiny", max_slots=4, fast=fast)
 
 
 def prefilled(model: HuggingFaceModel, network: Any) -> tuple[list[Session], float]:
@@ -130,15 +130,15 @@ def report() -> Iterator[Callable[..., None]]:
         Path(os.environ["REPORT"]).write_text(HEAD + "|---|---|---|---|---|---|\n" + "".join(lines), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("name", "lean"), [*((n, False) for n in SUPPORTED), *((n, True) for n in sorted(KINDS))])
-def test_trees_equal_paths(name: str, lean: bool, report: Callable[..., None]) -> None:
+@pytest.mark.parametrize(("name", "fast"), [*((n, False) for n in SUPPORTED), *((n, True) for n in sorted(KINDS))])
+def test_trees_equal_paths(name: str, fast: bool, report: Callable[..., None]) -> None:
     network, truth = network_of(SUPPORTED[name]), truth_of(SUPPORTED[name])
-    model = load(network, lean)
+    model = load(network, fast)
     assert model.info.supports_trees, model.probe_report.reason
-    assert (model.lean is not None) == lean
+    assert (model.llama is not None) == (fast and name in KINDS)
     first, after = trees_and_commits(model, truth)
-    chain, positions = chain_mask(load(network, lean), truth), positions_off(load(network, lean), truth)
-    report(f"{name} (lean)" if lean else name, model.probe_report.attention, first, after, chain, positions)
+    chain, positions = chain_mask(load(network, fast), truth), positions_off(load(network, fast), truth)
+    report(f"{name} (fast)" if fast else name, model.probe_report.attention, first, after, chain, positions)
     assert max(first, after) <= TOLERANCE
     assert min(chain, positions) >= POWER
 
@@ -147,17 +147,17 @@ OPTIONS = [(name, {"sliding_window": WINDOW + 1}) for name, f in SUPPORTED.items
 OPTIONS += [("gemma2", {"attn_logit_softcapping": 2.2}), ("smollm3", {"no_rope_layers": [1, 1]})]
 
 
-CASES = [(name, off, lean) for name, off in OPTIONS for lean in (False, True) if not lean or name in KINDS]
+CASES = [(name, off, fast) for name, off in OPTIONS for fast in (False, True) if not fast or name in KINDS]
 
 
 @pytest.mark.parametrize(
-    ("name", "off", "lean"), CASES, ids=[f"{name}{' (lean)' * lean} {next(iter(off))}" for name, off, lean in CASES]
+    ("name", "off", "fast"), CASES, ids=[f"{name}{' (fast)' * fast} {next(iter(off))}" for name, off, fast in CASES]
 )
-def test_options_of_attention_show(name: str, off: dict[str, Any], lean: bool) -> None:
+def test_options_of_attention_show(name: str, off: dict[str, Any], fast: bool) -> None:
     """Control: the truth of the same weights under another window, cap or encoding is not what the engine computes."""
     family = SUPPORTED[name]
     network, other = network_of(family), truth_of(replace(family, changes=family.changes | off))
-    model = load(network, lean)
+    model = load(network, fast)
     session = prefilled(model, network)[0][2]
     rows = session.grow(BRANCHED, tokens(len(BRANCHED), 42))
     assert error(model.forward([rows]), [session.truth(other, rows)]) >= POWER

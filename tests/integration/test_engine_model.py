@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,14 +15,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 from unit.engine.networks import SHAPE, VOCAB, tiny, truth
 
-from rootward.engine import batch, reach
+from rootward.engine import cpu_attention
 from rootward.engine import model as model_module
 from rootward.engine import probe as probe_module
 from rootward.engine.attention import DenseView
-from rootward.engine.lean import LeanNetwork
+from rootward.engine.layers import LlamaNetwork
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
-from rootward.engine.packed import can_pack
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.sampling import greedy_choice
 from rootward.errors import ConfigurationError, KvFull
@@ -95,16 +96,13 @@ def test_a_network_that_reads_trees_wrongly_is_found(
 ) -> None:
     """The probe measures: break the mask and it refuses, naming model, error and fix."""
     save(tmp_path)
-    right = reach.reach
+    right = cpu_attention.plan
 
-    def broken(*args: object) -> reach.Reach:
+    def broken(*args: Any) -> list[cpu_attention.Chunk]:
         """Nothing is masked."""
-        found = right(*args)
-        for part in filter(None, (found.whole, found.tail)):
-            part.visible[:] = True
-        return found
+        return [replace(chunk, bias=None) for chunk in right(*args)]
 
-    monkeypatch.setattr(batch, "reach", broken)
+    monkeypatch.setattr(cpu_attention, "plan", broken)
     dense = DenseView.mask
     monkeypatch.setattr(DenseView, "mask", lambda *args: torch.zeros_like(dense(*args)))
     with pytest.raises(ConfigurationError, match=r"off by \d") as caught:
@@ -149,12 +147,12 @@ def test_networks_that_slice_logits_their_own_way(monkeypatch: pytest.MonkeyPatc
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_packing_changes_nothing_but_speed() -> None:
+def test_the_fast_path_changes_nothing_but_speed() -> None:
     shape = {"hidden_size": 64, "intermediate_size": 8192, "num_hidden_layers": 1, "tie_word_embeddings": True}
-    plain, packed = (HuggingFaceModel(tiny(LLAMA, **shape), name="x", max_slots=1, pack=p) for p in (False, True))
-    assert (plain.num_packed, packed.num_packed) == (0, 3 if can_pack() else 0)
-    assert plain.info == packed.info
-    outs = [m.forward([Rows.chain(m.open(), 0, [1, 2, 3])]) for m in (plain, packed)]
+    plain, fast = (HuggingFaceModel(tiny(LLAMA, **shape), name="x", max_slots=1, fast=f) for f in (False, True))
+    assert (plain.llama is not None, fast.llama is not None) == (False, True)
+    assert plain.info == fast.info
+    outs = [m.forward([Rows.chain(m.open(), 0, [1, 2, 3])]) for m in (plain, fast)]
     torch.testing.assert_close(outs[0], outs[1], atol=2e-4, rtol=1e-4)
 
 
@@ -236,11 +234,11 @@ def test_bad_input_changes_nothing() -> None:
         model.commit(b, 0, keep_below=True)
 
 
-@pytest.mark.parametrize("lean", [False, True])
-def test_a_forward_that_fails_changes_nothing(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1, lean=lean)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_forward_that_fails_changes_nothing(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=1, fast=fast)
     slot = model.open()
-    broken, name = (LeanNetwork, "__call__") if lean else (TreePass, "_forward")
+    broken, name = (LlamaNetwork, "__call__") if fast else (TreePass, "_forward")
     monkeypatch.setattr(broken, name, lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         model.forward([Rows.chain(slot, 0, [1, 2])])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from unit.engine.networks import FAMILIES, VOCAB, WINDOW, tiny, truth
 
-from rootward.engine import reach
+from rootward.engine import cpu_attention
 from rootward.engine.batch import split
 from rootward.engine.kv_tree import KvTree, Placement
 from rootward.engine.model import HuggingFaceModel
@@ -132,17 +132,17 @@ def by_index(tree: KvTree, node: Any, parent: Any, token: Any) -> Placement:
     return placement
 
 
-def window_by_cell(entry: Entry, window: int | None) -> Any:
+def window_by_cell(entry: Entry, *args: Any) -> Any:
     """Positions of nodes taken for their cells."""
     plan = dataclasses.replace(entry.plan, position=entry.plan.scratch)
-    return right_part(dataclasses.replace(entry, plan=plan), window)
+    return right_chunks(dataclasses.replace(entry, plan=plan), *args)
 
 
-right_plan, right_part = KvTree.plan, reach._part
+right_plan, right_chunks = KvTree.plan, cpu_attention._chunks
 WRONG = {
     "chain instead of tree": (KvTree, "plan", as_chain),
     "positions by index": (KvTree, "plan", by_index),
-    "window by cell": (reach, "_part", window_by_cell),
+    "window by cell": (cpu_attention, "_chunks", window_by_cell),
 }
 
 

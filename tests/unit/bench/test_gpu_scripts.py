@@ -85,7 +85,7 @@ def test_trees_of_a_round_have_the_rows_that_were_asked_for():
     from benchmarks.gpu.measuring import drawn
     from rootward.engine.model import HuggingFaceModel
 
-    model = HuggingFaceModel(random_network(TINY, "cpu", torch.float32, 64), name="tiny", max_slots=1, pack=False)
+    model = HuggingFaceModel(random_network(TINY, "cpu", torch.float32, 64), name="tiny", max_slots=1, fast=False)
     assert drawn(model, 9, 1, seed=0) is None
     snapshot = drawn(model, 9, 32, seed=0)
     assert len(snapshot.tree) == 32

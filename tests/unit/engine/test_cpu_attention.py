@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rootward.engine import partial_softmax, reach
+from rootward.engine import cpu_attention
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
-from rootward.engine.cpu_attention import paged
+from rootward.engine.cpu_attention import attend
 from rootward.engine.kv_cache import PagedLayer, gathered
 from rootward.engine.paged import PagedContext, paged_reference
 from rootward.engine.slots import Size, Slots
@@ -33,12 +33,17 @@ class Case:
     key: torch.Tensor
     value: torch.Tensor
 
+    def attended(self, window: int | None, **options: Any) -> torch.Tensor:
+        num, heads, width, dim = self.query.shape
+        rows = self.query.transpose(1, 2).reshape(num * width, heads, dim)
+        return attend(rows, self.layer, self.step.chunks(window), SCALING, **options).view(num, width, heads, -1)
+
     def error(self, window: int | None, context: PagedContext | None = None, **options: Any) -> float:
         context = context or self.step.paged
         given = {"scaling": SCALING, "window": window, **options}
         expected = paged_reference(self.query, self.layer.keys, self.layer.values, context, **given)
         self.layer.window = window
-        got = paged(self.query, self.key, self.value, self.layer, self.step.reach(window), SCALING, **options)
+        got = self.attended(window, **options)
         assert got.shape == expected.shape
         assert torch.isfinite(got).all()
         worst = 0.0
@@ -120,19 +125,19 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("calls", [0, 256])
+@pytest.mark.parametrize("block", [8, 256])
 @pytest.mark.parametrize("window", [None, 3, 11, 50])
 @pytest.mark.parametrize(("lengths", "widths"), SHAPES)
 def test_equals_the_reference(
-    lengths: tuple[int, ...], widths: tuple[int, ...], window: int | None, calls: int, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], widths: tuple[int, ...], window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Piece by piece and copied, with nodes of earlier forwards and without."""
-    monkeypatch.setattr(reach, "CALL_CELLS", calls)
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
     for seed in range(3):
         assert random_case(seed, lengths, widths, old=bool(seed % 2)).error(window) < TOLERANCE
 
 
-@pytest.mark.parametrize("calls", [0, 256])
+@pytest.mark.parametrize("block", [8, 256])
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("lengths", "widths"), [SHAPES[0], SHAPES[2], SHAPES[4]])
@@ -141,10 +146,10 @@ def test_caps_and_sinks_equal_the_reference(
     widths: tuple[int, ...],
     softcap: float | None,
     window: int | None,
-    calls: int,
+    block: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reach, "CALL_CELLS", calls)
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
     case, sinks = random_case(3, lengths, widths), torch.linspace(-1.0, 2.0, HEADS)
     for given in ({"softcap": softcap, "sinks": sinks}, {"softcap": softcap}):
         assert case.error(window, **given) < TOLERANCE
@@ -152,34 +157,37 @@ def test_caps_and_sinks_equal_the_reference(
 
 def test_sinks_of_other_heads_show() -> None:
     case, sinks = random_case(3, *SHAPES[4]), torch.linspace(-1.0, 2.0, HEADS)
-    right, wrong = (
-        paged(case.query, case.key, case.value, case.layer, case.step.reach(None), SCALING, sinks=given)
-        for given in (sinks, sinks.roll(1))
-    )
+    right, wrong = (case.attended(None, sinks=given) for given in (sinks, sinks.roll(1)))
     assert float((right[0, 0] - wrong[0, 0]).abs().max()) > 1e-3
 
 
 def test_the_cases_have_what_they_are_there_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables in several pieces, tails of new and of older nodes, prefixes that end with shared nodes; short contexts in one call."""
-    case = random_case(1, (33, 8, 17, 60), (7, 1, 12, 4))
-    assert case.step.reach(None).whole is not None
-    monkeypatch.setattr(reach, "CALL_CELLS", 0)
-    read = reach.reach(case.step.entries, 12, None)
-    assert max(map(len, read.pieces)) > 2
-    assert read.whole is None
-    assert read.tail is not None
-    assert not read.new_rows
-    assert random_case(0, (33, 8), (7, 3), old=False).step.reach(None).new_rows
-    plain = random_case(0, (33, 8), (1, 1), old=False).step.reach(None)
-    assert plain.tail is None
-    assert [sum(num for _, num in pieces) for pieces in plain.pieces] == [34, 9]
+    """Whole blocks in place with a gathered tail, all gathered, all in place; several products; keys that a row does not see."""
+    monkeypatch.setattr(cpu_attention, "BLOCK", 8)
+    seen = [
+        chunk
+        for seed in range(3)
+        for lengths, widths in SHAPES
+        for chunk in random_case(seed, lengths, widths, old=bool(seed % 2)).step.chunks(None)
+    ]
+    kinds = {tuple(part.extent is not None for part in chunk.parts) for chunk in seen}
+    assert kinds >= {(True, False), (False,), (True,)}
+    assert {chunk.bias is None for chunk in seen} == {True, False}
+    assert max(len(part.blocks) for chunk in seen for part in chunk.parts) > SHARED + 1
 
 
-@pytest.mark.parametrize("flash", [True, False])
+def test_rows_are_cut_where_their_keys_are_too_many_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "BLOCK", 8)
+    monkeypatch.setattr(cpu_attention, "MOST_KEYS", 12)
+    case = random_case(0, (33, 8), (16, 9))
+    chunks = case.step.chunks(None)
+    assert len(chunks) > 2
+    assert max(j - i for chunk in chunks for part in chunk.parts for i, j in part.blocks) <= 12
+    assert case.error(None) < TOLERANCE
+
+
 @pytest.mark.parametrize("dim_v", [DIM, 8])
-def test_without_the_private_kernel(flash: bool, dim_v: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain products give the same: where torch lacks the kernel, and where K and V differ in dimension."""
-    monkeypatch.setattr(partial_softmax, "has_flash", lambda dtype: flash)
+def test_keys_and_values_may_differ_in_dimension(dim_v: int) -> None:
     for window in (None, 11):
         assert random_case(5, (33, 8, 60), (7, 1, 4), dim_v).error(window) < TOLERANCE
 
@@ -211,18 +219,3 @@ def test_the_dense_view_equals_the_reference(window: int | None) -> None:
         case.query, case.layer.keys, case.layer.values, case.step.paged, scaling=SCALING, window=window
     )
     assert float((got - expected).abs().max()) < TOLERANCE
-
-
-def test_parts_merge_whatever_the_cut() -> None:
-    rng = torch.Generator().manual_seed(1)
-    query, key, value = (torch.randn(2, 3, n, 8, generator=rng) for n in (4, 9, 9))
-    whole = partial_softmax.attend(query, key, value, SCALING)
-    for cut in (1, 5, 8):
-        a, b = (
-            partial_softmax.attend(query, key[:, :, s], value[:, :, s], SCALING) for s in (slice(cut), slice(cut, None))
-        )
-        for got in (partial_softmax.merged(a, b), partial_softmax.merged(b, a)):
-            torch.testing.assert_close(got.out, whole.out)
-            torch.testing.assert_close(got.lse, whole.lse)
-    nothing = partial_softmax.Part(torch.zeros_like(whole.out), torch.full_like(whole.lse, -torch.inf))
-    torch.testing.assert_close(partial_softmax.merged(nothing, whole).out, whole.out, atol=0, rtol=0)

@@ -1,10 +1,15 @@
-"""Networks as they are read: whole or this rank's part, as published or quantised, alone or with an adapter; and what identifies them."""
+"""Networks as they are read: a folder, a hub name or a GGUF file; whole or this rank's part, as published or quantised, alone or with an
+adapter; and what identifies them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +19,8 @@ import torch
 
 from rootward.engine.parallel import Group, check_shape, whole
 from rootward.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -30,12 +37,16 @@ def read_network(
 ) -> Any:
     """A network of transformers on its device. ConfigurationError, one line, if that cannot be done.
 
+    dtype         "auto": that of the checkpoint; on a CPU see `cpu_dtype`
     quantization  JSON of a `quantization_config` of transformers, {"quant_method": …}; None: what the checkpoint says
     adapter       folder with a LoRA adapter, which is merged into the weights
     group         the ranks that share the network; all of them call this
     """
     if dtype not in DTYPES:
         raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if dtype == "auto" and torch.device(device).type == "cpu" and quantization is None:
+        dtype, why = cpu_dtype(path_or_name)
+        log.info("%s: %s (dtype auto: %s)", path_or_name, dtype, why)
     options: dict[str, Any] = {"dtype": dtype}
     if quantization is not None:
         options |= _quantised(quantization, device)
@@ -45,6 +56,80 @@ def read_network(
     if group is None and "device_map" not in options:
         network = network.to(device)
     return network if adapter is None else _merged(network, adapter, group)
+
+
+def cpu_dtype(path_or_name: str) -> tuple[str, str]:
+    """The type that "auto" means on this processor, and why. It follows from the checkpoint and the processor's instructions, not from a
+    measurement: replicas on equal machines must choose the same."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path_or_name)
+    except (OSError, ValueError, ImportError) as wrong:
+        raise _unreadable(path_or_name, wrong) from wrong
+    if getattr(config, "quantization_config", None) is not None:
+        return "auto", "the checkpoint is quantised"
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    if stored not in (torch.bfloat16, torch.float16):
+        return "float32", f"the checkpoint is {str(stored or torch.float32).removeprefix('torch.')}"
+    fast = {"AMX": "_is_amx_tile_supported", "AVX-512 bfloat16": "_is_avx512_bf16_supported"}
+    for name, supported in fast.items():
+        if getattr(torch.cpu, supported, lambda: False)():
+            return "bfloat16", f"the processor has {name}"
+    return "float32", "the processor has no bfloat16 arithmetic"
+
+
+def local_model(spec: str) -> str:
+    """The folder or hub name to read: a GGUF file is converted once, into the user's cache directory.
+
+    Its weights become bfloat16, or float32 if the file has no others. ConfigurationError if that cannot be done.
+    """
+    if not spec.endswith(".gguf"):
+        return spec
+    file = Path(spec).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigurationError(
+            f"model: no file at {spec!r}; give a GGUF file, a folder with config.json, or a hub name"
+        )
+    if find_spec("gguf") is None:
+        raise ConfigurationError("model: GGUF files need one more package; run pip install gguf")
+    facts = file.stat()
+    key = hashlib.sha256(f"{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rootward" / "gguf"
+    folder = cache / f"{file.stem}-{key}"
+    if not (folder / "config.json").is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        own = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            _convert(file, own)
+            own.rename(folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # otherwise another process was faster
+                raise
+        finally:
+            shutil.rmtree(own, ignore_errors=True)
+    return str(folder)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    from gguf import GGMLQuantizationType, GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    log.info("%s: reading; this takes a while, once", file.name)
+    try:
+        kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
+        dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
+        network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    except Exception as wrong:  # whatever its readers make of a file
+        raise _unreadable(str(file), wrong) from wrong
+    # as an ordinary network: what it was read from must not be written into the configuration
+    plain = AutoModelForCausalLM.from_config(network.config, dtype=dtype)
+    plain.load_state_dict(network.state_dict(), strict=False)
+    plain.tie_weights()
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    log.info("%s: %s weights in %s", file.name, str(dtype).removeprefix("torch."), folder)
 
 
 def fingerprint(network: Any, adapter: str | None = None) -> str:

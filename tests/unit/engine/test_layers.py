@@ -1,0 +1,278 @@
+"""Linear layers and networks of the Llama family on a CPU: the same logits as the network, for those architectures alone whose code is
+known, and never unprobed; and the same bits for a row whatever is computed beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract.families import SUPPORTED, Family
+
+from rootward.engine import cpu_attention, layers
+from rootward.engine.layers import Linear, LlamaNetwork, Slice, is_llama, replace_linears
+from rootward.engine.model import HuggingFaceModel
+from rootward.engine.passes import TreePass
+from rootward.ports import COMMITTED, Rows
+
+KINDS = ["llama", "mistral", "qwen2", "qwen3"]
+OTHERS = ["gemma", "granite", "olmo2", "phi3", "cohere", "qwen3_moe"]
+
+
+def network_of(family: Family, seed: int = 3) -> Any:
+    """Nothing in it is one or zero by default: norms and biases as well are random."""
+    network = family.network(seed)
+    with torch.no_grad():
+        for weight in network.parameters():
+            if weight.ndim == 1:
+                weight.add_(torch.rand_like(weight) - 0.3)
+    return network
+
+
+def model_of(network: Any, fast: bool = True) -> HuggingFaceModel:
+    return HuggingFaceModel(network, name="small", max_slots=3, max_len=64, fast=fast)
+
+
+def logits_of(model: HuggingFaceModel) -> torch.Tensor:
+    """Two sessions, of unequal length, with trees of unequal width; some rows are wanted."""
+    first, second, rng = model.open(), model.open(), np.random.default_rng(0)
+    prompts = [Rows.chain(first, 1, rng.integers(2, 90, 17)), Rows.chain(second, 1, rng.integers(2, 90, 5))]
+    found = [model.forward(prompts, num_logits=[1, 2])]
+    for slot, last in ((first, 17), (second, 5)):
+        model.commit(slot, last, keep_below=False)
+    parents = np.array([COMMITTED, 100, 100, 101, 103])
+    trees = [Rows(first, np.arange(100, 105), parents, np.arange(20, 25)), Rows.chain(second, 100, [7, 8])]
+    found.append(model.forward(trees, num_logits=[5, 2]))
+    model.commit(first, 103, keep_below=True)
+    found.append(model.forward([Rows.chain(first, 200, [9])], num_logits=[1]))
+    return torch.cat(found)
+
+
+ROPE = {"rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = {**ROPE, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+MORE = {
+    "yarn": Family("LlamaConfig", {"rope_parameters": {**ROPE, "rope_type": "yarn"}, "head_dim": 12}),
+    "llama3 rope": Family("LlamaConfig", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "biases": Family("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "two windows": Family(
+        "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+}
+FAMILIES = {kind: SUPPORTED[kind] for kind in KINDS} | MORE
+
+
+@pytest.mark.parametrize("block", [4, 256])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_it_computes_what_the_network_computes(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    short, whole = model_of(network_of(FAMILIES[kind])), model_of(network_of(FAMILIES[kind]), fast=False)
+    assert short.llama is not None
+    assert whole.llama is None
+    torch.testing.assert_close(logits_of(short), logits_of(whole), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_architectures_are_left_alone(kind: str) -> None:
+    assert not is_llama(SUPPORTED[kind].network())
+
+
+def test_where_another_scale_or_code_is_at_work_it_is_left_alone() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert not is_llama(Family("LlamaConfig", {"rope_parameters": rope}).network())
+    network = SUPPORTED["llama"].network()
+    network.model.layers[1].mlp.extra = torch.nn.Linear(2, 2)
+    assert not is_llama(network)
+    elsewhere = type("Other", (type(SUPPORTED["llama"].network()),), {"__module__": "somebody.modeling_llama"})
+    assert not is_llama(elsewhere(SUPPORTED["llama"].network().config))
+
+
+def test_code_of_somebody_else_is_run_as_it_is() -> None:
+    """A short probe does not see all that it may do."""
+    changed = SUPPORTED["llama"].network()
+    own = type(changed.model.layers[0].self_attn)
+    changed.model.layers[1].self_attn.__class__ = type("Longer", (own,), {"__module__": __name__})
+    watched, patched, odd = (SUPPORTED["llama"].network() for _ in range(3))
+    watched.model.layers[0].register_forward_hook(lambda *_: None)
+    patched.model.norm.forward = patched.model.norm.forward
+    odd.model.layers[0].mlp.down_proj = torch.nn.Identity()
+    for network in (changed, watched, patched, odd):
+        assert not is_llama(network)
+
+
+def test_what_fails_on_the_way_costs_nothing_but_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LlamaNetwork, "__init__", lambda *_: 1 / 0)
+    model = model_of(network_of(SUPPORTED["llama"]))
+    assert model.llama is None
+    assert model.info.supports_trees
+    assert "runs as it is" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["sin", "cos", "error"])
+def test_a_wrong_one_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LlamaNetwork.__call__
+
+    def wrong(self: LlamaNetwork, *args: Any) -> torch.Tensor:
+        if what == "error":
+            raise RuntimeError("no such operator")
+        if what == "sin":
+            self.sin.abs_()
+        else:
+            self.cos.mul_(1.01)
+        return right(self, *args)
+
+    monkeypatch.setattr(LlamaNetwork, "__call__", wrong)
+    model = model_of(network_of(SUPPORTED["llama"]))
+    assert model.llama is None
+    assert model.info.supports_trees
+    assert isinstance(model._pass, TreePass)
+
+
+def test_weights_are_there_once() -> None:
+    """The network's own layers are slices of the joined ones, and compute what they did."""
+    network, before = network_of(SUPPORTED["qwen2"]), network_of(SUPPORTED["qwen2"])
+    assert replace_linears(network, lambda: network(torch.tensor([[1, 2, 3]])).logits)
+    assert not any(type(module) is torch.nn.Linear for module in network.modules())
+    attention, own = network.model.layers[0].self_attn, before.model.layers[0].self_attn
+    assert isinstance(attention.q_proj, Slice)
+    assert attention.q_proj.joined is attention.k_proj.joined is attention.v_proj.joined
+    rows = torch.randn(5, 32)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        torch.testing.assert_close(getattr(attention, name)(rows), getattr(own, name)(rows), atol=1e-5, rtol=1e-5)
+    assert replace_linears(network, lambda: torch.zeros(1))
+
+
+def test_a_network_that_reads_weights_gets_them_back() -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    network.config = SUPPORTED["gpt2"].network().config
+    before = network[0]
+    assert not replace_linears(network, lambda: network[0].weight.double().sum())
+    assert network[0] is before
+    values = iter([torch.tensor(1.0), torch.tensor(2.0)])
+    assert not replace_linears(network, lambda: next(values))
+    assert network[0] is before
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@torch.inference_mode()
+def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
+    packed: bool, dtype: torch.dtype, bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_choices", {})
+    if not packed:
+        monkeypatch.setattr(layers, "can_pack", lambda dtype: False)
+    rng = torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(96, 70, generator=rng).to(dtype), torch.randn(300, 70, generator=rng).to(dtype)
+    linear = Linear(weight, torch.randn(96, generator=rng).to(dtype) if bias else None)
+    torch.testing.assert_close(
+        linear(rows).float(), torch.nn.functional.linear(rows, weight, linear.bias).float(), atol=1e-1, rtol=2e-2
+    )
+    if not linear.choice.invariant:
+        pytest.skip("this machine's products depend on the place of a row")
+    expected = linear(rows)
+    for num in (1, 2, 3, 5, 7, 15, 16, 17, 33, 50, 299):
+        for start in (0, 1, 300 - num):
+            assert torch.equal(linear(rows[start : start + num]), expected[start : start + num])
+
+
+def test_layers_that_differ_between_numbers_of_rows_are_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of few rows with other bits are not used."""
+    right = layers._packed_linear
+    seen = set()
+
+    def uneven(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        seen.add(len(rows))
+        return right(rows, weight, bias) * (1.0 if len(rows) in (16, 8, 32) else 1.0001)
+
+    monkeypatch.setattr(layers, "_choices", {})
+    monkeypatch.setattr(layers, "can_pack", lambda dtype: True)
+    monkeypatch.setattr(layers, "_packed_linear", uneven)
+    linear = Linear(torch.randn(48, 40), None)
+    assert set(linear.choice.counts) <= {8, 16, 32}
+    seen.clear()
+    for num in (1, 7, 9, 33, 70):
+        assert len(linear(torch.randn(num, 40))) == num
+    assert seen <= {8, 16, 32}
+
+
+SHAPES = {
+    "llama": {},
+    "grouped by three": {
+        "hidden_size": 72,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 136,
+    },
+    "one head each": {"num_key_value_heads": 4},
+    "windows": {"sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("block", [8, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_way_to_a_token_gives_the_same_bits(
+    shape: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, in chunks of any size, below siblings, kept below a commit, and in a batch with others."""
+    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+    kind = "MistralConfig" if shape == "windows" else "LlamaConfig"
+    network = network_of(Family(kind, SHAPES[shape])).to(dtype)
+    model = HuggingFaceModel(network, name="small", max_slots=4, max_len=96)
+    assert model.llama is not None
+    if not (model.llama.invariant and cpu_attention.sums_in_order()):
+        pytest.skip("this machine's products depend on the number of rows")
+    rng = np.random.default_rng(1)
+    text = rng.integers(2, 90, 40).tolist()
+    expected = plain(model, text)
+    for sizes in ([40], [1, 2, 3, 5, 29], [17, 23]):
+        assert torch.equal(in_chunks(model, text, sizes), expected)
+    slot, other = model.open(), model.open()
+    model.forward([Rows.chain(other, 0, rng.integers(2, 90, 31))], num_logits=[1])
+    model.commit(other, 30, keep_below=False)
+    at, found = 0, []
+    for depth in (6, 1, 9, 4, 11, 9):
+        rows, path = tree_with(rng, slot, text[at : at + depth])
+        beside = tree_with(rng, other, rng.integers(2, 90, 3).tolist())[0]
+        batch = [beside, rows] if depth % 2 else [rows]
+        logits = model.forward(batch)[-len(rows.node) :]
+        found.append(logits[path])
+        model.release(other)
+        model.commit(slot, int(rows.node[path[-1]]), keep_below=False)
+        at += depth
+    assert torch.equal(torch.cat(found), expected)
+
+
+def plain(model: HuggingFaceModel, text: list[int]) -> torch.Tensor:
+    return in_chunks(model, text, [1] * len(text))
+
+
+def in_chunks(model: HuggingFaceModel, text: list[int], sizes: list[int]) -> torch.Tensor:
+    slot, found, at = model.open(salt=str(sizes)), [], 0
+    for size in sizes:
+        found.append(model.forward([Rows.chain(slot, 0, text[at : at + size])]))
+        model.commit(slot, size - 1, keep_below=False)
+        at += size
+    model.close(slot)
+    return torch.cat(found)
+
+
+def tree_with(rng: np.random.Generator, slot: int, path: list[int]) -> tuple[Rows, list[int]]:
+    """A tree in which these tokens are one path, and where its nodes are: siblings come before and after them, and have children."""
+    parent, token, at, last = [], [], [], COMMITTED
+    for wanted in path:
+        for _ in range(int(rng.integers(0, 3))):
+            parent.append(int(rng.choice([last, *range(len(token))])))
+            token.append(int(rng.integers(2, 90)))
+        at.append(len(token))
+        parent.append(last)
+        token.append(wanted)
+        last = at[-1]
+    parent.append(last)
+    token.append(5)
+    return Rows(slot, np.arange(len(token)), np.array(parent), np.array(token)), at
