@@ -10,6 +10,7 @@ import typer
 
 from rootward.cli.bench import bench
 from rootward.cli.chat import chat
+from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
@@ -63,6 +64,7 @@ def _root(
     [bold]With your models[/bold], each in a terminal or on a machine of its own:
 
       rootward check-pair TARGET DRAFT
+      rootward check TARGET DRAFT
       rootward serve drafter --model DRAFT
       rootward serve verifier --model TARGET --drafters 127.0.0.1:50061
       rootward serve gateway --model TARGET --verifiers 127.0.0.1:50052
@@ -84,6 +86,7 @@ app.add_typer(keys)
 app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)
+app.command()(check)
 app.command()(status)
 app.command()(top)
 

@@ -140,6 +140,8 @@ def attend(
     group = heads // shared
     if sinks is not None:
         sinks = sinks.float().view(shared, 1, group, 1)
+    if softcap is None and sinks is None and _are_alike(chunks, total):
+        return _attend_together(query, layer, chunks, scaling)
     outs = []
     for chunk in chunks:
         rows = query.narrow(0, chunk.first, chunk.num).view(chunk.num, shared, group, dim).transpose(0, 1)
@@ -155,6 +157,45 @@ def attend(
     for chunk, out in zip(chunks, outs, strict=True):
         found[chunk.first : chunk.first + chunk.num] = out
     return found
+
+
+def _are_alike(chunks: Sequence[Chunk], total: int) -> bool:
+    """Several, of equally many rows, without padding between them, and each with keys for a single product."""
+    num = chunks[0].num
+    return (
+        len(chunks) > 1
+        and num * len(chunks) == total
+        and all(c.num == num and len(c.parts) == 1 and len(c.parts[0].blocks) == 1 for c in chunks)
+    )
+
+
+def _attend_together(query: torch.Tensor, layer: PagedLayer, chunks: Sequence[Chunk], scaling: float) -> torch.Tensor:
+    """`attend` with few calls for many sessions: two products for each, everything else for all of them."""
+    _, heads, dim = query.shape
+    count, num, shared = len(chunks), chunks[0].num, layer.keys.shape[1]
+    rows = query.view(count, num, shared, -1, dim).transpose(1, 2).reshape(count, shared, -1, dim)
+    num_rows, least = rows.shape[2], least_rows(min(dim, layer.values.shape[-1]))
+    if num_rows < least:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, least - num_rows))
+    longest = max(chunk.parts[0].num for chunk in chunks)
+    score = rows.new_full((*rows.shape[:3], longest), -torch.inf)
+    zero = _constant(0.0, 1, 1)
+    for chunk, mine, own in zip(chunks, rows, score, strict=True):
+        part = chunk.parts[0]
+        key = part.read(layer.keys).transpose(1, 2)
+        torch.baddbmm(zero, mine, key, beta=0, alpha=scaling, out=own.narrow(2, 0, part.num))
+        if chunk.bias is not None:
+            hidden = chunk.bias.shape[-1]
+            some = own.narrow(1, 0, num_rows).narrow(2, part.num - hidden, hidden)
+            some.unflatten(1, (num, -1)).add_(chunk.bias)  # type: ignore[no-untyped-call]
+    weight = score.sub_(score.amax(-1, keepdim=True)).exp_()
+    mass = torch.mm(weight.view(-1, longest), _constant(1.0, longest, LANES)).view(*weight.shape[:3], LANES)
+    out = rows.new_empty(*weight.shape[:3], layer.values.shape[-1])
+    for chunk, own, found in zip(chunks, weight, out, strict=True):
+        part = chunk.parts[0]
+        torch.bmm(own.narrow(2, 0, part.num), part.read(layer.values), out=found)
+    out = (out / mass.narrow(3, 0, 1)).narrow(2, 0, num_rows)
+    return out.reshape(count, shared, num, heads // shared, -1).transpose(1, 2).reshape(count * num, heads, -1)
 
 
 def _attend(
@@ -208,8 +249,8 @@ def _weighted(weight: torch.Tensor, layer: PagedLayer, chunk: Chunk) -> tuple[to
         whole = part.blocks[:-1]
         if len(whole) > shared and whole[-1][1] == len(whole) * BLOCK:  # a product for each head instead of each block
             num = whole[-1][1]
-            weights = mine.narrow(2, 0, num).unflatten(2, (-1, BLOCK)).transpose(1, 2)
-            values = value.narrow(1, 0, num).unflatten(1, (-1, BLOCK))
+            weights = mine.narrow(2, 0, num).reshape(shared, num_rows, -1, BLOCK).transpose(1, 2)
+            values = value.narrow(1, 0, num).view(shared, -1, BLOCK, value.shape[2])
             outs.append(torch.stack([torch.bmm(w, v) for w, v in zip(weights, values, strict=True)], 1))
             ones = _constant(1.0, BLOCK, LANES)
             masses.append(torch.matmul(weights, ones).transpose(0, 1))

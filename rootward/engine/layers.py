@@ -85,7 +85,7 @@ class Linear(torch.nn.Module):
             more = self.choice.padded(num) - num
             out = self._product(functional.pad(flat, (0, 0, 0, more))).narrow(0, 0, num)
         else:
-            out = torch.cat([self.forward(part) for part in flat.split(self._most)])
+            out = torch.cat([self.forward(part) for part in torch.split(flat, self._most)])
         return out if rows.ndim == 2 else out.view(*rows.shape[:-1], self.out_features)
 
     def _product(self, rows: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ def _tried(packed: bool, product: Callable[[torch.Tensor], torch.Tensor], weight
 
 def _blocks(product: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, num: int) -> torch.Tensor:
     padded = -(-num // REFERENCE_ROWS) * REFERENCE_ROWS
-    return torch.cat([product(part.contiguous()) for part in rows[:padded].split(REFERENCE_ROWS)])[:num]
+    return torch.cat([product(part.contiguous()) for part in torch.split(rows[:padded], REFERENCE_ROWS)])[:num]
 
 
 @torch.inference_mode()

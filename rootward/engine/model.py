@@ -14,6 +14,7 @@ import torch
 
 from rootward.engine.attention import layer_windows
 from rootward.engine.checkpoint import fingerprint, num_bytes, read_network
+from rootward.engine.cpu_attention import sums_in_order
 from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.layers import replace_linears
@@ -129,8 +130,9 @@ class HuggingFaceModel:
         )
         if group is None or group.leads:
             log.info("%s: %s", path_or_name, model.memory)
-            how = ", steps are recorded" if cuda_graphs else ", in fewer operations" if model.llama else ""
+            how = ", steps are recorded" if cuda_graphs else ", in few operations" if model.llama else ""
             log.info("%s: attention %s%s", path_or_name, model.probe_report.attention or "none", how)
+            log.info("%s: losslessness at temperature 0: %s", path_or_name, model.lossless)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
@@ -156,6 +158,12 @@ class HuggingFaceModel:
     @property
     def info(self) -> ModelInfo:
         return self._info
+
+    @property
+    def lossless(self) -> str:
+        """What equals plain decoding at temperature 0: "bitwise" if a row's logits have the same bits whatever rows are beside it;
+        "distribution" if texts may differ where two tokens nearly tie. The distribution of texts is the network's in any case."""
+        return "bitwise" if self.llama is not None and self.llama.invariant and sums_in_order() else "distribution"
 
     @property
     def num_free_slots(self) -> int:

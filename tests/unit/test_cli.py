@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from rich.console import Console
 from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving
@@ -14,6 +15,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 import rootward
 from rootward import errors
+from rootward.cli.check import two_sample_p_value
 from rootward.cli.check_pair import Side, compare
 from rootward.cli.main import exit_code, main
 from rootward.cli.output import print_delta, visible
@@ -158,7 +160,14 @@ def test_mistakes_without_a_server(arguments, code, words, capsys):
 def test_help_and_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out.strip() == rootward.__version__
-    for page in (["--help"], ["generate", "-h"], ["serve", "--help"], ["check-pair", "--help"], ["status", "--help"]):
+    for page in (
+        ["--help"],
+        ["generate", "-h"],
+        ["serve", "--help"],
+        ["check-pair", "--help"],
+        ["check", "--help"],
+        ["status", "--help"],
+    ):
         assert main(page) == 0
         assert "Usage" in capsys.readouterr().out
 
@@ -255,3 +264,23 @@ def test_check_pair_on_real_folders(tmp_path, capsys):
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False
     assert "first differing token: 300 is" in err
+
+
+def test_samples_of_one_distribution_pass_and_others_do_not():
+    rng = np.random.default_rng(0)
+    values = [two_sample_p_value(*rng.choice(30, (2, 400), p=ZIPF).tolist()) for _ in range(200)]
+    assert 0.3 < np.mean(values) < 0.7  # uniform
+    assert np.mean(np.array(values) < 0.05) < 0.12
+    other = 0.8 * ZIPF + 0.2 * ZIPF[::-1]
+    assert two_sample_p_value(rng.choice(30, 400, p=ZIPF).tolist(), rng.choice(30, 400, p=other).tolist()) < 1e-3
+    assert two_sample_p_value([7] * 50, [7] * 50) == 1.0
+    assert two_sample_p_value([7] * 50, [8] * 50) < 1e-9
+
+
+ZIPF = 1.0 / np.arange(1, 31)
+ZIPF /= ZIPF.sum()
+
+
+def test_check_says_why_the_services_do_not_start(capfd):
+    assert main(["check", "/nowhere"]) == 2
+    assert "no folder at '/nowhere'" in capfd.readouterr().err

@@ -232,6 +232,7 @@ def test_every_way_to_a_token_gives_the_same_bits(
     expected = plain(model, text)
     for sizes in ([40], [1, 2, 3, 5, 29], [17, 23]):
         assert torch.equal(in_chunks(model, text, sizes), expected)
+    assert torch.equal(side_by_side(model, text, rng), expected)
     slot, other = model.open(), model.open()
     model.forward([Rows.chain(other, 0, rng.integers(2, 90, 31))], num_logits=[1])
     model.commit(other, 30, keep_below=False)
@@ -259,6 +260,22 @@ def in_chunks(model: HuggingFaceModel, text: list[int], sizes: list[int]) -> tor
         model.commit(slot, size - 1, keep_below=False)
         at += size
     model.close(slot)
+    return torch.cat(found)
+
+
+def side_by_side(model: HuggingFaceModel, text: list[int], rng: np.random.Generator) -> torch.Tensor:
+    """Token by token, in steps with two other sessions of other lengths."""
+    slots, found = [model.open() for _ in range(3)], []
+    for slot, num in zip(slots[1:], (3, 20), strict=True):
+        model.forward([Rows.chain(slot, 0, rng.integers(2, 90, num))], num_logits=[1])
+        model.commit(slot, num - 1, keep_below=False)
+    for token in text:
+        others = [Rows.chain(slot, 0, [7]) for slot in slots[1:]]
+        found.append(model.forward([others[0], Rows.chain(slots[0], 0, [token]), others[1]])[1:2])
+        for slot in slots:
+            model.commit(slot, 0, keep_below=False)
+    for slot in slots:
+        model.close(slot)
     return torch.cat(found)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from rootward.engine import checkpoint
+from rootward.engine.checkpoint import cpu_dtype
 from rootward.engine.loading import describe_tokenizers, load_model
 from rootward.engine.tabular import TabularModel
 from rootward.engine.tokenizers import content_hash, num_ids
@@ -94,3 +97,48 @@ def test_the_hash_sees_merges() -> None:
     )
     assert one.get_vocab() == two.get_vocab()
     assert content_hash(one) != content_hash(two)
+
+
+@pytest.mark.parametrize(("amx", "avx512"), [(True, True), (False, True), (False, False)])
+def test_auto_is_bfloat16_only_where_checkpoint_and_processor_have_it(
+    amx: bool, avx512: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    for stored in ("float32", "bfloat16", "float16"):
+        LlamaConfig(dtype=stored).save_pretrained(tmp_path)
+        dtype, why = cpu_dtype(str(tmp_path))
+        assert dtype == ("bfloat16" if stored != "float32" and (amx or avx512) else "float32")
+        assert why
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        cpu_dtype(str(tmp_path / "nothing"))
+
+
+def test_a_gguf_file_is_converted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    converted = []
+
+    def convert(file: Path, folder: Path) -> None:
+        converted.append(file)
+        (folder / "config.json").write_text("{}", encoding="utf-8")
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "small.gguf"
+    file.write_bytes(b"GGUF")
+    folder = checkpoint.local_model(str(file))
+    assert checkpoint.local_model(str(file)) == folder
+    assert converted == [file.resolve()]
+    assert [path.name for path in Path(folder).parent.iterdir()] == [Path(folder).name]
+    file.write_bytes(b"GGUF, changed")
+    assert checkpoint.local_model(str(file)) != folder
+    assert checkpoint.local_model("owner/name") == "owner/name"
+    with pytest.raises(ConfigurationError, match="no file at"):
+        checkpoint.local_model(str(tmp_path / "other.gguf"))
+
+
+def test_a_gguf_file_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(b"no such format")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        load_model(str(tmp_path / "bad.gguf"))
+    assert not list((tmp_path / "cache" / "rootward" / "gguf").iterdir())

@@ -1,0 +1,229 @@
+"""`rootward check TARGET [DRAFT]`: does speculation change what this model writes? Measured through the services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Annotated
+
+import typer
+
+from rootward.cli.generate import Output, OutputFormat
+from rootward.cli.serve import command_of
+from rootward.client import AsyncClient, GenerationResult, SamplingParams
+from rootward.errors import APIError, ConfigurationError
+
+TEXTS = (
+    "Explain how rainbows form, step by step.",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n",
+    "List the planets of the solar system and one fact about each of them:\n1.",
+    "Once upon a time there was a fox who lived at the edge of a wood.",
+    "one two three four one two three four one two three",
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of",
+    '{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name":',
+    "Write a short letter to a friend about a journey by train.",
+)
+LAST_TOKENS = 3  # sampled tokens whose distributions are compared
+LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
+AT_ONCE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One comparison. `failures` of `number` texts or tests differ."""
+
+    name: str
+    failures: int
+    number: int
+    remark: str = ""
+
+
+def check(
+    target: Annotated[str, typer.Argument(help="Target model: folder, hub name or GGUF file.")],
+    draft: Annotated[str, typer.Argument(help="Draft model (none: trees from the text itself).")] = "none",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts whose greedy texts are compared.")] = 8,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each greedy text.")] = 64,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Texts sampled with and without trees for each tested prompt.")
+    ] = 400,
+    contexts: Annotated[int, typer.Option(min=0, help="Prompts with sampled texts.")] = 3,
+    error_rate: Annotated[
+        float, typer.Option(min=1e-9, max=0.5, help="Probability that a lossless model fails the test of samples.")
+    ] = 1e-3,
+    dtype: Annotated[str, typer.Option(help="As of the verifier.")] = "auto",
+    start_timeout_s: Annotated[float, typer.Option(min=1, help="How long the services may take to start.")] = 300.0,
+    output: Output = OutputFormat.text,
+) -> None:
+    """Check that speculation is lossless for a model, on this machine.
+
+    Starts the services. At temperature 0 the texts with trees, alone and in a batch, must equal those of plain decoding. At temperature 1
+    the next tokens with and without trees are compared by a chi-square test. Exit code 0 if nothing differs, 3 otherwise.
+    """
+    flags = ["--model", target, "--draft-model", draft, "--verifier-flags", f"--dtype {dtype}"]
+    with _services(flags, start_timeout_s) as address:
+        findings = asyncio.run(
+            _findings(
+                address,
+                texts=list(islice(cycle(TEXTS), prompts)),
+                num_tokens=tokens,
+                num_samples=samples if contexts else 0,
+                num_contexts=contexts,
+                error_rate=error_rate,
+                timeout_s=start_timeout_s,
+            )
+        )
+    if output is OutputFormat.json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+    else:
+        for finding in findings:
+            verdict = "ok" if not finding.failures else f"{finding.failures} differ"
+            print(f"{finding.name}: {finding.number} compared, {verdict}{finding.remark and f' ({finding.remark})'}")
+    wrong = [finding for finding in findings if finding.failures]
+    if wrong:
+        message = f"{wrong[0].name}: {wrong[0].failures} of {wrong[0].number} differ"
+        raise ConfigurationError(f"{message}; use --dtype float32, and report it if that does not help", exit_code=3)
+
+
+@contextmanager
+def _services(flags: Sequence[str], timeout_s: float) -> Iterator[str]:
+    """The address of services that run until the end of the block."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    own = ["--listen", address, "--http-listen", "127.0.0.1:0", "--redis-url", "none", "--log-level", "warning"]
+    process = subprocess.Popen(
+        command_of("all", [*own, "--start-timeout-s", str(timeout_s), *flags]),
+        stdout=subprocess.DEVNULL,
+        stderr=sys.stderr,
+    )
+    try:
+        _wait_until_ready(process, address, timeout_s)
+        yield address
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], address: str, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while time.monotonic() < until:
+        if process.poll() is not None:
+            raise ConfigurationError(
+                "check: the services do not start; the message above says why", exit_code=process.returncode or 1
+            )
+        if asyncio.run(_is_ready(address)):
+            return
+        time.sleep(0.5)
+    raise ConfigurationError(
+        f"start_timeout_s: {timeout_s} s passed and the services are not ready; give more time", exit_code=4
+    )
+
+
+async def _is_ready(address: str) -> bool:
+    async with AsyncClient(address, timeout=5.0, max_retries=0) as client:
+        try:
+            return any(worker.ready for worker in (await client.server_info()).verifiers)
+        except APIError:
+            return False
+
+
+async def _findings(
+    address: str,
+    *,
+    texts: Sequence[str],
+    num_tokens: int,
+    num_samples: int,
+    num_contexts: int,
+    error_rate: float,
+    timeout_s: float,
+) -> list[Finding]:
+    async with AsyncClient(address, timeout=max(600.0, timeout_s)) as client:
+        run = _Runs(client, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+        plain = [await run.greedy(text, trees=False) for text in texts]
+        alone = [await run.greedy(text, trees=True) for text in texts]
+        together = await asyncio.gather(*(run.greedy(text, trees=True) for text in texts))
+        plain_together = await asyncio.gather(*(run.greedy(text, trees=False) for text in texts))
+        found = [
+            _equality("temperature 0, trees, alone", plain, alone),
+            _equality("temperature 0, trees, in a batch", plain, together),
+            _equality("temperature 0, plain, in a batch", plain, plain_together),
+        ]
+        if num_samples:
+            found.append(await run.samples(texts[:num_contexts], num_samples, error_rate))
+        return found
+
+
+def _equality(name: str, expected: Sequence[GenerationResult], found: Sequence[GenerationResult]) -> Finding:
+    different = sum(a.token_ids != b.token_ids for a, b in zip(expected, found, strict=True))
+    accepted = sum(result.speculation.num_accepted_draft_tokens for result in found)
+    return Finding(name, different, len(found), f"{accepted} draft tokens accepted")
+
+
+class _Runs:
+    def __init__(self, client: AsyncClient, greedy: SamplingParams):
+        self._client, self._greedy, self._gate = client, greedy, asyncio.Semaphore(AT_ONCE)
+
+    async def greedy(self, text: str, *, trees: bool) -> GenerationResult:
+        return await self._one(text, self._greedy, trees=trees)
+
+    async def _one(self, text: str, sampling: SamplingParams, *, trees: bool) -> GenerationResult:
+        async with self._gate:
+            return await self._client.generate(text, sampling=sampling, speculation="required" if trees else "disabled")
+
+    async def samples(self, texts: Sequence[str], num: int, error_rate: float) -> Finding:
+        """Each of the first tokens of sampled texts, with trees against without: as many tests as there are positions and prompts."""
+        values, accepted = [], 0
+        for text in texts:
+            drawn = []
+            for trees in (False, True):
+                results = await asyncio.gather(
+                    *(
+                        self._one(
+                            text,
+                            SamplingParams(
+                                temperature=1.0, max_tokens=LAST_TOKENS, seed=2 * i + trees, ignore_eos=True
+                            ),
+                            trees=trees,
+                        )
+                        for i in range(num)
+                    )
+                )
+                drawn.append([result.token_ids for result in results])
+                accepted += sum(result.speculation.num_accepted_draft_tokens for result in results)
+            for at in range(LAST_TOKENS):
+                values.append(two_sample_p_value(*([ids[at] for ids in sample] for sample in drawn)))
+        wrong = sum(value < error_rate / len(values) for value in values)
+        remark = f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"
+        return Finding("temperature 1, next tokens", wrong, len(values), remark)
+
+
+def two_sample_p_value(a: Sequence[int], b: Sequence[int]) -> float:
+    """Of the chi-square test that two samples of tokens come from one distribution. Rare tokens are one category."""
+    import torch
+
+    counts_a, counts_b = Counter(a), Counter(b)
+    both = counts_a + counts_b
+    common = [token for token, count in both.items() if count >= LEAST_COUNT]
+    pairs = [(counts_a[token], counts_b[token]) for token in common]
+    rare = (len(a) - sum(p for p, _ in pairs), len(b) - sum(q for _, q in pairs))
+    if sum(rare):
+        pairs.append(rare)
+    if len(pairs) < 2:
+        return 1.0
+    ratio = (len(b) / len(a)) ** 0.5
+    statistic = sum((p * ratio - q / ratio) ** 2 / (p + q) for p, q in pairs)
+    half = torch.tensor([(len(pairs) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
