@@ -197,9 +197,7 @@ def replace_linears(network: Any, sample: Callable[[], torch.Tensor]) -> bool:
         (parent, name): child
         for parent in network.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear
-        and child.weight.device.type == "cpu"
-        and child.weight.dtype in (torch.float32, torch.bfloat16)
+        if type(child) is torch.nn.Linear and _is_plain(child)
     }
     if not before:
         return any(isinstance(module, Linear) for module in network.modules())
@@ -372,12 +370,11 @@ def _is_plain(part: torch.nn.Module) -> bool:
     """A linear layer in a type and on a device that are served here."""
     if type(part) in (Linear, Slice):
         return True
-    weight: Any = getattr(part, "weight", None)
-    return (
-        type(part) is torch.nn.Linear
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and weight.device.type == "cpu"
-    )
+    if type(part) is not torch.nn.Linear:
+        return False
+    weight = part.weight.detach()
+    known = weight.dtype in (torch.float32, torch.bfloat16) and weight.device.type == "cpu"
+    return known and type(weight) is torch.Tensor  # a quantised or shared one is of another class
 
 
 def _names(module: Any) -> list[str]:
