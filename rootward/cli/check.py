@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from rootward.cli.generate import Output, OutputFormat
+from rootward.cli.options import Output, OutputFormat
 from rootward.cli.serve import command_of
 from rootward.client import AsyncClient, GenerationResult, SamplingParams
 from rootward.errors import APIError, ConfigurationError

@@ -187,7 +187,7 @@ def _attend_together(query: torch.Tensor, layer: PagedLayer, chunks: Sequence[Ch
         if chunk.bias is not None:
             hidden = chunk.bias.shape[-1]
             some = own.narrow(1, 0, num_rows).narrow(2, part.num - hidden, hidden)
-            some.unflatten(1, (num, -1)).add_(chunk.bias)  # type: ignore[no-untyped-call]
+            some.unflatten(1, (num, -1)).add_(chunk.bias)
     weight = score.sub_(score.amax(-1, keepdim=True)).exp_()
     mass = torch.mm(weight.view(-1, longest), _constant(1.0, longest, LANES)).view(*weight.shape[:3], LANES)
     out = rows.new_empty(*weight.shape[:3], layer.values.shape[-1])
