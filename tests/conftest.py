@@ -6,12 +6,14 @@ One torch thread per process: tests start several processes, and their threads w
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+os.environ.setdefault("ROOTWARD_NUM_THREADS", "1")  # of the services that tests start
 
 TESTS = Path(__file__).parent
 SLOW = (
