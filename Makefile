@@ -28,8 +28,8 @@ help:  ## list the targets
 
 install: $(STAMP)  ## create .venv if missing and install everything into it
 
-demo: $(STAMP)  ## serve the demo pair on this machine and ask it something
-	$(BIN)/python -m rootward.demo.run
+demo: $(STAMP)  ## serve SmolLM2 on this machine, watch it answer, measure it (ARGS="--json FILE" or "--shipped")
+	$(BIN)/python -m rootward.demo.run $(ARGS)
 
 test: $(STAMP)  ## run the tests that every change needs, about five minutes (ARGS="-k name" to choose)
 	$(PYTEST) -m "not slow and not long" $(ARGS)

@@ -52,6 +52,11 @@ def ask_for_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def user_cache() -> Path:
+    """Folder for files that can be downloaded or computed again: $XDG_CACHE_HOME/rootward, by default ~/.cache/rootward."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
+
+
 class ServiceSettings(BaseSettings):
     """Base class; see the module."""
 

@@ -1,7 +1,7 @@
-"""The demo pair: a tiny trained target and draft that answer on a laptop without downloads.
+"""What the demo serves: a real chat model from the package index (`smollm2`), or a small shipped pair that needs no download.
 
-Both are Llama folders in Hugging Face format that share one tokenizer; they continue Python source. Importing this
-module is light (no torch): it only says where the files lie. How they were made: `python -m training.train`.
+The shipped pair are two Llama folders in Hugging Face format that share one tokenizer; they continue Python source and were made by
+`python -m training.train`. Importing this module loads no torch.
 """
 
 import json
@@ -25,5 +25,14 @@ def paths() -> DemoPaths:
 
 def prompts() -> list[str]:
     """Prompts from files that neither model nor tokenizer ever saw; see `prompts.jsonl` for the source of each."""
-    lines = (_HERE / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return _texts("prompts.jsonl")
+
+
+def chats() -> list[str]:
+    """First messages of conversations, for chat models."""
+    return _texts("chats.jsonl")
+
+
+def _texts(name: str) -> list[str]:
+    lines = (_HERE / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines]

