@@ -274,9 +274,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
     verifier = f"127.0.0.1:{verifier_port}"
     redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-    threads: list[str] = []
-    if "ROOTWARD_NUM_THREADS" not in os.environ:
-        threads = ["--num-threads", str(max(1, available_cores() // (1 + count)))]
+    threads = ["--num-threads", str(settings.num_threads or max(1, available_cores() // (1 + count)))]
     of_drafters = ["--model", draft, *threads]
     of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
     of_verifier += ["--num-ahead-tokens", "0"]  # on one machine the draft would compete with the target

@@ -131,6 +131,9 @@ class LocalSettings(ServiceSettings):
     model: str = Field("", description="target model: folder, hub name or tabular:… (default: the demo target)")
     draft_model: str = Field("", description="draft model (default: the demo draft; none: plain decoding)")
     num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of each model (default: the cores, shared among verifier and drafters)"
+    )
     listen: Address = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one")
     served_model_name: str = Field("", description="name clients use (default: the last part of --model)")

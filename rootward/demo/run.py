@@ -50,8 +50,9 @@ class DemoFailed(RootwardError):
 class Pair:
     """What is served and asked. promised: temperature -> least tokens per target pass with a tree in every round."""
 
+    name: str
     title: str
-    target: str
+    target: str  # folder
     flags: tuple[str, ...]
     prompts: tuple[str, ...]
     num_shown: int
@@ -65,12 +66,16 @@ class Pair:
         return {"messages": [{"role": "user", "content": prompt}]} if self.is_chat else {"prompt": prompt}
 
 
-def real_pair(model: Path) -> Pair:
+def real_pair(file: Path) -> Pair:
     """SmolLM2 with drafts looked up in the conversation (n-gram)."""
+    from rootward.engine.checkpoint import local_model  # imports torch
+
+    folder = local_model(str(file))
     return Pair(
+        name=smollm2.NAME,
         title=f"{smollm2.NAME}, drafts looked up in its own text",
-        target=str(model),
-        flags=("--model", str(model), "--draft-model", "none", "--served-model-name", smollm2.NAME),
+        target=folder,
+        flags=("--model", folder, "--draft-model", "none", "--served-model-name", smollm2.NAME),
         prompts=tuple(demo.chats()),
         num_shown=2,
         num_measured=4,
@@ -83,6 +88,7 @@ def real_pair(model: Path) -> Pair:
 def shipped_pair() -> Pair:
     """The 5.7 M target and 0.96 M draft of this package, which continue Python source."""
     return Pair(
+        name="rootward-demo",
         title="the shipped pair: 5.7 M target, 0.96 M draft, for Python source",
         target=str(demo.paths().target),
         flags=(),
@@ -204,14 +210,9 @@ class Generate:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        path = Path(pair.target)
-        source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-        if path.is_file():
-            source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
         self._torch, self._pair = torch, pair
-        self._tokenizer = AutoTokenizer.from_pretrained(**source)
-        self._model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16 if path.is_file() else "auto")
-        self._model.eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(pair.target)
+        self._model = AutoModelForCausalLM.from_pretrained(pair.target, dtype="auto").eval()
 
     def __call__(self, prompt: str, temperature: float) -> int:
         """Number of tokens generated."""
@@ -343,9 +344,7 @@ def run(console: Console, *, shipped: bool, json_file: Path | None) -> None:
     title = f"{pair.num_measured} prompts, up to {pair.max_tokens} tokens each; {processor()}"
     console.print(table(measured, title=title))
     if json_file is not None:
-        json_file.write_text(
-            json.dumps(report(measured, target=Path(pair.target).stem), indent=1) + "\n", encoding="utf-8"
-        )
+        json_file.write_text(json.dumps(report(measured, target=pair.name), indent=1) + "\n", encoding="utf-8")
         console.print(f"wrote {json_file}", style="dim")
     if missed := shortfalls(measured, pair.promised):
         raise DemoFailed("; ".join(missed))

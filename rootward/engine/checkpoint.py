@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
@@ -19,6 +18,7 @@ import torch
 
 from rootward.engine.parallel import Group, check_shape, whole
 from rootward.errors import ConfigurationError
+from rootward.settings import user_cache
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +92,10 @@ def local_model(spec: str) -> str:
             f"model: no file at {spec!r}; give a GGUF file, a folder with config.json, or a hub name"
         )
     if find_spec("gguf") is None:
-        raise ConfigurationError("model: GGUF files need one more package; run pip install gguf")
+        raise ConfigurationError("model: GGUF files need one more package; run pip install 'rootward[worker]'")
     facts = file.stat()
     key = hashlib.sha256(f"{file}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rootward" / "gguf"
+    cache = user_cache() / "gguf"
     folder = cache / f"{file.stem}-{key}"
     if not (folder / "config.json").is_file():
         cache.mkdir(parents=True, exist_ok=True)
@@ -123,10 +123,19 @@ def _convert(file: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
     except Exception as wrong:  # whatever its readers make of a file
         raise _unreadable(str(file), wrong) from wrong
-    # as an ordinary network: what it was read from must not be written into the configuration
-    plain = AutoModelForCausalLM.from_config(network.config, dtype=dtype)
-    plain.load_state_dict(network.state_dict(), strict=False)
+    # As an ordinary network: a folder that says it is quantised would be computed by the modules of GGUF files.
+    config = network.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    result = plain.load_state_dict(network.state_dict(), strict=False)
     plain.tie_weights()
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if wrong_names := (set(result.missing_keys) - tied) | set(result.unexpected_keys):
+        raise ConfigurationError(
+            f"model: {file.name} is read by transformers as other weights than its architecture has "
+            f"({', '.join(sorted(wrong_names)[:3])}); convert it to a folder of safetensors"
+        )
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     log.info("%s: %s weights in %s", file.name, str(dtype).removeprefix("torch."), folder)
