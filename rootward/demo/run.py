@@ -34,6 +34,7 @@ from rootward.cli.output import legend, print_delta, visible
 from rootward.client import Client, SamplingParams
 from rootward.demo import smollm2
 from rootward.errors import RootwardError
+from rootward.settings import available_cores
 
 START_S, STOP_S = 180.0, 30.0
 READY = "rootward all listening on "
@@ -67,15 +68,18 @@ class Pair:
 
 
 def real_pair(file: Path) -> Pair:
-    """SmolLM2 with drafts looked up in the conversation (n-gram)."""
+    """SmolLM2 with a drafter without a model: n-grams of the conversation, and the tokens that followed each token lately."""
     from rootward.engine.checkpoint import local_model  # imports torch
 
     folder = local_model(str(file))
     return Pair(
         name=smollm2.NAME,
-        title=f"{smollm2.NAME}, drafts looked up in its own text",
+        title=f"{smollm2.NAME}, drafts looked up in its text",
         target=folder,
-        flags=("--model", folder, "--draft-model", "none", "--served-model-name", smollm2.NAME),
+        flags=(
+            *("--model", folder, "--served-model-name", smollm2.NAME, "--draft-model", "ngram+recycling:"),
+            *("--num-threads", str(available_cores())),  # this drafter needs none for itself
+        ),
         prompts=tuple(demo.chats()),
         num_shown=2,
         num_measured=4,
