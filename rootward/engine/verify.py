@@ -1,7 +1,7 @@
 """Verification of a batch of rounds: every rule, every device, without a Python loop over nodes.
 
 What is O(vocabulary) happens in torch where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
-O(nodes × atoms) happens in numpy on the host, after one small copy (docs/decisions/0020-verification-on-the-host.md).
+O(nodes × atoms) happens in numpy on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
 
 `forest_law` is the batched form of `rootward.core.verification` for draft rows of bounded support (algorithms.md, section 7): a row is K
 atoms with integer weights; G_v = atoms of row v ∪ tokens of v's chosen children. Outside G_v no draft distribution has mass, so STEP
