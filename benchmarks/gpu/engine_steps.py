@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.gpu.large import bytes_read
 from benchmarks.gpu.measuring import copy_bandwidth, seconds
 from rootward import demo
 from rootward.engine.model import HuggingFaceModel
@@ -96,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         max_len=1024,
         cuda_graphs=args.cuda_graphs,
     )
-    weight_bytes = sum(p.numel() * p.element_size() for p in model.network.parameters())
+    weight_bytes = bytes_read(model.network)
     rate = copy_bandwidth(args.device)
     report = {
         "device": args.device,

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from rootward.engine.layers import Linear
+
 Network = Any
 
 
@@ -43,4 +45,9 @@ def bytes_read(network: Network) -> int:
     """Weights that one step reads: all but the table of input embeddings, where that is not the output's."""
     table = network.get_input_embeddings().weight
     own = table is not network.get_output_embeddings().weight
-    return sum(p.nbytes for p in network.parameters()) - own * table.nbytes
+    replaced = [
+        module for module in network.modules() if isinstance(module, Linear)
+    ]  # on a CPU: no parameters any more
+    linears = sum(m.in_features * m.out_features * m.weight.dtype.itemsize for m in replaced)
+    biases = sum(m.bias.nbytes for m in replaced if m.bias is not None)
+    return linears + biases + sum(p.nbytes for p in network.parameters()) - own * table.nbytes

@@ -6,6 +6,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
@@ -14,7 +15,9 @@ from support.helm import CHART, ROOT, of_kind
 from drafter_service.metrics import READINGS as OF_DRAFTER
 from drafter_service.metrics import Metrics as DrafterMetrics
 from gateway.metrics import Metrics as GatewayMetrics
+from rootward.core.audit import Draws
 from rootward.demand import DemandCollector, DrafterDemand, VerifierDemand
+from verifier_service.audit import DrafterAudit
 from verifier_service.metrics import READINGS as OF_VERIFIER
 from verifier_service.metrics import Metrics as VerifierMetrics
 
@@ -108,6 +111,9 @@ def families() -> dict[str, list[tuple[str, str]]]:
     gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), DrafterMetrics()
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
     drafter.watch(lambda: dict.fromkeys(OF_DRAFTER, 0.0))
+    audit = DrafterAudit(verifier.registry, "v")
+    audit.observe("d", Draws(*np.empty((3, 0, 1)), np.empty(0, np.int64)))
+    audit._alarms.labels("d")
     registries = {"gateway": [gateway.registry], "verifier": [verifier.registry], "drafter": [drafter.registry, demand]}
     text = {role: "".join(generate_latest(r).decode() for r in some) for role, some in registries.items()}
     return {role: re.findall(r"^# TYPE (\S+) (\w+)", some, re.M) for role, some in text.items()}
