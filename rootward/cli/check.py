@@ -32,6 +32,7 @@ TEXTS = (
     '{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name":',
     "Write a short letter to a friend about a journey by train.",
 )
+WITHOUT_MODEL = "ngram+recycling:"  # n-grams of the text, and the tokens that followed each token lately
 LAST_TOKENS = 3  # sampled tokens whose distributions are compared
 LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
 AT_ONCE = 16
@@ -49,7 +50,7 @@ class Finding:
 
 def check(
     target: Annotated[str, typer.Argument(help="Target model: folder, hub name or GGUF file.")],
-    draft: Annotated[str, typer.Argument(help="Draft model (none: trees from the text itself).")] = "none",
+    draft: Annotated[str, typer.Argument(help="Draft model (default: drafts without a model).")] = WITHOUT_MODEL,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts whose greedy texts are compared.")] = 8,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens of each greedy text.")] = 64,
     samples: Annotated[

@@ -150,20 +150,34 @@ def _choice(weight: torch.Tensor, bias: torch.Tensor | None) -> Choice:
 @torch.inference_mode()
 def _measured(weight: torch.Tensor, bias: torch.Tensor | None) -> Choice:
     """The layout, with the numbers of rows that agree in it."""
+    sample, zero = _cancelling_weight(weight), None if bias is None else torch.zeros_like(bias)
     packed = None
     if can_pack(weight.dtype):
-        layout = _pack(weight)
-        packed = _tried(True, lambda rows: _packed_linear(rows, layout, bias), weight)
+        layout = _pack(sample)
+        packed = _tried(True, lambda rows: _packed_linear(rows, layout, zero), weight)
         if packed.invariant:
             return packed
-    plain = _tried(False, lambda rows: functional.linear(rows, weight, bias), weight)
+    plain = _tried(False, lambda rows: functional.linear(rows, sample, zero), weight)
     return plain if packed is None or plain.invariant else packed
+
+
+def _cancelling_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Of the same shape and type, for inputs of `_cancelling_rows`: the exact products are 0, so only the rounding errors of the sums are
+    left, and they show any other order of summation. Results of ordinary size hide most of them when they are rounded to bfloat16."""
+    num_out, num_in = weight.shape
+    some = torch.randn(min(num_out, 256), num_in // 2, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
+    both = torch.cat([some, some, some.new_ones(len(some), num_in % 2)], 1)
+    return both.repeat(-(-num_out // len(some)), 1)[:num_out].contiguous()
+
+
+def _cancelling_rows(num: int, num_in: int, dtype: torch.dtype) -> torch.Tensor:
+    half = torch.randn(num, num_in // 2, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.cat([half, -half, half.new_zeros(num, num_in % 2)], 1)
 
 
 def _tried(packed: bool, product: Callable[[torch.Tensor], torch.Tensor], weight: torch.Tensor) -> Choice:
     started = time.perf_counter()
-    rng = torch.Generator().manual_seed(0)
-    rows = torch.randn(max(TRIED_ROWS), weight.shape[1], generator=rng).to(weight.dtype)
+    rows = _cancelling_rows(max(TRIED_ROWS), weight.shape[1], weight.dtype)
     block = rows[:REFERENCE_ROWS].contiguous()
     expected = product(block)
     # wherever a row stands, and whatever stands beside it
