@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +88,7 @@ class DrafterAudit:
             ["drafter"],
             registry=registry,
         )
-        registry.register(_Wealth(lambda: {name: a.record.log_wealth for name, a in self._drafters.items()}))
+        registry.register(_Gauges(self._drafters))
 
     def trusts(self, drafter: str, pool: str) -> bool:
         """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone."""
@@ -172,16 +172,22 @@ class DrafterAudit:
         self._judge(name, audited)
 
 
-class _Wealth(Collector):
-    def __init__(self, read: Callable[[], Mapping[str, float]]) -> None:
-        self._read = read
+class _Gauges(Collector):
+    def __init__(self, drafters: Mapping[str, Audited]) -> None:
+        self._drafters = drafters
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        family = GaugeMetricFamily(
+        wealth = GaugeMetricFamily(
             "rootward_drafter_audit_log_wealth",
             "Logarithm of the evidence that a drafter draws from another distribution than it declares.",
             labels=["drafter"],
         )
-        for drafter, value in sorted(self._read().items()):
-            family.add_metric([drafter], value)
-        yield family
+        caught = GaugeMetricFamily(
+            "rootward_drafter_audit_caught",
+            "1 from the alarm of the audit until an operator clears the drafter.",
+            labels=["drafter"],
+        )
+        for name, audited in sorted(self._drafters.items()):
+            wealth.add_metric([name], audited.record.log_wealth)
+            caught.add_metric([name], float(bool(audited.caught)))
+        yield from (wealth, caught)

@@ -117,6 +117,10 @@ def pool() -> Schema:
         resources=cpu("1", "2Gi"),
         settings=settings_of(DrafterSettings),
         spot=flag("Tolerate the usual taints of preemptible nodes.", False),
+        trusted=flag(
+            "Its drafters sample from the distributions that they declare, which verifiers audit; false: they are verified by match only.",
+            True,
+        ),
         **on_gpus(),
         autoscaling=group(
             "How many drafters; see docs/operations/autoscaling.md.",

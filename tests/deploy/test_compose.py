@@ -39,3 +39,8 @@ def test_the_image_runs_as_the_pods_do():
     assert "USER 10001:10001" in text
     pod = (CHART / "templates" / "_pod.tpl").read_text(encoding="utf-8")
     assert "runAsUser: 10001" in pod
+
+
+def test_redis_refuses_writes_before_the_kernel_ends_it():
+    words = " ".join(COMPOSE["redis"]["command"])
+    assert int(re.search(r"--maxmemory (\d+)mb", words)[1]) < int(COMPOSE["redis"]["mem_limit"].rstrip("m"))

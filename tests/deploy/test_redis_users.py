@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import redis
+from prometheus_client import CollectorRegistry
+from support.cheats import drawn_by
 from support.helm import ROOT, named, of_kind
 from support.processes import free_port, wait_until
 
 from gateway.local import redis_command
 from gateway.redis_store import open_store
 from rootward.discovery.registry import RegistryUnavailable, Worker, open_registry
+from rootward.redis_client import open_redis
+from verifier_service.audit import DrafterAudit
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +68,16 @@ async def test_every_role_can_do_its_work(urls):
         assert await registry.workers("drafter", "cheap") == (worker("drafter"),)
     async with open_registry(urls["gateway"]) as registry:
         assert await registry.workers("verifier", "cheap") == (worker("verifier"),)
+    audits = []
+    for _ in range(2):  # the second verifier hears what the first one knows
+        redis_client = open_redis(urls["verifier"], timeout_s=5.0)
+        audits.append(DrafterAudit(CollectorRegistry(), f"verifier-{len(audits)}", redis=redis_client))
+        audits[-1].observe("d", drawn_by("argmax", np.random.default_rng(0), 0 if len(audits) > 1 else 512))
+        running = asyncio.create_task(audits[-1].run())
+        await asyncio.sleep(0.5)
+        running.cancel()
+        await redis_client.aclose()
+    assert not audits[1].trusts("d", "default")
     store = open_store(urls["gateway"])
     try:
         lease = await store.begin("r1", "gateway-1", 5.0, {"digest": "d"})

@@ -1,6 +1,7 @@
 """Values, their schema and their page have one source; what the chart writes are settings that the services take."""
 
 import importlib
+import re
 import sys
 
 import pytest
@@ -103,3 +104,21 @@ def test_targets_are_whole_milli_units(helm):
     hpa = named(objects, "HorizontalPodAutoscaler", "rw-rootward-drafter-default")
     targets = [list(m["external"]["target"].values())[1] for m in hpa["spec"]["metrics"]]
     assert targets == ["2800m", "14400m", "850m", "100m"]
+
+
+def test_pools_that_are_not_trusted_are_verified_by_match(helm):
+    values = "drafter: {pools: {spot: {trusted: false}}}\nverifier: {settings: {untrusted_pools: [theirs]}}"
+    settings = yaml.safe_load(files(helm.rendered(values))["verifier"])
+    assert settings["untrusted_pools"] == ["theirs", "spot"]
+    assert "untrusted_pools" not in yaml.safe_load(files(helm.rendered(""))["verifier"])
+
+
+def test_redis_refuses_writes_before_the_kernel_ends_it(helm):
+    """Its clients' buffers and fragmentation need the rest."""
+    (redis,) = [o for o in of_kind(helm.rendered(""), "StatefulSet") if o["metadata"]["name"].endswith("redis")]
+    (container,) = redis["spec"]["template"]["spec"]["containers"]
+    arguments = container["args"]
+    (limit,) = re.findall(r"^(\d+)Mi$", container["resources"]["limits"]["memory"])
+    (maxmemory,) = re.findall(r"^(\d+)mb$", arguments[arguments.index("--maxmemory") + 1])
+    assert int(maxmemory) <= 0.8 * int(limit)
+    assert arguments[arguments.index("--maxmemory-policy") + 1] == "noeviction"

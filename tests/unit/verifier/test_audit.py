@@ -117,13 +117,19 @@ async def test_evidence_of_several_verifiers_adds_up():
 
 
 async def test_an_operator_clears_a_drafter():
-    redis = FakeRedis()
-    audit = audit_of(redis)
+    redis, registry = FakeRedis(), CollectorRegistry()
+    audit = DrafterAudit(registry, "v", redis=redis)
+
+    def caught() -> float | None:
+        return registry.get_sample_value("rootward_drafter_audit_caught", {"drafter": DRAFTER})
+
     watch(audit, "argmax", 512)
     await exchanged(audit)
+    assert caught() == 1.0
     await redis.hincrby(f"rw:audit:{DRAFTER}", "cleared", 1)
     await exchanged(audit)
     assert audit.trusts(DRAFTER, "default")
+    assert caught() == 0.0
     newcomer = audit_of(redis)
     watch(newcomer, "honest", 16)
     await exchanged(newcomer)
