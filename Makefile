@@ -29,7 +29,7 @@ help:  ## list the targets
 install: $(STAMP)  ## create .venv if missing and install everything into it
 
 demo: $(STAMP)  ## serve SmolLM2 on this machine, watch it answer, measure it (ARGS="--json FILE" or "--shipped")
-	$(BIN)/python -m rootward.demo.run $(ARGS)
+	$(BIN)/python -m benchmarks.demo $(ARGS)
 
 test: $(STAMP)  ## run the tests that every change needs, about five minutes (ARGS="-k name" to choose)
 	$(PYTEST) -m "not slow and not long" $(ARGS)

@@ -1,6 +1,6 @@
 """`rootward bench distance`: tokens per second against the round-trip time between verifier and drafter.
 
-A verifier and a drafter run as processes; between them lies a link with that much delay (`rootward.testing.slow_link`). The models are
+A verifier and a drafter run as processes; between them lies a link with that much delay (`benchmarks.slow_link`). The models are
 tables whose forward passes take a set time, so that the step time of a large target is had on a laptop. Five ways of decoding:
 
     plain               no drafter
@@ -27,9 +27,9 @@ from typing import Any
 
 from benchmarks.results import Interval, interval
 from benchmarks.services import Load, free_port, measured, scraped, service
+from benchmarks.slow_link import Conditions, SlowLink
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import ConfigurationError
-from rootward.testing.slow_link import Conditions, SlowLink
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 
 TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"

@@ -129,12 +129,6 @@ def target_gumbel_batch(at: Sequence[tuple[Key, int]], tokens_TA: ArrayLike) -> 
     return _gumbel(np.where(odd, out[2] | out[3] << half, out[0] | out[1] << half))
 
 
-def filter_coin(key: Key, position: int) -> float:
-    """A uniform in [0, 1) for a randomised processor at a position."""
-    first, _ = _blocks(key.derive(Role.FILTER), Role.FILTER, np.zeros(1, np.uint64), position, 0)
-    return float(first[0] >> np.uint64(11)) * 2.0**-53
-
-
 def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> Words:
     """uint64[n]: uniform words of one draw number (of a level of a tree); (incarnation, draw number) never repeats within a request."""
     _within("draw_number", draw_number, 64)

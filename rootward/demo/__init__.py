@@ -1,4 +1,4 @@
-"""What the demo serves: a real chat model from the package index (`smollm2`), or a small shipped pair that needs no download.
+"""What the demo serves: a real chat model from the package index (`benchmarks.smollm2`), or a small shipped pair that needs no download.
 
 The shipped pair are two Llama folders in Hugging Face format that share one tokenizer; they continue Python source and were made by
 `python -m training.train`. Importing this module loads no torch.

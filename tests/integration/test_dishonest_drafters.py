@@ -8,11 +8,11 @@ import pytest
 from statistical.test_law_through_the_wire import VOCAB, p_value
 from support.services import System, collect, in_process, request, tabular_pair
 
+from benchmarks import dishonest
 from rootward.core.distribution import DraftDistribution
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.ports import DEFAULT_POOL
-from rootward.testing import dishonest
 
 RATIO = {"rule": Rule.TRAVERSAL, "law": DraftMode.SAMPLED}
 SHAPE = {"num_draft_tokens": 6, "topk": 3}

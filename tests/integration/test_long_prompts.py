@@ -8,9 +8,9 @@ import pytest
 from support.services import assert_at_rest, collect, over_grpc, request, until
 
 import rootward.wire.outgoing
+from benchmarks.slow_link import Conditions
 from rootward.core.requests import SpeculationMode
 from rootward.engine.tabular import TabularModel
-from rootward.testing.slow_link import Conditions
 
 LONG = 20_000  # tokens, 80 kB
 NARROW = Conditions(bandwidth=40_000.0)  # bytes per second: two seconds for the prompt, nothing for a frame

@@ -13,7 +13,7 @@ import pytest
 from statistical.test_law_through_the_wire import ALPHA, RULES, VOCAB, p_value
 from support.services import System, collect, over_grpc, request, tabular_pair, until
 
-from rootward.testing.slow_link import Conditions
+from benchmarks.slow_link import Conditions
 
 NEAR = Conditions(delay_s=0.001, jitter_s=0.002, loss=0.02)
 FAR = Conditions(delay_s=0.15)  # there and back longer than anybody waits, and too short for a breaker

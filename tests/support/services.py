@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from benchmarks.slow_link import Conditions, SlowLink
 from drafter_service.grower import Grower
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
@@ -24,7 +25,6 @@ from rootward.core.requests import (
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import LawFunction
 from rootward.ports import Drafter, LanguageModel, Verifier
-from rootward.testing.slow_link import Conditions, SlowLink
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 from rootward.wire.server import RpcServer

@@ -17,7 +17,6 @@ from rootward.core.rng import (
     coins,
     coins_batch,
     draw_words,
-    filter_coin,
     philox,
     philox_one,
     target_gumbel,
@@ -94,7 +93,6 @@ def streams():
                 out["bonus coin", *at] = [bonus_coin(key, epoch, position)]
         for position in (0, 1):
             out["target", key, position] = target_gumbel(key, position, 8).tolist()
-            out["filter", key, position] = [filter_coin(key, position)]
         for incarnation in (0, 1):
             for number in (0, 1, 1 << 32):
                 out["draw", key, incarnation, number] = draw_words(key, incarnation, number, 8).tolist()

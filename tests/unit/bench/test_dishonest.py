@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.dishonest import KINDS, cheat_of, peeked
 from rootward.core.audit import Draws, Record
 from rootward.core.distribution import quantise
-from rootward.testing.dishonest import KINDS, cheat_of, peeked
 
 VOCAB = 300
 

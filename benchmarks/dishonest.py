@@ -1,6 +1,6 @@
 """A drafter that cheats: it declares its distributions as an honest one does, and draws from others.
 
-    python -m rootward.testing.dishonest --cheat argmax --model DRAFT --listen HOST:PORT
+    python -m benchmarks.dishonest --cheat argmax --model DRAFT --listen HOST:PORT
 
 Operators test with it that the audit of drafters raises its alarm. All other options are those of the drafter.
 

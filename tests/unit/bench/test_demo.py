@@ -7,8 +7,9 @@ import zipfile
 import pytest
 from rich.console import Console
 
-from rootward.demo import chats, smollm2
-from rootward.demo.run import SYSTEMS, Tally, choose, report, shortfalls, spread, table
+from benchmarks import smollm2
+from benchmarks.demo import SYSTEMS, Tally, choose, report, shortfalls, spread, table
+from rootward.demo import chats
 
 
 def tally(*, passes: int) -> Tally:

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rootward.testing.slow_link import SEGMENT_BYTES, Conditions, Pace, SlowLink
+from benchmarks.slow_link import SEGMENT_BYTES, Conditions, Pace, SlowLink
 
 
 def arrivals(on: Conditions, sizes: list[int], seed: int = 1) -> list[float]:

@@ -29,10 +29,10 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks import smollm2
 from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
 from rootward.client import Client, SamplingParams
-from rootward.demo import smollm2
 from rootward.errors import RootwardError
 from rootward.settings import available_cores
 
