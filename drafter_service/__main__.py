@@ -170,7 +170,7 @@ async def in_registry(
         return
     dialled = advertised(settings.advertise or address)
     async with (
-        open_registry(settings.redis_url) as registry,
+        open_registry(settings.redis_url, prefix=settings.redis_prefix) as registry,
         registered(registry, lambda: described(drafter, settings, dialled)) as beat,
     ):
         yield beat

@@ -35,13 +35,13 @@ FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if
 async def serve(settings: GatewaySettings) -> None:
     """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
     async with AsyncExitStack() as stack:
-        http = HttpServer(settings.http_listen, tls=settings.server_tls, max_connections=settings.max_http_connections)
+        http = HttpServer(settings.http_listen, tls=settings.public_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         keys = Keys(settings.api_keys) if settings.api_keys else None
         access = Access(keys, settings.name, local=is_loopback(settings.listen))
         service = await _service(settings, stack)
         transport, checks = public(settings.max_request_bytes), (access.check_rpc,)
-        server = RpcServer(settings.listen, transport=transport, tls=settings.server_tls, checks=checks, grace_s=1.0)
+        server = RpcServer(settings.listen, transport=transport, tls=settings.public_tls, checks=checks, grace_s=1.0)
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
@@ -75,8 +75,9 @@ async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayS
         add_special_tokens=settings.add_special_tokens,
         special_tokens_in_messages=settings.special_tokens_in_messages,
     )
-    store = open_store(settings.redis_url)
-    found = await stack.enter_async_context(open_sources(settings.sources, "verifier", redis_url=settings.redis_url))
+    store = open_store(settings.redis_url, prefix=settings.redis_prefix)
+    places = open_sources(settings.sources, "verifier", redis_url=settings.redis_url, prefix=settings.redis_prefix)
+    found = await stack.enter_async_context(places)
     dial = partial(RemoteVerifier, tls=settings.client_tls)
     sources = [source for _, source in found]
     upstreams = Upstreams({}, sources=sources, dial=dial, tokenizer_hash=tokenizer.content_hash)

@@ -202,7 +202,7 @@ async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
     if not settings.scaler_listen:
         yield
         return
-    async with open_registry(settings.redis_url) as registry:
+    async with open_registry(settings.redis_url, prefix=settings.redis_prefix) as registry:
         watch = DemandWatch(registry, settings.name)
         looking = asyncio.create_task(watch.run(), name="scaler")
         try:

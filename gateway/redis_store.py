@@ -12,6 +12,7 @@
                                  fingerprint of the model, K the chained hash of the block (a hint; the verifier's own cache decides)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
 
+`rw` is the setting `redis_prefix`.
 `{id}` is a hash tag: all keys of one request lie in one slot of a cluster, so scripts may touch them together. Request keys live
 `retention_s` (longest request + 60 s) from the last write, and 60 s after the end.
 
@@ -46,7 +47,7 @@ from gateway.session_store import (
 )
 from rootward.clock import SystemClock
 from rootward.ports import Lease
-from rootward.redis_client import open_redis
+from rootward.redis_client import KEY_PREFIX, open_redis
 
 # Of all scripts on a request, KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease, retention (ms).
 _HELD = """
@@ -153,54 +154,57 @@ return 0
 """
 
 
-def request_keys(request_id: str) -> list[str]:
-    key = f"rw:req:{{{request_id}}}"
-    return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
-
-
-def session_key(session_id: str) -> str:
-    return f"rw:session:{{{session_id}}}"
-
-
-def block_key(model: str, block: str) -> str:
-    return f"rw:kv:{model}:{block}"
-
-
-def quota_key(tenant: str) -> str:
-    return f"rw:quota:{{{tenant}}}"
-
-
 TIMEOUT_S = 2.0
 
 Arguments = list[str | int]
 
 
-def open_store(url: str, *, timeout_s: float = TIMEOUT_S) -> Store:
+def open_store(url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = TIMEOUT_S) -> Store:
     """The store of a URL, not yet connected: a gateway starts without Redis. "" is memory. ConfigurationError for what is no URL."""
-    return RedisStore(open_redis(url, timeout_s=timeout_s), timeout_s=timeout_s) if url else MemoryStore()
+    return (
+        RedisStore(open_redis(url, timeout_s=timeout_s), prefix=prefix, timeout_s=timeout_s) if url else MemoryStore()
+    )
 
 
 class RedisStore:
     """Calls raise StoreUnavailable when Redis does not answer within `timeout_s`."""
 
-    def __init__(self, client: Redis | RedisCluster, *, timeout_s: float = TIMEOUT_S, retention_s: float = RETENTION_S):
+    def __init__(
+        self,
+        client: Redis | RedisCluster,
+        *,
+        prefix: str = KEY_PREFIX,
+        timeout_s: float = TIMEOUT_S,
+        retention_s: float = RETENTION_S,
+    ):
         self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
+        self._prefix = prefix
         self._retention_ms = _ms(retention_s)
         scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE, RESTART)
         self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
+    def _request_keys(self, request_id: str) -> list[str]:
+        key = f"{self._prefix}:req:{{{request_id}}}"
+        return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
+
+    def _session_key(self, session_id: str) -> str:
+        return f"{self._prefix}:session:{{{session_id}}}"
+
+    def _block_key(self, model: str, block: str) -> str:
+        return f"{self._prefix}:kv:{model}:{block}"
+
     async def ping(self) -> None:
         """Ask for a key: on a cluster that needs all of it, unlike PING."""
         async with self._answering():
-            await self._client.exists(session_key(""))
+            await self._client.exists(self._session_key(""))
 
     async def begin(
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
     ) -> Lease:
         arguments = [*self._held(holder, 0, ttl_s), least_epoch, *_flat(about)]
         async with self._answering():
-            epoch = await self._begin(request_keys(request_id), arguments)
+            epoch = await self._begin(self._request_keys(request_id), arguments)
         if not epoch:
             raise duplicate(request_id)
         return Lease(request_id, int(epoch), holder)
@@ -208,7 +212,7 @@ class RedisStore:
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
         arguments = [*self._held(holder, 0, ttl_s), digest]
         async with self._answering():
-            epoch, flat, log = await self._take_over(request_keys(request_id), arguments)
+            epoch, flat, log = await self._take_over(self._request_keys(request_id), arguments)
         if int(epoch) < 0:
             raise another_request(request_id)
         record = Record(dict(zip(flat[::2], flat[1::2], strict=True)), Run.joined(log))
@@ -217,14 +221,14 @@ class RedisStore:
     async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
         arguments = self._held(lease.holder, lease.epoch, ttl_s)
         async with self._answering():
-            epoch = await self._next(request_keys(lease.request_id), arguments)
+            epoch = await self._next(self._request_keys(lease.request_id), arguments)
         if not epoch:
             raise stale(lease.request_id)
         return Lease(lease.request_id, int(epoch), lease.holder)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
         """All in one round trip: their number, not the network, is what they cost."""
-        keys = [request_keys(write.lease.request_id) for write in writes]
+        keys = [self._request_keys(write.lease.request_id) for write in writes]
         arguments = [self._arguments(write, ttl_s) for write in writes]
         async with self._answering():
             try:
@@ -248,17 +252,17 @@ class RedisStore:
 
     async def restart(self, lease: Lease) -> None:
         async with self._answering():
-            await self._restart(request_keys(lease.request_id), [lease.holder, lease.epoch])
+            await self._restart(self._request_keys(lease.request_id), [lease.holder, lease.epoch])
 
     async def record(self, request_id: str) -> Record:
-        key, _, _, log = request_keys(request_id)
+        key, _, _, log = self._request_keys(request_id)
         async with self._answering():
             fields: Any = await self._client.hgetall(key)
             items: Any = await self._client.lrange(log, 0, -1)
         return Record(dict(fields), Run.joined(items))
 
     async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
-        key = session_key(session_id)
+        key = self._session_key(session_id)
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             pipeline.hset(key, mapping=dict(fields))
@@ -272,7 +276,7 @@ class RedisStore:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
             for verifier, keys in held.items():
-                for key in (block_key(model, block) for block in keys):
+                for key in (self._block_key(model, block) for block in keys):
                     pipeline.zadd(key, {verifier: now_s})
                     pipeline.zremrangebyscore(key, "-inf", now_s - ttl_s)
                     pipeline.pexpire(key, _ms(ttl_s))
@@ -283,15 +287,17 @@ class RedisStore:
     ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
-            pipeline.hgetall(session_key(session_id))
+            pipeline.hgetall(self._session_key(session_id))
             for block in keys:
-                pipeline.zrange(block_key(model, block), 0, -1, withscores=True)
+                pipeline.zrange(self._block_key(model, block), 0, -1, withscores=True)
             session, *holders = await pipeline.execute()
         return [{str(name): float(at) for name, at in found} for found in holders], dict(session)
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         async with self._answering():
-            wait_ms = await self._take_tokens([quota_key(tenant)], [cost, rate.tokens_per_s, rate.size])
+            wait_ms = await self._take_tokens(
+                [f"{self._prefix}:quota:{{{tenant}}}"], [cost, rate.tokens_per_s, rate.size]
+            )
         return int(wait_ms) / 1000
 
     async def close(self) -> None:

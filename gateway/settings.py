@@ -15,7 +15,7 @@ from rootward.discovery.sources import Source, parse_sources
 from rootward.process_settings import ProcessSettings
 from rootward.settings import CommaSeparated, ServiceSettings
 from rootward.wire.channel import MAX_REQUEST_BYTES
-from rootward.wire.tls import ServerTls
+from rootward.wire.tls import Certificates, ServerTls
 
 
 def _address(value: str) -> str:
@@ -50,6 +50,10 @@ class GatewaySettings(ProcessSettings):
         "", description="redis://host:port/0 for leases and sessions (default: this process's memory)"
     )
     api_keys: Path | None = Field(None, description="YAML file of API keys, see 'rootward keys' (default: open to all)")
+    public_tls_certificate: Path | None = Field(
+        None, description="PEM file that clients see, where the one of tls_certificate is for the other roles alone"
+    )
+    public_tls_key: Path | None = Field(None, description="PEM file of its key")
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     special_tokens_in_messages: bool = Field(
         False, description="texts of special tokens in messages become control tokens (default: they stay text)"
@@ -89,6 +93,22 @@ class GatewaySettings(ProcessSettings):
         if self.scaler_listen and not self.redis_url:
             raise ValueError("scaler_listen needs redis_url: demand is read from the registry of workers")
         return self
+
+    @model_validator(mode="after")
+    def _public_beside_internal(self) -> Self:
+        if bool(self.public_tls_certificate) != bool(self.public_tls_key):
+            raise ValueError("give public_tls_certificate and public_tls_key together, or none of them")
+        if self.public_tls_certificate and self.certificates is None:
+            raise ValueError("public_tls_certificate needs tls_certificate, tls_key and tls_authority")
+        return self
+
+    @property
+    def public_tls(self) -> ServerTls | None:
+        """How clients call the gateway."""
+        if self.certificates is None or self.public_tls_certificate is None or self.public_tls_key is None:
+            return self.server_tls
+        public = Certificates(self.public_tls_certificate, self.public_tls_key, self.certificates.authority)
+        return ServerTls(public, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers))
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from rootward.redis_client import KEY_PREFIX
 from rootward.settings import CommaSeparated, ServiceSettings
 from rootward.wire.tls import Certificates, ClientTls, ServerTls
 
@@ -22,6 +23,11 @@ class ProcessSettings(ServiceSettings):
     log_json: bool = Field(False, description="log as JSON lines")
     tracing_endpoint: str = Field("", description="OTLP over gRPC, as http://host:4317 (default: no traces)")
     tracing_share: float = Field(1.0, ge=0, le=1, description="share of requests traced that no caller has decided on")
+    redis_prefix: str = Field(
+        KEY_PREFIX,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="first part of all keys in Redis; installations that share one Redis need different ones",
+    )
     tls_certificate: Path | None = Field(None, description="PEM file of this role's certificate chain; turns TLS on")
     tls_key: Path | None = Field(None, description="PEM file of its key")
     tls_authority: Path | None = Field(None, description="PEM file of the authority that signs the other roles")

@@ -25,6 +25,7 @@ from rootward.errors import ConfigurationError
 
 _KINDS = ("", "+sentinel", "+cluster")
 SCHEMES = ("unix", *(f"{plain}{kind}" for plain in ("redis", "rediss") for kind in _KINDS))
+KEY_PREFIX = "rw"  # installations that share one Redis have different ones
 SENTINEL_PORT = 26379
 SERVER_PORT = 6379
 

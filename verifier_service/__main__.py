@@ -77,6 +77,7 @@ def build(
         metrics=metrics,
         thread=thread,
         redis=redis,
+        redis_prefix=settings.redis_prefix,
     )
 
 
@@ -115,7 +116,10 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         log.info(
             "step_cost", **{f"ms_of_{n}_rows": round(1e3 * step_time.seconds(n), 2) for n in (1, 2, 4, 8, 16, 32, 64)}
         )
-        registry = await stack.enter_async_context(open_registry(settings.redis_url)) if settings.redis_url else None
+        registry = None
+        if settings.redis_url:
+            opened = open_registry(settings.redis_url, prefix=settings.redis_prefix)
+            registry = await stack.enter_async_context(opened)
         places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
         sources = await stack.enter_async_context(places)
         redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None

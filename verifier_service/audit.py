@@ -30,6 +30,7 @@ from redis.exceptions import RedisClusterException, RedisError
 
 from rootward.core.arrays import Floats
 from rootward.core.audit import STRATEGIES, Draws, Record, joined
+from rootward.redis_client import KEY_PREFIX
 
 log = structlog.get_logger("verifier.audit")
 
@@ -76,9 +77,10 @@ class DrafterAudit:
         *,
         untrusted_pools: Collection[str] = (),
         redis: Redis | RedisCluster | None = None,
+        prefix: str = KEY_PREFIX,
     ) -> None:
         self._untrusted = frozenset(untrusted_pools)
-        self._redis = redis
+        self._redis, self._prefix = redis, prefix
         self._worker = worker
         self._drafters: dict[str, Audited] = {}
         self._new = asyncio.Event()
@@ -147,7 +149,7 @@ class DrafterAudit:
     async def _exchange(self, name: str, audited: Audited) -> None:
         """Tell what was seen here, take over what other processes saw."""
         assert self._redis is not None
-        key, draws = f"rw:audit:{name}", audited.record.num_draws
+        key, draws = f"{self._prefix}:audit:{name}", audited.record.num_draws
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 cleared = int(await self._redis.hget(key, CLEARED) or 0)

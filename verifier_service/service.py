@@ -15,6 +15,7 @@ from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
+from rootward.redis_client import KEY_PREFIX
 from rootward.tracing import request_span
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_link import Shape
@@ -49,9 +50,11 @@ class VerifierService:
         metrics: Metrics | None = None,
         thread: ThreadPoolExecutor | None = None,
         redis: Redis | RedisCluster | None = None,
+        redis_prefix: str = KEY_PREFIX,
     ) -> None:
         """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
-        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters."""
+        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters, under
+        keys that begin with the prefix."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
         self.runner = runner or Runner(model)
@@ -75,7 +78,9 @@ class VerifierService:
             metrics=self.metrics.links,
         )
         untrusted = self.policy.untrusted_pools
-        self.audit = DrafterAudit(self.metrics.registry, worker, untrusted_pools=untrusted, redis=redis)
+        self.audit = DrafterAudit(
+            self.metrics.registry, worker, untrusted_pools=untrusted, redis=redis, prefix=redis_prefix
+        )
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._own_thread = thread is None
         self.engine = EngineLoop(

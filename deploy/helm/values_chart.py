@@ -162,6 +162,11 @@ def redis() -> Schema:
     return group(
         "Leases, sessions, the registry of workers. Losing it stops no running request.",
         mode=choice("`single`: one of ours; `external`: yours.", "single", "external"),
+        keyPrefix=text(
+            "First part of all keys: releases that share an external Redis need different ones, or they find each other's workers.",
+            "rw",
+            pattern="^[A-Za-z0-9._-]{1,64}$",
+        ),
         image=image("Image of our own.", "docker.io/library/redis", "7.4-alpine"),
         auth=group(
             "Users gateway, verifier and drafter, each with rights on its own keys.",
@@ -207,6 +212,13 @@ def tls() -> Schema:
         issuerRef=free("`certManager`: {name, kind, group}."),
         trustDomain=text("Of the SPIFFE identities in certificates.", "cluster.local"),
         duration=text("`certManager`: lifetime of certificates.", "2160h"),
+        public=group(
+            "What clients of the gateway see, where its certificate is for the other roles alone: a public authority signs "
+            "no names inside a cluster. Used if `secret` or `issuerRef` is given.",
+            secret=text("kubernetes.io/tls Secret; with `issuerRef` the one that is written."),
+            issuerRef=free("cert-manager's issuer, as {name, kind, group}, for instance one of ACME."),
+            hostnames=listed("Names; empty: those of routes and Ingress.", "string"),
+        ),
         existingSecrets=group(
             "`existingSecret`: kubernetes.io/tls Secrets with `ca.crt`, one per role.",
             gateway=text(

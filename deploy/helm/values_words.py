@@ -9,8 +9,19 @@ from rootward.settings import ServiceSettings
 Schema = dict[str, Any]
 
 # What the chart computes itself; setting it by hand would contradict the rest of the manifest.
-OWN = {"config", "model", "listen", "http_listen", "admin_listen", "shutdown_timeout_s", "redis_url", "log_json"}
-OWN |= {"verifiers", "drafters", "max_num_batched_tokens", "pool", "served_model_name", "advertise", "scaler_listen"}
+OWN = {"config", "model", "listen", "http_listen", "admin_listen", "shutdown_timeout_s", "redis_url", "redis_prefix"}
+OWN |= {
+    "log_json",
+    "public_tls_certificate",
+    "public_tls_key",
+    "verifiers",
+    "drafters",
+    "max_num_batched_tokens",
+    "pool",
+    "served_model_name",
+    "advertise",
+    "scaler_listen",
+}
 OWN |= {"tls_certificate", "tls_key", "tls_authority", "tls_server_name", "tls_peers", "api_keys", "log_level"}
 
 

@@ -3,6 +3,7 @@
     rw:worker:{role}:{id}      hash   the description of the worker (`Worker`); lives for 3 heartbeats
     rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; entries older than 3 heartbeats are ignored
 
+`rw` is the setting `redis_prefix`.
 `name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a
 Redis that comes back empty is full again one heartbeat later. The braces stand for values: there are no hash tags, and no command
 touches two keys, so the keys of one worker may lie in different slots of a cluster.
@@ -26,7 +27,7 @@ from rootward.clock import Clock, SystemClock
 from rootward.discovery.static import polled
 from rootward.errors import Unavailable
 from rootward.ports import Peer
-from rootward.redis_client import open_redis
+from rootward.redis_client import KEY_PREFIX, open_redis
 
 log = structlog.get_logger("registry")
 
@@ -66,9 +67,15 @@ class Registry:
     """Reads and writes the registry. Every call ends within `timeout_s`, RegistryUnavailable if Redis does not answer."""
 
     def __init__(
-        self, client: Redis | RedisCluster, *, heartbeat_s: float = HEARTBEAT_S, timeout_s: float = TIMEOUT_S
+        self,
+        client: Redis | RedisCluster,
+        *,
+        prefix: str = KEY_PREFIX,
+        heartbeat_s: float = HEARTBEAT_S,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         self._client = client
+        self._prefix = prefix
         self.heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
 
@@ -78,7 +85,7 @@ class Registry:
 
     async def publish(self, worker: Worker) -> None:
         """A heartbeat. A reader between two of these writes sees the worker as it was before, or not at all."""
-        key, index = worker_key(worker.role, worker.id), index_key(worker.role, worker.name)
+        key, index = self._worker_key(worker.role, worker.id), self._index_key(worker.role, worker.name)
         async with self._answering():
             now_s = await self._now()
             fields = [part for field in to_fields(worker).items() for part in field]
@@ -90,20 +97,26 @@ class Registry:
     async def remove(self, worker: Worker) -> None:
         """The worker ends: peers need not wait until it has missed its heartbeats."""
         async with self._answering():
-            await self._client.zrem(index_key(worker.role, worker.name), worker.id)
-            await self._client.delete(worker_key(worker.role, worker.id))
+            await self._client.zrem(self._index_key(worker.role, worker.name), worker.id)
+            await self._client.delete(self._worker_key(worker.role, worker.id))
 
     async def workers(self, role: str, name: str) -> tuple[Worker, ...]:
         """Those that are alive, by id. One whose hash cannot be read is left out."""
         async with self._answering():
             oldest_s = await self._now() - self.stale_s
-            ids: Any = await self._client.zrangebyscore(index_key(role, name), oldest_s, "+inf")
-            hashes: Any = await asyncio.gather(*(self._client.hgetall(worker_key(role, i)) for i in ids))
+            ids: Any = await self._client.zrangebyscore(self._index_key(role, name), oldest_s, "+inf")
+            hashes: Any = await asyncio.gather(*(self._client.hgetall(self._worker_key(role, i)) for i in ids))
         found = (from_fields(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
         return tuple(sorted((worker for worker in found if worker is not None), key=lambda worker: worker.id))
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    def _worker_key(self, role: str, worker_id: str) -> str:
+        return f"{self._prefix}:worker:{role}:{worker_id}"
+
+    def _index_key(self, role: str, name: str) -> str:
+        return f"{self._prefix}:workers:{role}:{name}"
 
     async def _now(self) -> float:
         """One clock for all, so that those of the machines need not agree."""
@@ -124,9 +137,11 @@ class Registry:
 
 
 @asynccontextmanager
-async def open_registry(url: str, *, heartbeat_s: float = HEARTBEAT_S) -> AsyncIterator[Registry]:
+async def open_registry(
+    url: str, *, prefix: str = KEY_PREFIX, heartbeat_s: float = HEARTBEAT_S
+) -> AsyncIterator[Registry]:
     """The registry at a URL, not yet connected: a Redis that is away is no reason not to start. ConfigurationError for a wrong URL."""
-    registry = Registry(open_redis(url, timeout_s=TIMEOUT_S), heartbeat_s=heartbeat_s)
+    registry = Registry(open_redis(url, timeout_s=TIMEOUT_S), prefix=prefix, heartbeat_s=heartbeat_s)
     try:
         yield registry
     finally:
@@ -211,14 +226,6 @@ def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:
         leaving = worker.draining and (known is None or known.leaving)
         by_address[worker.address] = Peer(worker.address, worker.zone, leaving)
     return tuple(by_address[address] for address in sorted(by_address))
-
-
-def worker_key(role: str, worker_id: str) -> str:
-    return f"rw:worker:{role}:{worker_id}"
-
-
-def index_key(role: str, name: str) -> str:
-    return f"rw:workers:{role}:{name}"
 
 
 _TEXTS = ("address", "model", "fingerprint", "tokenizer_hash", "zone")

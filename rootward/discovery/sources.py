@@ -18,6 +18,7 @@ from rootward.discovery.registry import Registry, RegistryDiscovery, open_regist
 from rootward.discovery.static import DnsDiscovery, StaticDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import DEFAULT_POOL, Discovery
+from rootward.redis_client import KEY_PREFIX
 
 KINDS = ("static", "dns", "redis", "kubernetes")
 
@@ -38,14 +39,19 @@ def parse_sources(entries: Sequence[str]) -> tuple[Source, ...]:
 
 @asynccontextmanager
 async def open_sources(
-    sources: Sequence[Source], role: str, *, redis_url: str = "", registry: Registry | None = None
+    sources: Sequence[Source],
+    role: str,
+    *,
+    redis_url: str = "",
+    prefix: str = KEY_PREFIX,
+    registry: Registry | None = None,
 ) -> AsyncIterator[list[tuple[str, Discovery]]]:
     """(pool, discovery) of workers of this role. ConfigurationError if a source needs what is not configured."""
     async with AsyncExitStack() as stack:
         if registry is None and any(source.kind == "redis" for source in sources):
             if not redis_url:
                 raise ConfigurationError("redis_url: is empty, and workers are to be found in Redis; give --redis-url")
-            registry = await stack.enter_async_context(open_registry(redis_url))
+            registry = await stack.enter_async_context(open_registry(redis_url, prefix=prefix))
         found: list[tuple[str, Discovery]] = []
         for source in sources:
             found.append((source.pool, await stack.enter_async_context(_open(source, role, registry))))

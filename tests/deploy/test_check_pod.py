@@ -11,7 +11,7 @@ import grpc
 import pytest
 import yaml
 from support.certificates import Authority, spiffe
-from support.helm import CHART, named
+from support.helm import CHART, ROOT, named
 from support.processes import drafter, gateway, verifier, wait_until
 
 from rootward import Client, demo
@@ -34,6 +34,7 @@ def flags_of(files, *peers: str) -> tuple[str, ...]:
 
 def check(address: str, authority: Path, variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(CHART / "files" / "check.py"), address, str(authority)]
+    variables = {"PYTHONPATH": str(ROOT), **variables}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -43,18 +44,23 @@ def test_it_passes_with_the_key_and_tells_what_misses_without(tmp_path):
     keys = tmp_path / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "test", "sha256": digest(key)}]}), encoding="utf-8")
     own = {role: authority.issue(role) for role in ("gateway", "verifier", "drafter")}
+    trusted_by_all = Authority(tmp_path, "public")
+    public = trusted_by_all.issue("public")
+    shown = ("--public-tls-certificate", str(public.certificate), "--public-tls-key", str(public.key))
     with ExitStack() as running:
         enter = running.enter_context
         draft = enter(drafter(str(pair.draft), *flags_of(own["drafter"], spiffe("verifier"))))
         target = enter(verifier(str(pair.target), [draft.address], *flags_of(own["verifier"], spiffe("gateway"))))
-        front = enter(gateway(str(pair.target), [target.address], *flags_of(own["gateway"]), "--api-keys", str(keys)))
-        trusted = grpc.ssl_channel_credentials(authority.file.read_bytes())
+        front = enter(
+            gateway(str(pair.target), [target.address], *flags_of(own["gateway"]), *shown, "--api-keys", str(keys))
+        )
+        trusted = grpc.ssl_channel_credentials(trusted_by_all.file.read_bytes())
         with Client(front.address, tls=trusted, api_key=key) as client:
             wait_until(lambda: client.server_info().drafters, what="the drafter")
-        passed = check(front.address, authority.file, {"ROOTWARD_API_KEY": key})
+        passed = check(front.address, trusted_by_all.file, {"ROOTWARD_API_KEY": key})
         assert passed.returncode == 0, passed.stderr
         assert "equals plain decoding" in passed.stdout
-        refused = check(front.address, authority.file, {})
+        refused = check(front.address, trusted_by_all.file, {})
         assert refused.returncode == 1
         assert "AuthenticationError" in refused.stderr
 

@@ -109,6 +109,30 @@ def variables(objects, part: str) -> dict[str, str]:
     return {v["name"]: v.get("value", "") for v in spec["containers"][0]["env"]}
 
 
+def test_clients_see_another_certificate_than_the_other_roles(helm):
+    """An authority that the public trusts signs neither SPIFFE identities nor names inside a cluster."""
+    objects = helm.rendered(
+        "tls: {mode: certManager, public: {issuerRef: {name: acme, kind: ClusterIssuer}}}\n"
+        "gateway: {route: {enabled: true, parentRefs: [{name: g}], hostnames: [llm.example]}}"
+    )
+    internal, public = (named(objects, "Certificate", f"rw-rootward-{name}")["spec"] for name in ("gateway", "public"))
+    assert "llm.example" not in internal["dnsNames"]
+    assert (public["dnsNames"], public["issuerRef"]["name"], public.get("uris")) == (["llm.example"], "acme", None)
+    given = settings(objects, "gateway")
+    assert given["tls_certificate"] != given["public_tls_certificate"]
+    mounted = {m["name"]: m["mountPath"] for m in container_of(objects, "gateway")["volumeMounts"]}
+    secrets = {v["name"]: v["secret"]["secretName"] for v in volumes(objects, "gateway") if "secret" in v}
+    assert given["public_tls_key"] == f"{mounted['public']}/tls.key"
+    assert secrets["public"] == public["secretName"]
+    validation = of_kind(objects, "BackendTLSPolicy")[0]["spec"]["validation"]
+    assert validation == {"hostname": "llm.example", "wellKnownCACertificates": "System"}
+    assert container_of(objects, "test")["command"][-2:] == ["system", "llm.example"]
+
+
+def container_of(objects, part: str) -> dict:
+    return next(pod for name, pod in pods(objects).items() if name.endswith(f"-{part}"))["spec"]["containers"][0]
+
+
 def test_redis_speaks_tls_under_mutual_tls(helm):
     plain, secured = helm.rendered(""), helm.rendered(MUTUAL_TLS)
     for objects, scheme in ((plain, "redis"), (secured, "rediss")):
@@ -188,6 +212,14 @@ def test_each_release_scales_by_its_own_series(helm):
         assert metric["external"]["metric"]["selector"]["matchLabels"]["release"] == "rw"
     for trigger in of_kind(helm.objects("keda"), "ScaledObject")[0]["spec"]["triggers"]:
         assert 'release="rw"' in trigger["metadata"]["query"]
+
+
+def test_releases_that_share_a_redis_have_keys_of_their_own(helm):
+    objects = helm.rendered("redis: {mode: external, keyPrefix: blue, external: {existingSecret: u}}")
+    assert {settings(objects, part)["redis_prefix"] for part in ("gateway", "verifier", "drafter-default")} == {"blue"}
+    users = named(helm.rendered("redis: {keyPrefix: blue}"), "Secret", "rw-rootward-redis")["stringData"]["users.acl"]
+    assert "~blue:*" in users
+    assert "rw:" not in users
 
 
 # -- connections ------------------------------------------------------------------------------------------------------

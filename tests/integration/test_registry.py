@@ -15,10 +15,8 @@ from rootward.discovery.registry import (
     RegistryDiscovery,
     RegistryUnavailable,
     Worker,
-    index_key,
     open_registry,
     registered,
-    worker_key,
 )
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
@@ -53,25 +51,35 @@ async def test_what_a_worker_says_is_what_peers_read(registry: Registry) -> None
     await registry.publish(two)
     assert await registry.workers("drafter", "fast") == (one, two)
     assert await registry.workers("drafter", "slow") == await registry.workers("verifier", "fast") == ()
-    assert 0 < await registry._client.pttl(worker_key("drafter", "d1")) <= 1e3 * registry.stale_s
+    assert 0 < await registry._client.pttl(registry._worker_key("drafter", "d1")) <= 1e3 * registry.stale_s
     await registry.remove(one)
     assert await registry.workers("drafter", "fast") == (two,)
+
+
+async def test_installations_with_different_prefixes_share_a_redis(registry: Registry, redis_url: str) -> None:
+    await registry.publish(worker(1))
+    async with open_registry(redis_url, prefix="blue", heartbeat_s=BEAT_S) as other:
+        assert await other.workers("drafter", "fast") == ()
+        await other.publish(worker(2))
+    assert await registry.workers("drafter", "fast") == (worker(1),)
 
 
 async def test_who_has_missed_its_beats_is_gone(registry: Registry) -> None:
     await registry.publish(worker(1))
     assert len(await registry.workers("drafter", "fast")) == 1
     seconds, micros = await registry._client.time()
-    await registry._client.zadd(index_key("drafter", "fast"), {"d1": seconds + micros / 1e6 - 1.1 * registry.stale_s})
+    await registry._client.zadd(
+        registry._index_key("drafter", "fast"), {"d1": seconds + micros / 1e6 - 1.1 * registry.stale_s}
+    )
     assert await registry.workers("drafter", "fast") == ()
 
 
 @pytest.mark.parametrize("fields", [{}, {"address": "a:1"}, {"address": "a:1", "counters": "none"}])
 async def test_a_hash_that_expired_or_is_none_of_ours_is_left_out(registry: Registry, fields) -> None:
     await registry.publish(worker(1))
-    await registry._client.zadd(index_key("drafter", "fast"), {"ghost": 9e12})
+    await registry._client.zadd(registry._index_key("drafter", "fast"), {"ghost": 9e12})
     if fields:
-        await registry._client.hset(worker_key("drafter", "ghost"), mapping=fields)
+        await registry._client.hset(registry._worker_key("drafter", "ghost"), mapping=fields)
     assert [one.id for one in await registry.workers("drafter", "fast")] == ["d1"]
 
 
@@ -127,7 +135,7 @@ async def test_without_redis_the_last_word_holds_and_a_redis_that_comes_back_emp
 
 async def _alive(url: str) -> bool:
     async with redis.asyncio.from_url(url) as client:
-        return bool(await client.exists(worker_key("drafter", "d1")))
+        return bool(await client.exists("rw:worker:drafter:d1"))
 
 
 async def test_a_wrong_url_is_a_mistake_of_the_operator_and_shows_no_password() -> None:

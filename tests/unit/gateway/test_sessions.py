@@ -189,14 +189,16 @@ async def test_one_of_many_racing_holders_wins(store, name):
     assert sum(isinstance(r, DuplicateRequest) for r in results) == 19
 
 
-async def test_every_redis_key_has_a_time_to_live(redis_url, name):
-    store = open_store(redis_url)
+@pytest.mark.parametrize("prefix", ["rw", "blue"])
+async def test_every_redis_key_has_a_prefix_and_a_time_to_live(redis_url, name, prefix):
+    store = open_store(redis_url, prefix=prefix)
     lease = await store.begin(name, "a", 5, ABOUT)
     await write(store, lease, 0, 1)
     await store.put_session(name, {"verifier": "v"}, 5)
     await store.put_hints(name, {"v": ["k"]}, 5)
-    keys = [k async for k in store._client.scan_iter(match=f"rw:*{name}*")]
+    keys = [k async for k in store._client.scan_iter(match=f"*{name}*")]
     assert len(keys) == 6
+    assert all(key.startswith(f"{prefix}:") for key in keys)
     assert all([await store._client.pttl(k) > 0 for k in keys])
     await store.close()
 

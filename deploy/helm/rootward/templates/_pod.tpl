@@ -133,6 +133,23 @@ initContainers:
 {{- end -}}
 {{- end }}
 
+{{/* Names that clients outside the cluster dial, as JSON */}}
+{{- define "rootward.publicNames" -}}
+{{- $route := .Values.gateway.route -}}
+{{- $names := concat $route.hostnames $route.grpcHostnames -}}
+{{- if .Values.gateway.ingress.enabled }}{{ $names = append $names .Values.gateway.ingress.host }}{{ end -}}
+{{- .Values.tls.public.hostnames | default ($names | uniq) | toJson -}}
+{{- end }}
+
+{{/* Secret with the certificate that clients see, where it is not the one that other roles see */}}
+{{- define "rootward.publicSecret" -}}
+{{- $public := .Values.tls.public -}}
+{{- if and (ne .Values.tls.mode "none") (or $public.secret $public.issuerRef) -}}
+{{- if not (include "rootward.publicNames" . | fromJsonArray) }}{{ fail "tls.public.hostnames: is empty, and no route or Ingress has a name; name what clients dial" }}{{ end -}}
+{{ $public.secret | default (printf "%s-public-tls" (include "rootward.name" .)) }}
+{{- end -}}
+{{- end }}
+
 {{/* The name in certificates of a role: (root, role) */}}
 {{- define "rootward.identity" -}}
 spiffe://{{ .root.Values.tls.trustDomain }}/ns/{{ .root.Release.Namespace }}/sa/{{ include "rootward.name" .root }}-{{ .role }}
@@ -147,6 +164,10 @@ tls_key: /etc/rootward/tls/tls.key
 tls_authority: /etc/rootward/tls/ca.crt
 {{- if eq .role "gateway" }}
 tls_server_name: {{ $full }}-verifier
+{{- if include "rootward.publicSecret" .root }}
+public_tls_certificate: /etc/rootward/public/tls.crt
+public_tls_key: /etc/rootward/public/tls.key
+{{- end }}
 {{- else if eq .role "verifier" }}
 tls_server_name: {{ $full }}-drafter
 tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "gateway") }}]

@@ -1,7 +1,7 @@
 {{/*
 A Deployment of ours with everything that hangs on it: settings, account, headless service or not, budget.
 (root, role, pool, v: values of the part, image: key of images, settings: what the chart sets, ports: list of {name, containerPort},
- strategy, token: whether it may ask the API server, tokenizerOnly, model)
+ strategy, token: whether it may ask the API server, tokenizerOnly, model, public: Secret with the certificate that clients see)
 */}}
 {{- define "rootward.workload" -}}
 {{- $root := .root }}
@@ -10,7 +10,7 @@ A Deployment of ours with everything that hangs on it: settings, account, headle
 {{- $image := index $root.Values.image .image }}
 {{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry "ours" true) }}
 {{- $where := ternary (printf "drafter.pools.%s" .pool) .role (eq .role "drafter") }}
-{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true }}
+{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true "redis_prefix" $root.Values.redis.keyPrefix }}
 {{- $tls := include "rootward.tlsSettings" . | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict) $common $v.settings .settings $tls }}
 apiVersion: v1
@@ -131,6 +131,9 @@ spec:
             {{- if ne $root.Values.tls.mode "none" }}
             - {name: tls, mountPath: /etc/rootward/tls, readOnly: true}
             {{- end }}
+            {{- if .public }}
+            - {name: public, mountPath: /etc/rootward/public, readOnly: true}
+            {{- end }}
             {{- if dig "auth" "existingSecret" "" $v }}
             - {name: keys, mountPath: /etc/rootward/keys, readOnly: true}
             {{- end }}
@@ -156,6 +159,12 @@ spec:
         - name: tls
           secret:
             secretName: {{ include "rootward.tlsSecret" . }}
+            defaultMode: 0440
+        {{- end }}
+        {{- with .public }}
+        - name: public
+          secret:
+            secretName: {{ . }}
             defaultMode: 0440
         {{- end }}
         {{- with dig "auth" "existingSecret" "" $v }}
