@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rootward.core.drafting.lookup import Recipe, Shape, Source, extend_tree, parse_recipe
 from rootward.core.living_tree import LivingTree
+from rootward.core.lookup import Recipe, Shape, Source, extend_tree, parse_recipe
 from rootward.core.requests import DraftMode
 from rootward.errors import ConfigurationError
 from rootward.settings import ask_for_huge_pages

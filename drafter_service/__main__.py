@@ -11,9 +11,8 @@ from drafter_service.growth_loop import DrafterService, Key, without_model
 from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
-from rootward.core.drafting.lookup import Merged, Prediction, Recipe, Source, Successors, parse_recipe
-from rootward.core.frames import Open
 from rootward.core.growth import BestFirst
+from rootward.core.lookup import Recipe, parse_recipe
 from rootward.core.requests import DraftStrategy
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.errors import ConfigurationError
@@ -90,7 +89,7 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     incarnation = secrets.randbits(64)
     lookup: LookupGrower[Key] = LookupGrower(
         ModelInfo(recipe.name, recipe.vocab_size, settings.max_model_len or LONGEST_TEXT),
-        lambda message, shared: _sources(recipe, message, shared),
+        lambda message, shared: recipe.source(message.law, shared, message.prediction, message.num_prompt),
         recipe.memory,
         incarnation=incarnation,
         group=lambda key: key[0],
@@ -98,14 +97,6 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     worker = f"drafter-{incarnation:016x}"
     seats = settings.max_num_seqs
     return DrafterService(lookup, lookup, worker=worker, capacity=seats, agree=without_model, pool=settings.pool)
-
-
-def _sources(recipe: Recipe, message: Open, shared: Successors) -> Source:
-    """What the recipe says, and what the client expects."""
-    source = recipe.source(message.law, shared)
-    if not message.prediction:
-        return source
-    return Merged([Prediction(message.prediction, prefix=message.num_prompt), source])
 
 
 def recipe_of(spec: str) -> Recipe | None:

@@ -25,10 +25,10 @@ import torch
 from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
-from rootward.core.drafting.lookup import Prediction, Source, best_path
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Ahead, BestFirst, Bets, MatchScale, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
+from rootward.core.lookup import Prediction, Source, best_path
 from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import BonusKey, DrawWords, Key, target_gumbel_batch
 from rootward.demand import DrafterDemand

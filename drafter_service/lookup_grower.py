@@ -8,17 +8,16 @@ can be served: matching takes it as it is, ratio tests under one-hot laws.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from rootward.core.drafting.lookup import Shape, Source, Successors, extend_tree
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import Fit, LivingTree
+from rootward.core.lookup import Memories, Shape, Source, Successors, extend_tree
 from rootward.core.requests import DraftMode
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
@@ -26,7 +25,6 @@ from rootward.ports import ModelInfo
 K = TypeVar("K")  # what names a slot of a stream
 
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
-MAX_MEMORIES = 16  # groups whose shared memory is kept, the last used ones
 TREES_PER_LEVEL = 8  # one tree takes well below a millisecond; commits wait no longer than this
 
 Sources = Callable[[Open, Successors], Source]  # for a new text; what the texts of its group share
@@ -70,8 +68,7 @@ class LookupGrower(Generic[K]):
         self.demand = DrafterDemand(rows=0)  # looking up asks for no rows of a draft forward
         self.chunk, self.least_score = chunk, least_score
         self.trees: dict[K, LookupTree] = {}
-        self._sources, self._memory, self._group = sources, memory, group
-        self._memories: OrderedDict[Hashable, Successors] = OrderedDict()
+        self._sources, self._memories, self._group = sources, Memories(memory), group
 
     # -- what a verifier says -----------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class LookupGrower(Generic[K]):
         chain = message.strategy.name == "chain"
         depth, topk = (message.strategy.numbers[0], 1) if chain else (message.max_depth, message.topk)
         shape = Shape(cap, depth, topk, self.least_score)
-        source = self._sources(message, self._shared(self._group(key)))
+        source = self._sources(message, self._memories.of(self._group(key)))
         self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
         return None
 
@@ -152,13 +149,6 @@ class LookupGrower(Generic[K]):
         extend_tree(growing.tree, growing.source, growing.shape)
         growing.at_rest = True
         return _frame(growing, first, start_s)
-
-    def _shared(self, group: Hashable) -> Successors:
-        memory = self._memories.pop(group) if group in self._memories else self._memory()
-        self._memories[group] = memory  # the last used one is last
-        if len(self._memories) > MAX_MEMORIES:
-            self._memories.popitem(last=False)
-        return memory
 
 
 def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:

@@ -8,13 +8,13 @@ drafter (none, lost, not heard of yet), never by what it has grown. Whether it p
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from rootward.core.drafting.lookup import (
+from rootward.core.living_tree import LivingTree, Snapshot
+from rootward.core.lookup import (
+    Memories,
     Merged,
-    Prediction,
     Recipe,
     Recycling,
     Shape,
@@ -23,14 +23,12 @@ from rootward.core.drafting.lookup import (
     extend_tree,
     parse_recipe,
 )
-from rootward.core.living_tree import LivingTree, Snapshot
-from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifierRequest
+from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Policy
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
-MAX_MEMORIES = 16
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
 
@@ -70,8 +68,7 @@ class LocalDrafts:
     def __init__(self, policy: Policy, vocab_size: int, controller: SpeculationController) -> None:
         self._policy, self._vocab_size = policy, vocab_size
         self._recipes = _recipes(policy.local_draft)
-        # By salt: as with cached prefixes, who shares them.
-        self._memories: OrderedDict[str, Successors] = OrderedDict()
+        self._memories = Memories(Successors)  # by salt: as with cached prefixes, who shares them
         self._controller = controller
 
     @property
@@ -93,7 +90,8 @@ class LocalDrafts:
             round(10 * request.sampling.temperature),
             request.structure is not None,
         )
-        source = _expecting(recipe.source(law, self._memory(session.salt)), request)
+        memory = self._memories.of(session.salt)
+        source = recipe.source(law, memory, request.prediction, len(request.prompt))
         return LocalDraft(recipe.name, source, self._controller.of(kind), session.required)
 
     def plan(self, session: Session, most: int) -> int:
@@ -125,13 +123,6 @@ class LocalDrafts:
         if session.local is not None:
             session.local.statistics.forget_session(session.number)
 
-    def _memory(self, salt: str) -> Successors:
-        memory = self._memories.pop(salt) if salt in self._memories else Successors()
-        self._memories[salt] = memory  # the last used one is last
-        if len(self._memories) > MAX_MEMORIES:
-            self._memories.popitem(last=False)
-        return memory
-
     def _look_up(self, session: Session, local: LocalDraft) -> Snapshot | None:
         tokens, policy, wish = session.tokens, self._policy, session.request.speculation
         local.source.extend(tokens[local.fed : local.fed + CHUNK])
@@ -147,9 +138,8 @@ class LocalDrafts:
 
 
 def _tables(source: Source) -> list[Recycling]:
-    if isinstance(source, Recycling):
-        return [source]
-    return [table for part in source.sources for table in _tables(part)] if isinstance(source, Merged) else []
+    parts = source.sources if isinstance(source, Merged) else (source,)
+    return [part for part in parts if isinstance(part, Recycling)]
 
 
 def absent(draft: Draft | None) -> bool:
@@ -161,12 +151,6 @@ def learn(session: Session, result: RoundResult) -> None:
     """A round without a drafter's nodes was committed; result.target_nodes: nodes that were looked up for it."""
     if session.local is not None:
         session.local.statistics.add(session.number, result)
-
-
-def _expecting(source: Source, request: VerifierRequest) -> Source:
-    if not request.prediction:
-        return source
-    return Merged([Prediction(request.prediction, prefix=len(request.prompt)), source])
 
 
 def _recipes(names: str) -> dict[str, Recipe]:

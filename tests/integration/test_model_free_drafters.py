@@ -20,7 +20,7 @@ from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
 from rootward import demo
-from rootward.core.drafting.lookup import Prediction, Recycling, Shape, Successors
+from rootward.core.lookup import Prediction, Recycling, Shape, Successors
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel

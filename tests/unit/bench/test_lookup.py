@@ -7,7 +7,7 @@ import json
 import pytest
 
 from benchmarks.lookup import main, measure, replayed
-from rootward.core.drafting.lookup import Ngram, Prediction, RandomTokens, Shape, parse_recipe
+from rootward.core.lookup import Ngram, Prediction, RandomTokens, Shape, parse_recipe
 from rootward.core.requests import DraftMode
 
 SHAPE = Shape(8, 8, 4)

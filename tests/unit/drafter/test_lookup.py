@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from drafter_service.growth_loop import with_model, without_model
 from drafter_service.lookup_grower import LookupGrower
-from rootward.core.drafting.lookup import Prediction, Successors, parse_recipe
 from rootward.core.frames import PROTOCOL, Commit, Grow, Hello, NeedSync, Open, extend_hash
 from rootward.core.living_tree import LivingTree
+from rootward.core.lookup import Prediction, Successors, parse_recipe
 from rootward.core.requests import DraftMode, Sampling
 from rootward.ports import ModelInfo
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rootward.core.drafting.lookup import Candidate, Ngram, RandomTokens, Shape, extend_tree
 from rootward.core.living_tree import LivingTree
+from rootward.core.lookup import Candidate, Ngram, RandomTokens, Shape, extend_tree
 
 
 class Table:

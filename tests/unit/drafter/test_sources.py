@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rootward.core.drafting.lookup import (
+from rootward.core.lookup import (
     Merged,
     Ngram,
     Prediction,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rootward.core.drafting.lookup import Successors, parse_recipe
 from rootward.core.living_tree import LivingTree, Snapshot
+from rootward.core.lookup import Successors, parse_recipe
 from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from verifier_service.kv_admission import Slots
 from verifier_service.local_drafts import LocalDraft

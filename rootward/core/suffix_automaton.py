@@ -34,10 +34,6 @@ class SuffixAutomaton:
         return self._size
 
     @property
-    def num_states(self) -> int:
-        return len(self._link)
-
-    @property
     def repeated_suffix(self) -> int:
         """State of the longest suffix of the text that has ended somewhere earlier too; 0 if there is none."""
         return max(self._link[self._whole], 0)

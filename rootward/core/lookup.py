@@ -1,0 +1,483 @@
+"""Drafting without a model: trees from what was seen before.
+
+A `Source` follows one text and names likely next tokens, each with a guess of its probability; `extend_tree` appends its most likely paths
+to a living tree. Nothing is drawn: a tree is a deterministic function of the text so far, so every node is *chosen*. Target matching may
+verify it, and so may the ratio tests, with one-hot distributions (algorithms.md, section 4).
+
+| source | names | method |
+|---|---|---|
+| Ngram | what followed the longest suffix of the text that has occurred before, then shorter ones | prompt lookup |
+| Recycling | the last successors of a token, over all texts of a memory | Token Recycling, 2408.08696 |
+| Prediction | the continuation of a given text, aligned again after a difference | predicted outputs |
+| RandomTokens | pseudo-random tokens | tests of exactness |
+| Merged | what several sources name, each token once, best score first | |
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from rootward.core.frames import extend_hash
+from rootward.core.living_tree import LivingTree
+from rootward.core.requests import DraftMode
+from rootward.core.suffix_automaton import SuffixAutomaton
+
+
+class Candidate(NamedTuple):
+    """A likely next token and a guess of its probability, in (0, 1)."""
+
+    token: int
+    score: float
+
+
+class Source(Protocol):
+    """Follows one text and names likely continuations.
+
+    States are hashable, of the source's own kind and valid until the next `extend`. Equal states have equal candidates: branches of a tree
+    that meet in one state share what is looked up, so the tree is an unfolded graph (2407.16207).
+    """
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The text has grown by these tokens."""
+
+    def start(self) -> Any:
+        """The state after the whole text."""
+
+    def step(self, state: Any, token: int) -> Any:
+        """The state after one more token, whatever it is."""
+
+    def candidates(self, state: Any) -> Sequence[Candidate]:
+        """Likely next tokens, each once, best score first."""
+
+
+def _ranked(scores: dict[int, float]) -> list[Candidate]:
+    """Candidates in order of decreasing score; ties keep the order of the dictionary."""
+    return sorted((Candidate(token, score) for token, score in scores.items()), key=lambda c: -c.score)
+
+
+# -- from a source to a tree -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """node_cap: most live nodes. max_depth: longest path below the root. topk: most children of a node.
+    least_score: a path less likely than this is not drafted."""
+
+    node_cap: int
+    max_depth: int
+    topk: int
+    least_score: float = 0.02
+
+
+def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
+    """Append the source's best paths to a tree as chosen nodes, up to `shape`; returns how many nodes are new.
+
+    A path's score is the product of its candidates' scores; the best unused (node, candidate) becomes the next node. What the tree kept
+    from earlier rounds is walked, not drawn again.
+    """
+    before = tree.next_id
+    known: dict[Any, Sequence[Candidate]] = {}  # candidates by state
+    heap: list[tuple[float, int, int, Any, float, int, int]] = []
+    arrivals = 0
+
+    def push(node: int, state: Any, score: float, depth: int, rank: int) -> None:
+        """The candidate of this rank below a node whose path has this score."""
+        nonlocal arrivals
+        if state not in known:
+            known[state] = source.candidates(state)[: shape.topk]
+        if rank < len(known[state]) and (own := score * known[state][rank].score) >= shape.least_score:
+            arrivals += 1  # ties: first come, first served
+            heapq.heappush(heap, (-own, arrivals, node, state, score, depth, rank))
+
+    if tree.root.token not in tree.eos_ids and shape.max_depth > 0:
+        push(tree.root_id, source.start(), 1.0, 0, 0)
+    while heap and len(tree) < shape.node_cap:
+        minus, _, node, state, score, depth, rank = heapq.heappop(heap)
+        push(node, state, score, depth, rank + 1)
+        token = known[state][rank].token
+        child = _child(tree, node, token, shape.topk)
+        if child is not None and token not in tree.eos_ids and depth + 1 < shape.max_depth:
+            push(child, source.step(state, token), -minus, depth + 1, 0)
+    return tree.next_id - before
+
+
+def _child(tree: LivingTree, node: int, token: int, topk: int) -> int | None:
+    """The node's child with this token, new if it can be; None if the family is full."""
+    family = tree.at(node).children
+    kept = next((child for child in family if tree.nodes[child].token == token), None)
+    if kept is not None or len(family) >= topk:
+        return kept
+    return tree.draw(node, token, sampled=False)
+
+
+def best_path(source: Source, most: int, least_score: float = 0.3) -> list[tuple[int, float]]:
+    """The source's best path from the end of its text: (token, score) of each step, while their product is worth it."""
+    state, path, score = source.start(), [], 1.0
+    for _ in range(most):
+        best = next(iter(source.candidates(state)), None)
+        if best is None or score * best.score < least_score:
+            break
+        path.append((best.token, best.score))
+        state, score = source.step(state, best.token), score * best.score
+    return path
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------------
+
+Match = tuple[int, int]  # state of the automaton, length of the string
+
+MOST_COUNTED = 32  # occurrences of a continuation that are told apart
+MOST_FOLLOWERS = 64  # of one context that are counted: those that first followed last
+
+
+class Ngram:
+    """Continuations of earlier occurrences of the end of the text. `contexts`: how many of its suffixes, longest first, name candidates.
+
+    Scores are those of prediction by partial matching (Cleary and Witten 1984; its method C) with longer contexts trusted more:
+
+        context of length ℓ, seen N times with d different successors:   score(x) = share·(1 − e)·n_x / N,   e = d / (d + ℓ·N)
+        what is left for the next shorter context:                       share ← share·e
+    """
+
+    def __init__(self, contexts: int = 3) -> None:
+        if contexts < 1:
+            raise ValueError(f"contexts: {contexts}; look at one context at least")
+        self.contexts = contexts
+        self.automaton = SuffixAutomaton()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.automaton.append(token)
+
+    def start(self) -> Match:
+        state = self.automaton.repeated_suffix
+        return state, self.automaton.length(state)
+
+    def step(self, state: Match, token: int) -> Match:
+        return self.automaton.step(*state, token)
+
+    def candidates(self, state: Match) -> list[Candidate]:
+        found: dict[int, float] = {}
+        (here, length), share, left = state, 1.0, self.contexts
+        while here > 0 and left:
+            if counts := self._counts(here):  # none: it has ended the text only
+                total = sum(count for count, _ in counts.values())
+                escape = len(counts) / (len(counts) + length * total)
+                for token, (count, _) in sorted(counts.items(), key=lambda item: item[1], reverse=True):
+                    found.setdefault(token, share * (1.0 - escape) * count / total)
+                share *= escape
+                left -= 1
+            here = self.automaton.link(here)
+            length = self.automaton.length(here)
+        return _ranked(found)
+
+    def _counts(self, state: int) -> dict[int, tuple[int, int]]:
+        """Token → (how often it followed, where it did so last)."""
+        followers = self.automaton.followers(state, MOST_FOLLOWERS)
+        ends = {token: self.automaton.ends(after, MOST_COUNTED) for token, after in followers}
+        return {token: (len(places), max(places)) for token, places in ends.items()}
+
+
+WIDTH = 8  # successors of a token that are remembered, k of Token Recycling
+NOTHING = -1  # before the first token
+
+
+class Successors:
+    """Token → its last successors, newest first. May be shared by many texts of one vocabulary."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        if width < 1:
+            raise ValueError(f"width: {width}; remember one successor at least")
+        self.width = width
+        self._rows: dict[int, list[int]] = {}
+
+    def __len__(self) -> int:
+        """Tokens that have a row."""
+        return len(self._rows)
+
+    def row(self, token: int) -> Sequence[int]:
+        return self._rows.get(token, ())
+
+    def see(self, token: int, successor: int) -> None:
+        row = self._rows.setdefault(token, [])
+        if successor in row:
+            row.remove(successor)
+        row.insert(0, successor)
+        del row[self.width :]
+
+    def replace(self, token: int, successors: Sequence[int]) -> None:
+        """The target's own most likely successors, best first: the update of the paper."""
+        self._rows[token] = list(successors[: self.width])
+
+
+class Recycling:
+    """Token Recycling ("Turning Trash into Treasure", 2408.08696): the last successors of every token. Reads one memory, writes to several.
+
+    The paper keeps, for each token, the k likeliest next tokens of the last time the target saw it, and unfolds this matrix along a fixed
+    tree of ranks. Where only committed tokens are seen, a row holds the k last *different* tokens that followed, the newest first. Score by
+    rank: a(1 − a)^rank, under which best-first growth unfolds one fixed tree of ranks.
+
+    acceptance  a: the guess that the newest successor is right
+    also        memories that learn from this text without being read for it
+    """
+
+    def __init__(self, memory: Successors, acceptance: float = 0.5, also: Sequence[Successors] = ()) -> None:
+        if not 0 < acceptance < 1:
+            raise ValueError(f"acceptance: {acceptance} is outside (0, 1)")
+        self.memory, self.acceptance = memory, acceptance
+        self._learning = (memory, *also)
+        self._last = NOTHING
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if self._last != NOTHING:
+                for memory in self._learning:
+                    memory.see(self._last, token)
+            self._last = token
+
+    def replace(self, token: int, successors: Sequence[int]) -> None:
+        """The target's own most likely successors of a token, best first."""
+        for memory in self._learning:
+            memory.replace(token, successors)
+
+    def start(self) -> int:
+        return self._last
+
+    def step(self, state: int, token: int) -> int:
+        return token
+
+    def candidates(self, state: int) -> list[Candidate]:
+        a = self.acceptance
+        return [Candidate(token, a * (1.0 - a) ** rank) for rank, token in enumerate(self.memory.row(state))]
+
+
+MOST_PLACES = 64  # occurrences among which the next place is chosen
+
+
+class Cursor(NamedTuple):
+    """at: positions of the prediction that may come next, the likeliest first. agreed: tokens in a row that did.
+    reached: the position after the last one that did. state, length: the longest end of the output that occurs in the prediction."""
+
+    at: tuple[int, ...]
+    agreed: int
+    reached: int
+    state: int
+    length: int
+
+
+class Prediction:
+    """A text that the output is expected to follow, such as the file that an edit changes in a few places.
+
+    As long as the output agrees, the cursor moves through the prediction. After a difference it looks for the end of the output in the
+    prediction and goes on there; until enough of it is found, it guesses that one token was replaced, or inserted.
+
+    prediction: the expected output. prefix: how many tokens of the text come before; if their end occurs in the prediction, the output
+    may be under way already. least_match: tokens that must agree before a new place is believed.
+    """
+
+    def __init__(self, prediction: Sequence[int], *, prefix: int = 0, least_match: int = 2) -> None:
+        if least_match < 1:
+            raise ValueError(f"least_match: {least_match}; ask for one token at least")
+        self.text, self.least_match = tuple(prediction), least_match
+        self._automaton = SuffixAutomaton(self.text)
+        self._prefix_left = prefix
+        self._cursor = Cursor((0,), 0, 0, 0, 0)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        before, self._prefix_left = tokens[: self._prefix_left], max(0, self._prefix_left - len(tokens))
+        if before:
+            self._cursor = self._begin(before, self._cursor)
+        for token in tokens[len(before) :]:
+            self._cursor = self.step(self._cursor, token)
+
+    def _begin(self, before: Sequence[int], state: Cursor) -> Cursor:
+        """The beginning, or where the end of the prefix occurs."""
+        found, length = state.state, state.length
+        for token in before:
+            found, length = self._automaton.step(found, length, token)
+        under_way = self._places(found, 0)[:1] if length >= self.least_match else []
+        return Cursor(tuple(dict.fromkeys([*under_way, 0])), length if under_way else 0, 0, found, length)
+
+    def start(self) -> Cursor:
+        return self._cursor
+
+    def step(self, state: Cursor, token: int) -> Cursor:
+        found, length = self._automaton.step(state.state, state.length, token)
+        agreeing = tuple(at + 1 for at in state.at if at < len(self.text) and self.text[at] == token)
+        if agreeing:
+            return Cursor(agreeing, state.agreed + 1, agreeing[0], found, length)
+        if length >= self.least_match:
+            at = self._places(found, state.reached)[0]
+            return Cursor((at,), length, at, found, length)
+        replaced, inserted = min(state.at[0] + 1, len(self.text)), state.at[0]
+        return Cursor((replaced, inserted), 0, state.reached, found, length)
+
+    def candidates(self, state: Cursor) -> list[Candidate]:
+        """The guess that a place is right grows with what has agreed: (n + 1)/(n + 2); further places share the rest."""
+        found: dict[int, float] = {}
+        share, trust = 1.0, (state.agreed + 1) / (state.agreed + 2)
+        for at in state.at:
+            if at < len(self.text):
+                found.setdefault(self.text[at], share * trust)
+                share *= 1.0 - trust
+        return [Candidate(token, score) for token, score in found.items()]
+
+    def _places(self, state: int, here: int) -> list[int]:
+        """Positions after the occurrences of a state: the nearest ahead of `here` first, then those behind."""
+        places = [end + 1 for end in self._automaton.ends(state, MOST_PLACES)]
+        return sorted(places, key=lambda at: (at < here, abs(at - here)))
+
+
+FAMILY = 4  # candidates per state
+ACCEPTANCE = 0.5  # pretended
+
+
+class RandomTokens:
+    """Pseudo-random tokens, a function of (seed, text): a drafter that is wrong must change nothing but the speed. State: hash of both."""
+
+    def __init__(self, vocab: int, seed: int = 0) -> None:
+        if vocab < 1:
+            raise ValueError(f"vocab: {vocab}; one token at least")
+        self.vocab = vocab
+        self._state = extend_hash(0, seed)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._state = extend_hash(self._state, token)
+
+    def start(self) -> int:
+        return self._state
+
+    def step(self, state: int, token: int) -> int:
+        return extend_hash(state, token)
+
+    def candidates(self, state: int) -> list[Candidate]:
+        # Negative numbers are no tokens, so these hashes are not those of a longer text.
+        tokens = dict.fromkeys(extend_hash(state, -2 - i) % self.vocab for i in range(FAMILY))
+        return [Candidate(token, ACCEPTANCE * (1.0 - ACCEPTANCE) ** rank) for rank, token in enumerate(tokens)]
+
+
+class Merged:
+    """Several sources as one: the union of their candidates, each token with its best score. Ties: the earlier source first."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        if not sources:
+            raise ValueError("sources: none; give at least one")
+        self.sources = tuple(sources)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for source in self.sources:
+            source.extend(tokens)
+
+    def start(self) -> tuple[Any, ...]:
+        return tuple(source.start() for source in self.sources)
+
+    def step(self, state: tuple[Any, ...], token: int) -> tuple[Any, ...]:
+        return tuple(source.step(own, token) for source, own in zip(self.sources, state, strict=True))
+
+    def candidates(self, state: tuple[Any, ...]) -> list[Candidate]:
+        best: dict[int, float] = {}
+        for source, own in zip(self.sources, state, strict=True):
+            for token, score in source.candidates(own):
+                best[token] = max(score, best.get(token, 0.0))
+        return _ranked(best)
+
+
+# -- from the name of a drafter to its sources -------------------------------------------------------------------------------
+
+Settings = dict[str, Any]
+
+KEYS: dict[str, dict[str, Callable[[str], Any]]] = {
+    "ngram": {"contexts": int},
+    "recycling": {"width": int, "acceptance": float},
+    "random": {"vocab": int, "seed": int},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Which sources feed a drafter's trees. name: the text it was read from. parts: settings by source."""
+
+    name: str
+    parts: Mapping[str, Settings]
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that may be proposed without having been seen: 0 unless there is a source of random ones."""
+        return int(self.parts["random"]["vocab"]) if "random" in self.parts else 0
+
+    def memory(self) -> Successors:
+        """What texts may share."""
+        return Successors(self.parts.get("recycling", {}).get("width", WIDTH))
+
+    def source(self, law: DraftMode, shared: Successors, prediction: Sequence[int] = (), num_prompt: int = 0) -> Source:
+        """Sources for a new text; prediction: the output that the client expects after `num_prompt` tokens.
+
+        Under ratio tests (SAMPLED, GREEDY) a text must not read what other texts wrote: requests with one seed and id share their coins, so
+        another's text tells of coins that are still to be used. Under matching nothing can bias, and memories are shared.
+        """
+        built: list[Source] = [Prediction(prediction, prefix=num_prompt)] if prediction else []
+        for name, settings in self.parts.items():
+            if name == "ngram":
+                built.append(Ngram(**settings))
+            elif name == "random":
+                built.append(RandomTokens(**settings))
+            else:
+                acceptance = settings.get("acceptance", 0.5)
+                own = law not in (DraftMode.TOP_K, DraftMode.COUPLED)
+                built.append(Recycling(self.memory() if own else shared, acceptance, also=[shared] if own else ()))
+        return built[0] if len(built) == 1 else Merged(built)
+
+
+class Memories(OrderedDict[Hashable, Successors]):
+    """What the texts of a group share, by group: those used last."""
+
+    def __init__(self, new: Callable[[], Successors], most: int = 16) -> None:
+        super().__init__()
+        self._new, self._most = new, most
+
+    def of(self, group: Hashable) -> Successors:
+        memory = self.setdefault(group, self._new())
+        self.move_to_end(group)
+        if len(self) > self._most:
+            self.popitem(last=False)
+        return memory
+
+
+def parse_recipe(spec: str) -> Recipe | None:
+    """The recipe that a model setting names, such as `ngram+recycling:width=8`; None if it names something else (a folder, a hub name, a
+    table).
+
+    ValueError: a recipe with a mistake; the message is one line and says what to write.
+    """
+    named = [part.partition(":") for part in spec.split("+")]
+    if ":" not in spec or any(name not in KEYS for name, _, _ in named):
+        return None
+    parts = {name: _settings(spec, name, text) for name, _, text in named}
+    if len(parts) < len(named):
+        raise ValueError(f"model: {spec!r} names a source twice; name each once")
+    if "random" in parts and "vocab" not in parts["random"]:
+        raise ValueError(f"model: {spec!r} gives no vocab; write for example random:vocab=40")
+    recipe = Recipe(spec, parts)
+    try:
+        recipe.source(DraftMode.TOP_K, recipe.memory())
+    except ValueError as wrong:
+        raise ValueError(f"model: {spec!r}: {wrong}") from wrong
+    return recipe
+
+
+def _settings(spec: str, name: str, text: str) -> Settings:
+    values: Settings = {}
+    for item in filter(None, text.split(",")):
+        key, _, value = item.partition("=")
+        if key not in KEYS[name]:
+            raise ValueError(f"model: {spec!r}: {name} has no setting {key!r}; use {', '.join(KEYS[name])}")
+        try:
+            values[key] = KEYS[name][key](value)
+        except ValueError:
+            raise ValueError(f"model: {key}={value!r} in {spec!r} is not a number") from None
+    return values
