@@ -2,16 +2,14 @@
 
 Admission    checks a request, fences its epoch, bounds the queue
 Memory       KV blocks as numbers: held, wanted, free
-WaitingLine  the queue: by priority, preempted sessions first, then tenants in turn by the work they have asked for ("Start-time Fair
-             Queueing", Goyal, Vin and Cheng, SIGCOMM 1996)
+WaitingLine  the queue: by priority, preempted sessions first, then tenants in turn
 Slots        sessions with a KV slot; those that wait for one; those that had to give theirs up
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from typing import Generic, Protocol, TypeVar
 
 from rootward.core.requests import Rule, VerifierRequest
@@ -72,8 +70,13 @@ class Slots:
         failed(session, error): the model would not take it; that costs the one session.
         """
         entered = []
-        while (session := self._waiting.head()) is not None and self.memory.admits(session, self.running.values()):
-            self._waiting.pop()
+        running = self.running.values()
+        while (
+            self.model.num_free_slots
+            and (session := self._waiting.head(running)) is not None
+            and self.memory.admits(session, running)
+        ):
+            self._waiting.pop(session)
             try:
                 session.kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
@@ -102,7 +105,7 @@ class Slots:
                     None  # it comes back with prefill, and has no rows for a tree that was looked up before
                 )
             self._away[number] = session
-            self._waiting.push_front(session)
+            self._waiting.push(session, preempted=True)
             self.num_preemptions += 1
 
     def sweep(self) -> list[Session]:
@@ -221,7 +224,7 @@ class Admission:
 
 
 class Applicant(Protocol):
-    """number: order of arrival. work: tokens it may cost. done: it has left."""
+    """number: order of arrival. done: it has left."""
 
     number: int
 
@@ -231,124 +234,55 @@ class Applicant(Protocol):
     def priority(self) -> int: ...
     @property
     def tenant(self) -> str: ...
-    @property
-    def work(self) -> int: ...
 
 
 A = TypeVar("A", bound=Applicant)
 
-FEW_CLOCKS = 64
-
-
-class Tenants(Generic[A]):
-    """Those of one priority. `_clock`: work asked for by each tenant that waits or was served since somebody waits, on one scale."""
-
-    def __init__(self) -> None:
-        self._lines: dict[str, deque[A]] = {}
-        self._clock: dict[str, float] = {}
-        self._now = 0.0
-        self._most_clocks = FEW_CLOCKS  # from so many on those that say nothing are looked for
-
-    def __iter__(self) -> Iterator[A]:
-        for line in self._lines.values():
-            yield from line
-
-    def push(self, one: A) -> None:
-        if one.tenant not in self._lines:
-            self._lines[one.tenant] = deque()
-            self._clock[one.tenant] = max(self._now, self._clock.get(one.tenant, 0.0))
-        self._lines[one.tenant].append(one)
-
-    def discard(self, one: A) -> None:
-        """It waits no longer, wherever it stands."""
-        line = self._lines.get(one.tenant)
-        if line is not None and one in line:
-            line.remove(one)
-            if not line:
-                del self._lines[one.tenant]
-
-    def head(self) -> A | None:
-        """The next one; those that are done are forgotten."""
-        for tenant, line in list(self._lines.items()):
-            while line and line[0].done:
-                line.popleft()
-            if not line:
-                del self._lines[tenant]
-        lines = self._lines
-        best = min(lines, key=lambda tenant: (self._clock[tenant], lines[tenant][0].number), default=None)
-        return None if best is None else lines[best][0]
-
-    def pop(self) -> A:
-        one = self.head()
-        assert one is not None
-        line = self._lines[one.tenant]
-        line.popleft()
-        self._now = self._clock[one.tenant]
-        self._clock[one.tenant] += one.work
-        if not line:
-            del self._lines[one.tenant]
-        if len(self._clock) >= self._most_clocks:
-            self._forget()
-        return one
-
-    def _forget(self) -> None:
-        """A tenant that does not wait and is not ahead would start at the present anyway."""
-        self._clock = {name: at for name, at in self._clock.items() if name in self._lines or at > self._now}
-        self._most_clocks = max(FEW_CLOCKS, 2 * len(self._clock))
-
 
 class WaitingLine(Generic[A]):
-    """`head` is the next one, `pop` takes it. Whoever is `done` is passed over and not counted."""
+    """Who gets the next slot: the lowest priority; of those the preempted, by arrival; then the tenant with the fewest running sessions, of
+    several the one that was served longest ago; then by arrival. Those that are `done` are passed over and not counted."""
 
     def __init__(self) -> None:
-        self._back: list[A] = []  # preempted ones
-        self._fresh: dict[int, Tenants[A]] = {}  # by priority
+        self._waiting: dict[int, A] = {}  # by number
+        self._preempted: set[int] = set()
+        self._served: dict[str, int] = {}  # by tenant that waits: when it was served last, counted in services
+        self._num_served = 0
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __iter__(self) -> Iterator[A]:
-        yield from (one for one in chain(self._back, *self._fresh.values()) if not one.done)
+        return sum(not one.done for one in self._waiting.values())
 
     @property
     def num_fresh(self) -> int:
-        """Those that have never had a place."""
-        return sum(1 for tenants in self._fresh.values() for one in tenants if not one.done)
+        """Those that have never had a slot."""
+        return sum(not one.done for number, one in self._waiting.items() if number not in self._preempted)
 
-    def push(self, one: A) -> None:
-        """Behind those of its tenant."""
-        self._fresh.setdefault(one.priority, Tenants()).push(one)
-
-    def push_front(self, one: A) -> None:
-        """It has been running: before all fresh ones of its priority; its tenant has paid already."""
-        self._back.append(one)
+    def push(self, one: A, *, preempted: bool = False) -> None:
+        self._waiting[one.number] = one
+        if preempted:
+            self._preempted.add(one.number)
 
     def discard(self, one: A) -> None:
-        """It has ended. Without this whoever is cancelled behind a head that waits long would be held as long."""
-        if one in self._back:
-            self._back.remove(one)
-        elif (tenants := self._fresh.get(one.priority)) is not None:
-            tenants.discard(one)
-            if not any(True for _ in tenants):
-                del self._fresh[one.priority]
+        """It waits no longer."""
+        self._waiting.pop(one.number, None)
+        self._preempted.discard(one.number)
 
-    def head(self) -> A | None:
-        self._back = [one for one in self._back if not one.done]
-        before = min(self._back, key=lambda one: (one.priority, one.number), default=None)
-        for priority in sorted(self._fresh):
-            if before is not None and before.priority <= priority:
-                break
-            if (one := self._fresh[priority].head()) is not None:
-                return one
-            del self._fresh[priority]
-        return before
+    def head(self, running: Iterable[A] = ()) -> A | None:
+        """The next one, beside those that run."""
+        held = Counter(one.tenant for one in running)
 
-    def pop(self) -> A:
-        """Take the head. IndexError if there is none."""
-        one = self.head()
-        if one is None:
-            raise IndexError("waiting line: is empty; look at head() first")
-        if one in self._back:
-            self._back.remove(one)
-            return one
-        return self._fresh[one.priority].pop()
+        def order(one: A) -> tuple[int, ...]:
+            if one.number in self._preempted:
+                return one.priority, 0, one.number
+            return one.priority, 1, held[one.tenant], self._served.get(one.tenant, 0), one.number
+
+        return min((one for one in self._waiting.values() if not one.done), key=order, default=None)
+
+    def pop(self, one: A) -> None:
+        """It gets a slot."""
+        self.discard(one)
+        self._num_served += 1
+        tenants = {other.tenant for other in self._waiting.values()}
+        self._served = {name: at for name, at in self._served.items() if name in tenants}
+        if one.tenant in tenants:
+            self._served[one.tenant] = self._num_served

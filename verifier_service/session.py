@@ -227,11 +227,6 @@ class Session:
         return repr((self.tenant, self.request.cache_salt, own)) if own or self.request.cache_salt else self.tenant
 
     @property
-    def work(self) -> int:
-        """Tokens that it may cost, at most."""
-        return len(self.request.prompt) + self.request.stopping.max_tokens
-
-    @property
     def shared(self) -> bool:
         """Its drafter knows the noise of the bonus tokens."""
         return self.draft is not None and self.draft.shared

@@ -16,7 +16,7 @@ class CountedSlots:
     def __init__(self) -> None:
         self.open_slots: set[int] = set()
         self.room = 2
-        self.num_blocks = self.num_free_blocks = 4
+        self.num_blocks = self.num_free_blocks = self.num_free_slots = 4
         self.known = 0
 
     def open(self, tokens, *, salt: str) -> int:
