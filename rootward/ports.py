@@ -45,19 +45,21 @@ class Rows:
     parent int64[Q]  COMMITTED, the id of a node forwarded earlier, or of a node further up in this same call
     token  int64[Q]
     The logical position of a node is the slot's committed length + its depth below the committed end.
+    features  float32[Q, E], for a draft head: what the target knows before each token (`engine.heads`); None: the head's own guess
     """
 
     slot: int
     node: NDArray[np.int64]
     parent: NDArray[np.int64]
     token: NDArray[np.int64]
+    features: NDArray[np.float32] | None = None
 
     @staticmethod
-    def chain(slot: int, first_node: int, tokens: Sequence[int]) -> Rows:
+    def chain(slot: int, first_node: int, tokens: Sequence[int], features: NDArray[np.float32] | None = None) -> Rows:
         """Consecutive tokens below the committed end (a chunk of prefill)."""
         node = np.arange(first_node, first_node + len(tokens), dtype=np.int64)
         parent = np.concatenate([[COMMITTED], node[:-1]]).astype(np.int64)
-        return Rows(slot, node, parent, np.asarray(tokens, dtype=np.int64))
+        return Rows(slot, node, parent, np.asarray(tokens, dtype=np.int64), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,14 @@ class LanguageModel(Protocol):
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""
+
+    def expose(self, states: Sequence[int]) -> None:
+        """Which hidden states forwards leave in `states`: i is the input of layer i; the number of layers stands for the last one's
+        output after the final norm. (): none, at no cost. ConfigurationError if the network does not let them be read."""
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[N, sum of their sizes]: exposed states of ALL rows of the last forward, in the order of the batch, side by side."""
 
     def release(self, slot: int, keep: Collection[int] = ()) -> None:
         """Free every uncommitted node of the slot but those to keep, with every node its parent."""

@@ -164,6 +164,11 @@ def _survive(
     return (best_TC >= edge) & (mass_TC.cumsum(-1) - mass_TC < share * whole)
 
 
+def relabelled(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """An array that `Atoms.reduce` made of a part of the vocabulary, in the ids int64[V'] of the whole, which ascend."""
+    return table & ~ID | ids[table & ID]
+
+
 def reduced(logits_TV: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
     """What a reduction makes of rows; the rows themselves without one."""
     if reduction is None:

@@ -285,10 +285,16 @@ class Layer:
 
 
 class LlamaNetwork:
-    """Call it with a step and the cells of each layer: logits [T, V] of the wanted rows."""
+    """Call it with a step and the cells of each layer: logits [T, V] of the wanted rows.
+
+    exposed  hidden states that each call leaves in `states`, float32[N, E] by number: i is the input of layer i; the number of layers
+             stands for the last one's output after the final norm
+    """
 
     def __init__(self, network: Any, max_positions: int):
         """`network`: one whose linear layers have been replaced."""
+        self.exposed: frozenset[int] = frozenset()
+        self.states: dict[int, torch.Tensor] = {}
         body, attention = network.model, network.model.layers[0].self_attn
         self.dtype = body.embed_tokens.weight.dtype
         self.dim = attention.head_dim
@@ -328,7 +334,9 @@ class LlamaNetwork:
         x_NE = functional.embedding(step.ids, self.embedding).float()
         cos, sin = self.cos.index_select(0, step.positions), self.sin.index_select(0, step.positions)
         num, num_qk, half = len(x_NE), self.num_q + self.num_kv, self.dim // 2
-        for layer, own in zip(self.layers, cells, strict=True):
+        for i, (layer, own) in enumerate(zip(self.layers, cells, strict=True)):
+            if i in self.exposed:
+                self.states[i] = x_NE
             heads = layer.qkv(layer.before_attention(x_NE).to(self.dtype)).float().view(num, -1, self.dim)
             qk = heads.narrow(1, 0, num_qk)
             if layer.of_heads is not None:
@@ -339,6 +347,8 @@ class LlamaNetwork:
             x_NE = x_NE + layer.out(seen.reshape(num, -1).to(self.dtype))
             gate, up = layer.gate_up(layer.before_mlp(x_NE).to(self.dtype)).chunk(2, -1)
             x_NE += layer.down(layer.act(gate) * up)
+        if len(self.layers) in self.exposed:
+            self.states[len(self.layers)] = self.norm(x_NE)
         if step.wanted is not None:
             x_NE = x_NE.index_select(0, step.wanted)
         logits: torch.Tensor = self.head(self.norm(x_NE).to(self.dtype))

@@ -218,6 +218,13 @@ class HuggingFaceModel:
             logits_TV[:, self._num_ids :] = -torch.inf
         return logits_TV
 
+    def expose(self, states: Sequence[int]) -> None:
+        self._pass.expose(states)
+
+    @property
+    def states(self) -> torch.Tensor:
+        return self._pass.states
+
     @torch.inference_mode()
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         self._pass.move(self._slots.commit(slot, node, keep_below=keep_below))

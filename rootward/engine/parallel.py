@@ -99,6 +99,13 @@ class LeadingPass:
         if len(moves.source):
             self._led("move", moves)
 
+    def expose(self, states: Sequence[int]) -> None:
+        self._own.expose(states)  # every rank has whole hidden states
+
+    @property
+    def states(self) -> torch.Tensor:
+        return self._own.states
+
     def _led(self, name: str, *args: Any) -> Any:
         if self._lost:
             raise ModelLost("the ranks of the model have been lost; start this process again")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
 from rootward.engine.layers import LlamaNetwork
 from rootward.engine.slots import CellMoves, Entry, Size
+from rootward.errors import ConfigurationError
 from rootward.ports import Reduction
 
 # What a forward costs beyond its rows, in rows: measured on a CPU; on an accelerator launches dwarf rows.
@@ -37,6 +39,13 @@ class ForwardPass(Protocol):
 
     def move(self, moves: CellMoves) -> None:
         """Bring what was committed into place."""
+
+    def expose(self, states: Sequence[int]) -> None:
+        """As `LanguageModel.expose`."""
+
+    @property
+    def states(self) -> torch.Tensor:
+        """As `LanguageModel.states`."""
 
 
 class TreePass:
@@ -62,20 +71,49 @@ class TreePass:
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
         self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
+        self._hooks: ExposedStates | None = None
+        self._exposed: tuple[int, ...] = ()
+        self._states: dict[int, torch.Tensor] = {}  # of the last run, by entry
+
+    def expose(self, states: Sequence[int]) -> None:
+        self._exposed = tuple(states)
+        if self.llama is not None:
+            self.llama.exposed = frozenset(states)
+            return
+        self.graphs = None  # a recording would not leave them
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = ExposedStates(self.network, states) if states else None
+
+    @property
+    def states(self) -> torch.Tensor:
+        if self.llama is not None:
+            return torch.cat([self.llama.states[i] for i in self._exposed], -1)
+        return torch.cat([self._states[i] for i in range(len(self._states))])
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         if self.llama is not None:
             step = Step(entries, kept, self.size, self.device, pad=False)
             return reduced(self.llama(step, self.kv.layers), reduction)
+        self._states = {}
         parts = split([entry.plan.num_rows for entry in entries], self.overhead)
         if len(parts) == 1:
-            return self._run(entries, kept, reduction)
+            logits = self._run(entries, kept, reduction)
+            self._keep_states(parts[0], entries)
+            return logits
         found: dict[int, torch.Tensor] = {}
         for part in parts:
             mine = [kept[i] for i in part]
             logits = self._run([entries[i] for i in part], mine)
+            self._keep_states(part, entries)
             found.update(zip(part, torch.split(logits, list(map(len, mine))), strict=True))
         return reduced(torch.cat([found[i] for i in range(len(entries))]), reduction)
+
+    def _keep_states(self, part: Sequence[int], entries: Sequence[Entry]) -> None:
+        if self._hooks is not None:
+            states = self._hooks.states
+            for b, i in enumerate(part):
+                self._states[i] = states[b, : entries[i].plan.num_rows]
 
     def _run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         found = None if self.graphs is None else self.graphs.run(entries, kept, reduction)
@@ -131,6 +169,40 @@ class TreePass:
         self.kv.move(moves, self.device)
 
 
+class ExposedStates:
+    """Hidden states of the last forward of a network of transformers, which hooks on its modules keep."""
+
+    def __init__(self, network: Any, states: Sequence[int]):
+        """ConfigurationError if its layers are not where those of a decoder are."""
+        body = network.get_decoder() if hasattr(network, "get_decoder") else getattr(network, "model", None)
+        layers, norm = getattr(body, "layers", None), getattr(body, "norm", None)
+        if layers is None or norm is None:
+            raise ConfigurationError(f"head: {type(network).__name__} has no layers whose hidden states can be read")
+        self._found: dict[int, torch.Tensor] = {}
+        self._which = tuple(states)
+        self._hooks = [
+            norm.register_forward_hook(partial(self._after, i))
+            if i == len(layers)
+            else layers[i].register_forward_pre_hook(partial(self._before, i), with_kwargs=True)
+            for i in sorted(set(states))
+        ]
+
+    def _before(self, which: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._found[which] = args[0] if args else kwargs["hidden_states"]
+
+    def _after(self, which: int, module: Any, args: tuple[Any, ...], out: torch.Tensor) -> None:
+        self._found[which] = out
+
+    @property
+    def states(self) -> torch.Tensor:
+        """[B, Q, E · number of states]."""
+        return torch.cat([self._found[i] for i in self._which], -1)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
 class PathPass:
     """A cache-free forward per leaf: exact for whatever the network does inside, at the price of its whole context.
 
@@ -169,3 +241,10 @@ class PathPass:
 
     def move(self, moves: CellMoves) -> None:
         self.token[moves.target] = self.token[moves.source]
+
+    def expose(self, states: Sequence[int]) -> None:
+        """Where trees are refused, nothing is drafted: no states are read."""
+
+    @property
+    def states(self) -> torch.Tensor:
+        raise RuntimeError("states: a network that is run path by path exposes none")

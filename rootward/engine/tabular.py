@@ -63,6 +63,8 @@ class TabularModel:
         size = Size.of(max_slots, max_positions, tree_room, block_size, kv_cache_tokens)
         self._token = np.zeros(size.storage, dtype=np.int64)  # what each cell holds
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
+        self._exposed: tuple[int, ...] = ()
+        self._last: list[Entry] = []  # of the last forward
         self._info = self._describe(name, max_positions)
         self._slots = Slots(size, vocab, self._info.fingerprint)
         if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # a device takes no longer for a context that is new to it
@@ -135,10 +137,20 @@ class TabularModel:
             for entry in entries:
                 self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token
         contexts = [self._context(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
+        self._last = entries if self._exposed else []
         found = reduced(torch.from_numpy(np.stack([self.log_law(context) for context in contexts])), reduction)
         if self.step_ms and (left_s := end_s - time.monotonic()) > 0:
             time.sleep(left_s)
         return found
+
+    def expose(self, states: Sequence[int]) -> None:
+        self._exposed = tuple(states)
+
+    @property
+    def states(self) -> torch.Tensor:
+        """float32[N, n]: state i is the token i places before the row's own, -1 if the table does not read so far back."""
+        contexts = [self._context(entry, row)[::-1] for entry in self._last for row in range(entry.plan.num_rows)]
+        return torch.tensor([[float((*c, *[-1] * (i + 1))[i]) for i in self._exposed] for c in contexts])
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         moves = self._slots.commit(slot, node, keep_below=keep_below)

@@ -1,0 +1,175 @@
+"""A draft head behind `ports.LanguageModel`: rows of text carry features of the target, drafted rows take the head's own output above them.
+
+So whatever grows trees from a draft model grows them from a head. The text of a slot may begin anywhere in the session's: positions are
+relative. Committed rows are always read with features (`Rows.features`), which is why nothing that was drafted is kept for the next round.
+
+Legend: N rows, T wanted rows, E hidden size of the head, V vocabulary, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from rootward.engine.atoms import Atoms, reduced, relabelled
+from rootward.engine.batch import Step
+from rootward.engine.heads import Head
+from rootward.engine.kv_cache import PagedCache
+from rootward.engine.slots import Entry, Size, Slots, kept_rows
+from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Reduction, Rows
+
+log = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16
+TREE_ROOM = 256  # cells of a slot beyond its context
+
+
+class DraftHead(LanguageModel, Protocol):
+    """A language model whose rows of text need features of the target."""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Hidden states of the target that features are made of (`LanguageModel.expose`)."""
+
+    def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
+        """float32[N, E]: features by these states."""
+
+
+class HeadModel:
+    """Implements `DraftHead` for a network. `target`: what the target is, whose tokenizer and end-of-text tokens are the head's."""
+
+    def __init__(self, head: Head, target: ModelInfo, *, name: str, max_slots: int = 8):
+        self.head = head
+        size = Size.of(max_slots, target.max_positions, TREE_ROOM, BLOCK_SIZE, None)
+        self._slots = Slots(size, target.vocab_size, f"{target.fingerprint}/{name}")
+        self._kv = PagedCache(size, [None])
+        self._passed_on: list[dict[int, torch.Tensor]] = [
+            {} for _ in range(max_slots)
+        ]  # by node: features for its children
+        self._info = ModelInfo(
+            name, target.vocab_size, target.max_positions, target.eos_ids, target.tokenizer_hash, fingerprint=name
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.head.states
+
+    @torch.inference_mode()
+    def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
+        return self.head.fuse(states_NS)
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def block_size(self) -> int:
+        return BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        return self._slots.size.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._slots.pool.num_available
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        return self._slots.blocks_needed(slot, num_rows)
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        """Nothing is shared: what a head keeps of a text depends on where its features began."""
+        slot = self._slots.open()
+        self._passed_on[slot] = {}
+        return slot
+
+    def close(self, slot: int) -> None:
+        self._slots.close(slot)
+        self._passed_on[slot] = {}
+
+    def length(self, slot: int) -> int:
+        return self._slots[slot].length
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
+        """Logits [T, V], -inf outside the draft vocabulary; or what a reduction makes of them."""
+        kept = kept_rows(batch, num_logits)
+        head, device = self.head, self.head.device
+        with self._slots.placed(batch) as entries:
+            step = Step(entries, kept, self._slots.size, device, pad=device.type != "cpu")
+            logits, passed_on = head(step, self._kv.layers[0], self._features(entries, step))
+        rows = passed_on.unbind(0)
+        width = step.width if device.type != "cpu" else 0
+        at = 0
+        for b, (entry, keep) in enumerate(zip(entries, kept, strict=True)):
+            first = b * width if width else at
+            own = self._passed_on[entry.rows.slot]
+            for i in keep:
+                own[int(entry.rows.node[i])] = rows[first + i]
+            at += entry.plan.num_rows
+        return self._in_target_ids(logits, reduction)
+
+    def _features(self, entries: Sequence[Entry], step: Step) -> torch.Tensor:
+        """float32[N, E]. What is not known (lost on the way) is zero: that costs acceptance only."""
+        head = self.head
+        padded = head.device.type != "cpu"
+        none = torch.zeros(head.hidden_size, device=head.device)
+        parts: list[torch.Tensor] = []
+        for entry in entries:
+            rows, known = entry.rows, self._passed_on[entry.rows.slot]
+            if rows.features is not None:
+                own = torch.from_numpy(rows.features).to(head.device)
+            else:
+                own = torch.stack([known.get(parent, none) for parent in rows.parent.tolist()])
+            if padded and len(own) < step.width:
+                own = torch.cat([own, own[:1].expand(step.width - len(own), -1)])
+            parts.append(own)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _in_target_ids(self, logits: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
+        """Of logits [T, V'], in the ids of the target."""
+        ids = self.head.ids
+        logits = logits.float()
+        if ids is None:
+            return reduced(logits, reduction)
+        kind: Any = reduction.kind if reduction is not None else None
+        if isinstance(kind, Atoms) and max(kind) < len(ids):  # ids ascend, so ties stay in order
+            return relabelled(reduced(logits, reduction), ids)
+        whole = logits.new_full((len(logits), self.info.vocab_size), -torch.inf)
+        return reduced(whole.index_copy_(1, ids, logits), reduction)
+
+    @torch.inference_mode()
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
+        self._kv.move(self._slots.commit(slot, node, keep_below=keep_below), self.head.device)
+        own = self._passed_on[slot]
+        if node in own:
+            own[COMMITTED] = own.pop(node)
+        self._forget(slot)
+
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        self._slots.release(slot, keep)
+        self._forget(slot)
+
+    def _forget(self, slot: int) -> None:
+        """Of nodes that are held no longer."""
+        tree, own = self._slots[slot], self._passed_on[slot]
+        self._passed_on[slot] = {node: row for node, row in own.items() if node == COMMITTED or node in tree}
+
+    def expose(self, states: Sequence[int]) -> None:
+        """A head has no head."""
+
+    @property
+    def states(self) -> torch.Tensor:
+        raise RuntimeError("states: a draft head exposes none")
+
+    def check_idle(self) -> None:
+        self._slots.check()

@@ -1,0 +1,113 @@
+"""Random draft heads in the formats in which they are published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+
+def head_config(network: Any, **more: Any) -> dict[str, Any]:
+    own = network.config
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "hidden_size": own.hidden_size,
+        "intermediate_size": own.intermediate_size,
+        "num_attention_heads": own.num_attention_heads,
+        "num_key_value_heads": own.num_key_value_heads,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "vocab_size": own.vocab_size,
+        **more,
+    }
+
+
+def layer_tensors(config: dict[str, Any], *, prefix: str, wide: int, random: Any) -> dict[str, torch.Tensor]:
+    """Of one decoder layer. wide: size of what queries, keys and values are made of."""
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    dim = config.get("head_dim") or size // config["num_attention_heads"]
+    num_q, num_kv = config["num_attention_heads"], config["num_key_value_heads"]
+    shapes = {
+        "self_attn.q_proj": (num_q * dim, wide),
+        "self_attn.k_proj": (num_kv * dim, wide),
+        "self_attn.v_proj": (num_kv * dim, wide),
+        "self_attn.o_proj": (size, num_q * dim),
+        "mlp.gate_proj": (inner, size),
+        "mlp.up_proj": (inner, size),
+        "mlp.down_proj": (size, inner),
+    }
+    found = {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
+    found[f"{prefix}post_attention_layernorm.weight"] = random(size) + 1
+    return found
+
+
+def eagle3(
+    folder: Path,
+    network: Any,
+    *,
+    draft_ids: list[int] | None,
+    seed: int = 0,
+    prefix: str = "midlayer.",
+    with_output: bool = True,
+    scale: float = 0.1,
+    dtype: torch.dtype = torch.float32,
+    more_tensors: tuple[str, ...] = (),
+    **more: Any,
+) -> Path:
+    """Write a head. draft_ids: its vocabulary; None: that of the target. more_tensors: `input_norm` or `fc_norm`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    num = network.config.vocab_size if draft_ids is None else len(draft_ids)
+    config = head_config(network, draft_vocab_size=num, **more)
+    size, layers = config["hidden_size"], len(more.get("eagle_aux_hidden_state_layer_ids", range(3)))
+    tensors = layer_tensors(config, prefix=prefix, wide=2 * size, random=random)
+    tensors |= {f"{prefix}{name}.weight": random(size) + 1 for name in ("input_layernorm", "hidden_norm")}
+    tensors |= {"fc.weight": random(size, layers * size), "norm.weight": random(size) + 1}
+    if with_output:
+        tensors["lm_head.weight"] = random(num, size)
+    if draft_ids is not None:
+        tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(num)
+        tensors["t2d"] = torch.zeros(network.config.vocab_size, dtype=torch.bool)
+        tensors["t2d"][draft_ids] = True
+    if "input_norm" in more_tensors:
+        tensors["input_norm.weight"] = random(layers * size) + 1
+    if "fc_norm" in more_tensors:
+        tensors |= {f"fc_norm.{i}.weight": random(size) + 1 for i in range(layers)}
+    return write(folder, config, tensors, dtype)
+
+
+def eagle1(folder: Path, network: Any, *, seed: int = 0, bias: bool = True, scale: float = 0.1) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    config = head_config(network, architectures=["EagleLlamaForCausalLM"], bias=bias)
+    size = config["hidden_size"]
+    tensors = layer_tensors(config, prefix="layers.0.", wide=size, random=random)
+    tensors["fc.weight"] = random(size, 2 * size)
+    if bias:
+        tensors["fc.bias"] = random(size)
+    tensors["embed_tokens.weight"] = network.get_input_embeddings().weight.detach().clone()
+    return write(folder, config, tensors)
+
+
+def write(
+    folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(
+        {name: t.contiguous().to(dtype if t.is_floating_point() else t.dtype) for name, t in tensors.items()},
+        folder / "model.safetensors",
+    )
+    return folder

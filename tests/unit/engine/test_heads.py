@@ -1,0 +1,237 @@
+"""Draft heads as they are published compute the published formula on text and down a tree; files of other heads are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.heads import eagle1, eagle3
+from torch.nn.functional import linear, silu
+from unit.engine import networks
+
+from rootward.core.requests import Sampling
+from rootward.engine.atoms import atoms_of
+from rootward.engine.head_model import HeadModel
+from rootward.engine.heads import Head, load_head
+from rootward.engine.model import HuggingFaceModel
+from rootward.errors import ConfigurationError
+from rootward.ports import COMMITTED, Rows
+
+DRAFT_IDS = [3, 4, 7, 11, 12, 20, 33, 40]
+
+
+def a_target() -> Any:
+    return networks.tiny("LlamaConfig", num_hidden_layers=6)
+
+
+def a_model(**kwargs: Any) -> HuggingFaceModel:
+    return HuggingFaceModel(a_target(), name="target", max_slots=2, max_len=64, **kwargs)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+class Reference:
+    """The published formula without a cache: rows see what is marked, at the positions that are given."""
+
+    def __init__(self, folder: Path, network: Any) -> None:
+        self.config = json.loads((folder / "config.json").read_text())
+        found = load_file(folder / "model.safetensors")
+        self.w = {n.removeprefix("midlayer.").removeprefix("layers.0."): t.float() for n, t in found.items()}
+        self.embedding, self.lm_head = network.get_input_embeddings().weight.float(), network.lm_head.weight.float()
+
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        if "hidden_norm.weight" not in self.w:
+            return states
+        if "input_norm.weight" in self.w:
+            states = rms(states, self.w["input_norm.weight"])
+        if "fc_norm.0.weight" in self.w:
+            parts = states.chunk(3, -1)
+            states = torch.cat([rms(p, self.w[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], -1)
+        return linear(states, self.w["fc.weight"])
+
+    def rows(
+        self, ids: torch.Tensor, features: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits over the draft vocabulary, and the features that rows pass on."""
+        w, embedded = self.w, self.embedding[ids]
+        if "hidden_norm.weight" in w:
+            normed = rms(features, w["hidden_norm.weight"])
+            residual = normed if self.config.get("norm_before_residual") else features
+            read = torch.cat([rms(embedded, w["input_layernorm.weight"]), normed], -1)
+        else:
+            residual = read = linear(torch.cat([embedded, features], -1), w["fc.weight"], w.get("fc.bias"))
+        x = residual + self._attention(read, positions, sees)
+        inner = rms(x, w["post_attention_layernorm.weight"])
+        gate, up = linear(inner, w["mlp.gate_proj.weight"]), linear(inner, w["mlp.up_proj.weight"])
+        x = x + linear(silu(gate) * up, w["mlp.down_proj.weight"])
+        out = rms(x, w["norm.weight"]) if "norm.weight" in w else x
+        head = w.get("lm_head.weight", self.lm_head)
+        if "d2t" in w and "lm_head.weight" not in w:
+            head = self.lm_head[torch.arange(len(w["d2t"])) + w["d2t"].long()]
+        return linear(out, head), out if self.config.get("norm_output") else x
+
+    def _attention(self, x: torch.Tensor, positions: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+        w, num_q, num_kv = self.w, self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        q, k, v = (linear(x, w[f"self_attn.{n}_proj.weight"]) for n in "qkv")
+        dim = q.shape[-1] // num_q
+        q, k, v = (t.view(len(x), -1, dim).transpose(0, 1) for t in (q, k, v))
+        angle = positions[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+        cos, sin = torch.cat([angle, angle], -1).cos(), torch.cat([angle, angle], -1).sin()
+
+        def turned(t: torch.Tensor) -> torch.Tensor:
+            a, b = t.chunk(2, -1)
+            return t * cos + torch.cat([-b, a], -1) * sin
+
+        k, v = (t.repeat_interleave(num_q // num_kv, 0) for t in (turned(k), v))
+        score = turned(q) @ k.transpose(1, 2) / dim**0.5
+        weight = score.masked_fill(~sees, -torch.inf).softmax(-1)
+        return linear((weight @ v).transpose(0, 1).reshape(len(x), -1), w["self_attn.o_proj.weight"])
+
+
+TEXT = [5, 9, 2, 31, 17, 8, 40]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle3": {"draft_ids": DRAFT_IDS},
+    "eagle3 whole vocabulary": {"draft_ids": None},
+    "eagle3 output of the target": {"draft_ids": DRAFT_IDS, "with_output": False},
+    "eagle3 unsorted vocabulary": {"draft_ids": [*DRAFT_IDS[4:], *DRAFT_IDS[:4]]},
+    "speculators": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "norm_before_residual": True},
+    "speculators norm before fc": {"draft_ids": DRAFT_IDS, "prefix": "layers.0.", "more_tensors": ("input_norm",)},
+    "speculators eagle 3.1": {"draft_ids": DRAFT_IDS, "more_tensors": ("fc_norm",), "norm_output": True},
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "eagle1", "eagle1 without bias"])
+@pytest.mark.parametrize("llama", [True, False], ids=["own network", "transformers"])
+def test_head_computes_the_published_formula_on_text_and_down_a_tree(tmp_path: Path, kind: str, llama: bool) -> None:
+    model = a_model(fast=llama)
+    assert (model.llama is not None) == llama
+    network = a_target()
+    if kind.startswith("eagle1"):
+        folder = eagle1(tmp_path, network, bias="without" not in kind)
+    else:
+        folder = eagle3(tmp_path, network, **KINDS[kind])
+    head, reference = load_head(str(folder), model.network), Reference(folder, network)
+    drafts = HeadModel(head, model.info, name="head", max_slots=2)
+    hidden = network(torch.tensor([TEXT]), output_hidden_states=True).hidden_states
+    states = torch.cat([hidden[i][0] for i in head.states], -1)
+    assert head.states == ((6,) if kind.startswith("eagle1") else (2, 3, 3))
+
+    # the target exposes what the head reads
+    model.expose(head.states)
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, TEXT)], num_logits=[1])
+    torch.testing.assert_close(model.states, states, atol=1e-4, rtol=1e-4)
+    features = drafts.fuse(model.states)
+    torch.testing.assert_close(features, reference.fuse(states), atol=1e-4, rtol=1e-4)
+
+    # text from the second token on, then a tree: two children of its end, and a child of the second one
+    own = drafts.open()
+    num = len(TEXT) - 1
+    chain = Rows.chain(own, 1000, TEXT[1:], features[:-1].numpy())
+    drafts.forward([chain], num_logits=[1])
+    drafts.commit(own, 1000 + num - 1, keep_below=False)
+    first = drafts.forward([Rows(own, np.array([1, 2]), np.array([COMMITTED, COMMITTED]), np.array([3, 12]))])
+    second = drafts.forward([Rows(own, np.array([3]), np.array([2]), np.array([7]))])
+
+    ids = torch.tensor([*TEXT[1:], 3, 12, 7])
+    positions = torch.tensor([*range(num), num, num, num + 1])
+    sees = torch.ones(num + 3, num + 3).tril().bool()
+    sees[num + 1, num] = sees[num + 2, num] = False
+    inputs = reference.fuse(states)[:-1]
+    text, passed = reference.rows(ids[:num], inputs, positions[:num], sees[:num, :num])
+    inputs = torch.cat([inputs, passed[-1:], passed[-1:]])
+    some, passed = reference.rows(ids[:-1], inputs, positions[:-1], sees[:-1, :-1])
+    inputs = torch.cat([inputs, passed[-1:]])
+    every, _ = reference.rows(ids, inputs, positions, sees)
+    d2t = reference.w.get("d2t")
+    target_ids = torch.arange(every.shape[1]) if d2t is None else torch.arange(len(d2t)) + d2t.long()
+    expected = torch.full((3, model.info.vocab_size), -torch.inf)
+    expected[:, target_ids] = every[-3:]
+    torch.testing.assert_close(torch.cat([first, second]), expected, atol=2e-4, rtol=2e-4)
+    del text, some
+
+
+def test_atoms_of_a_reduced_vocabulary_are_those_of_its_logits_in_target_ids(tmp_path: Path) -> None:
+    model = a_model()
+    ids = [*range(0, 32, 2), *range(33, 48)]
+    drafts = HeadModel(
+        load_head(str(eagle3(tmp_path, model.network, draft_ids=ids)), model.network), model.info, name="h"
+    )
+    slot = drafts.open()
+    rows = Rows.chain(slot, 1, [3, 4, 5], np.ones((3, drafts.head.hidden_size), np.float32))
+    logits = drafts.forward([rows])
+    drafts.release(slot)
+    kind, reduction = atoms_of([Sampling(temperature=0.8, top_p=0.9)] * 3, 48, 5)
+    expected = kind.read(reduction.of(logits, torch.from_numpy(reduction.table)).numpy())
+    kind, reduction = atoms_of([Sampling(temperature=0.8, top_p=0.9)] * 3, 48, 5)
+    found = kind.read(drafts.forward([rows], reduction=reduction).numpy())
+    assert np.array_equal(found.ids, expected.ids)
+    assert np.array_equal(found.weight, expected.weight)
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        load_head(str(folder), a_target())
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def test_lossy_options_are_refused(tmp_path: Path) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    for name, value in (("verifier_accept_k", 3), ("accept_tolerance", 0.1)):
+        refused(changed(folder, speculators_config={"proposal_methods": [{name: value}]}), f"{name}.*lossy")
+
+
+def test_token_ids_in_the_place_of_offsets_are_refused(tmp_path: Path) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    weights = load_file(folder / "model.safetensors")
+    weights["d2t"] = torch.tensor([*DRAFT_IDS[:-1], 47])
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, "d2t.*offsets")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [2, 3, 6]}, "eagle_aux_hidden_state_layer_ids.*6 layers"),
+        ({"speculators_model_type": "mlp"}, "speculators_model_type"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+    ],
+)
+def test_configurations_of_other_heads_are_refused(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    refused(changed(eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS), **change), match)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "fc.weight", "midlayer.self_attn.q_proj.weight"])
+def test_tensors_of_another_target_are_refused(tmp_path: Path, name: str) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = torch.zeros(5, 5)
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, "head: ")
+
+
+def test_a_tensor_that_no_known_head_has_is_refused(tmp_path: Path) -> None:
+    folder = eagle3(tmp_path, a_target(), draft_ids=DRAFT_IDS)
+    weights = load_file(folder / "model.safetensors") | {"midlayer.adapter.weight": torch.zeros(2)}
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, "adapter.weight")
+
+
+def test_states_of_the_outputs_of_layers_are_one_layer_further(tmp_path: Path) -> None:
+    network = a_target()
+    head: Head = load_head(str(eagle3(tmp_path, network, draft_ids=DRAFT_IDS)), network, shift=1)
+    assert head.states == (3, 4, 4)
