@@ -22,6 +22,7 @@ from gateway.tokenizer import load_tokenizer
 from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
+from rootward.wire.auth import BytesInFlight
 from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
@@ -40,8 +41,15 @@ async def serve(settings: GatewaySettings) -> None:
         keys = Keys(settings.api_keys) if settings.api_keys else None
         access = Access(keys, settings.name, local=is_loopback(settings.listen))
         service = await _service(settings, stack)
-        transport, checks = public(settings.max_request_bytes), (access.check_rpc,)
-        server = RpcServer(settings.listen, transport=transport, tls=settings.public_tls, checks=checks, grace_s=1.0)
+        in_flight = BytesInFlight(settings.max_bytes_in_flight)
+        server = RpcServer(
+            settings.listen,
+            transport=public(settings.max_request_bytes),
+            tls=settings.public_tls,
+            checks=(access.check_rpc,),
+            in_flight=in_flight,
+            grace_s=1.0,
+        )
         await stack.enter_async_context(server)
         register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
@@ -50,7 +58,7 @@ async def serve(settings: GatewaySettings) -> None:
             app = RequestGuard(
                 build_app(service),
                 max_body_bytes=settings.max_request_bytes,
-                max_bytes_in_flight=settings.max_http_bytes_in_flight,
+                in_flight=in_flight,
                 hosts=settings.http_hosts,
             )
             group.create_task(http.run_until_stopped(access.around(app)))

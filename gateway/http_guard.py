@@ -1,22 +1,25 @@
 """What a request must satisfy before the HTTP application sees it: it names this server, its body is JSON, small and complete in time,
-and all bodies of the process together stay within a budget. API keys are checked before that (`gateway.access`)."""
+and all bodies and gRPC messages of the process together stay within a budget. API keys are checked before that (`gateway.access`)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http_errors import error_response
-from rootward.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceError
+from rootward.errors import InvalidRequest, PermissionDenied, ServiceError
+from rootward.wire.auth import BytesInFlight
 
 BODY_S = 60.0  # for a body to arrive
-MAX_CONTAINERS = (
-    1 << 18
-)  # arrays and objects of a body; each takes up to 60 bytes and a third of a microsecond of the event loop
+MAX_CONTAINERS = 1 << 14  # arrays and objects of a body: a message takes about 15 microseconds of the event loop
+MAX_MEMBERS = 1 << 15  # of all objects of a body
+BYTES_A_VALUE = (
+    8  # of the longest body, for each value in it: 262 144 token ids with the default limit, 45 ms of the event loop
+)
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -24,7 +27,7 @@ class RequestGuard:
     """ASGI middleware.
 
     max_body_bytes: of the endpoints that take a body (POST).
-    max_bytes_in_flight: of all bodies, from their first byte to the end of their answer.
+    in_flight: budget of the process.
     hosts: names of this server, for one that everybody on this machine may use: web pages in a browser could drive it otherwise,
         by a name of their own that resolves to loopback (DNS rebinding) or by a form, whose content type is not JSON. None: any name.
     """
@@ -34,45 +37,29 @@ class RequestGuard:
         app: ASGIApp,
         *,
         max_body_bytes: int,
-        max_bytes_in_flight: int,
+        in_flight: BytesInFlight,
         hosts: Collection[str] | None = None,
     ):
-        self._app, self._max_body_bytes, self._hosts = app, max_body_bytes, hosts
-        self._max_bytes_in_flight = max_bytes_in_flight
-        self.bytes_in_flight = 0
+        self._app, self._max_body_bytes, self._in_flight, self._hosts = app, max_body_bytes, in_flight, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        held = _Held(self)
-        try:
-            headers = Headers(scope=scope)
-            self._check_host(headers)
-            if scope["method"] == "POST":
-                self._check_content_type(headers)
-                body = await _read(receive, headers, limit=self._max_body_bytes, held=held)
-                if body is None:
-                    return
-                receive = _replayed(body, receive)
-                del body
-            await self._app(scope, receive, send)
-        except ServiceError as error:
-            await error_response(error)(scope, receive, send)
-        finally:
-            held.release()
-
-    def take(self, num_bytes: int) -> None:
-        """Overloaded if the budget does not have them."""
-        if self.bytes_in_flight + num_bytes > self._max_bytes_in_flight:
-            limit = self._max_bytes_in_flight
-            raise Overloaded(
-                f"requests in flight have {limit} bytes of bodies, the limit; try again", retry_after_s=1.0
-            )
-        self.bytes_in_flight += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        self.bytes_in_flight -= num_bytes
+        with self._in_flight.holding() as take:
+            try:
+                headers = Headers(scope=scope)
+                self._check_host(headers)
+                if scope["method"] == "POST":
+                    self._check_content_type(headers)
+                    body = await _read(receive, headers, limit=self._max_body_bytes, take=take)
+                    if body is None:
+                        return
+                    receive = _replayed(body, receive)
+                    del body
+                await self._app(scope, receive, send)
+            except ServiceError as error:
+                await error_response(error)(scope, receive, send)
 
     def _check_host(self, headers: Headers) -> None:
         if self._hosts is None:
@@ -97,22 +84,7 @@ class RequestGuard:
             )
 
 
-class _Held:
-    """The bytes that one request holds of the budget."""
-
-    def __init__(self, guard: RequestGuard):
-        self._guard, self._num_bytes = guard, 0
-
-    def grow(self, num_bytes: int) -> None:
-        self._guard.take(num_bytes)
-        self._num_bytes += num_bytes
-
-    def release(self) -> None:
-        self._guard.give_back(self._num_bytes)
-        self._num_bytes = 0
-
-
-async def _read(receive: Receive, headers: Headers, *, limit: int, held: _Held) -> bytes | None:
+async def _read(receive: Receive, headers: Headers, *, limit: int, take: Callable[[int], None]) -> bytes | None:
     """The body; None if the client went away. Refused as soon as it is known to be too long, before the rest is read."""
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
@@ -126,19 +98,38 @@ async def _read(receive: Receive, headers: Headers, *, limit: int, held: _Held) 
                 if message["type"] == "http.disconnect":
                     return None
                 part = message.get("body", b"")
-                held.grow(len(part))
+                take(len(part))
                 data += part
                 if len(data) > limit:
                     raise _too_long(len(data), limit)
                 more = message.get("more_body", False)
     except TimeoutError:
         raise InvalidRequest("body", f"{len(data)} bytes", f"are all that came within {BODY_S:.0f} s") from None
-    # json.loads keeps the interpreter lock until it is done, so that a thread would not help the event loop: what it is given is
-    # bounded instead. Brackets in texts count as well; a prompt has far fewer.
-    num_containers = data.count(b"[") + data.count(b"{")
-    if num_containers > MAX_CONTAINERS:
-        raise InvalidRequest("body", num_containers, f"arrays and objects are more than {MAX_CONTAINERS}; send fewer")
+    _check_structure(data, max_values=limit // BYTES_A_VALUE)
     return bytes(data)
+
+
+def _check_structure(data: bytearray, *, max_values: int) -> None:
+    """InvalidRequest for a body whose parsing would hold the event loop. json.loads and pydantic keep the interpreter lock until they are
+    done, so that a thread would not help: what they are given is bounded instead."""
+    limits = {
+        b"[{": (MAX_CONTAINERS, "arrays and objects"),
+        b":": (MAX_MEMBERS, "members of objects"),
+        b",": (max_values, "values"),
+    }
+
+    def excess() -> InvalidRequest | None:
+        for marks, (most, noun) in limits.items():
+            if (number := sum(data.count(mark) for mark in marks)) > most:
+                return InvalidRequest("body", number, f"{noun} are more than {most}; send fewer")
+        return None
+
+    if excess():  # those in texts do not count; a body of very many texts is what it looks like
+        unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
+        if unescaped.count(b'"') <= 4 * MAX_CONTAINERS:
+            data = bytearray().join(unescaped.split(b'"')[::2])
+    if error := excess():
+        raise error
 
 
 def _too_long(num_bytes: int, limit: int) -> InvalidRequest:

@@ -15,6 +15,7 @@ from rootward.ports import ModelInfo
 from rootward.wire.status import invalid_request
 
 MAX_STOPS = 16
+MAX_STOP_IDS = 1024
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_ID_CHARACTERS = 128
@@ -95,15 +96,18 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
     check_name("session_id", request.session_id)
     _check_stops(request)
     prompt = _truncated(request, prompt, model)
+    with refusing():
+        most = _max_tokens(request, len(prompt), model)  # before a look at each token of a prompt that is too long
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
+    if len(request.stop_token_ids) > MAX_STOP_IDS:
+        raise InvalidRequest("stop_token_ids", len(request.stop_token_ids), f"ids are more than {MAX_STOP_IDS}")
     check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
     check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
     check_ids("allowed_token_ids", request.sampling.allowed_token_ids, model.vocab_size)
     check_ids("bad_words", [token for run in request.sampling.bad_sequences for token in run], model.vocab_size)
     speculation = _speculation(request)
     with refusing():
-        most = _max_tokens(request, len(prompt), model)
         stopping = Stopping(most, request.stop_token_ids, request.ignore_eos, request.min_tokens)
         first = VerifierRequest(
             request_id=of_tenant(request.tenant, request.request_id),
@@ -164,15 +168,19 @@ def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelIn
 
 def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> int:
     """What was asked, or what is left of the context."""
+    check_length(_given(request), num_prompt, model)
     left = model.max_positions - num_prompt
-    if left < 1:
-        fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
-        raise ContextLengthExceeded(_given(request), num_prompt, fix)
     wanted = left if request.max_tokens is None else request.max_tokens
     if wanted > left:
         fix = f"is more than a context of {model.max_positions} leaves after {num_prompt} prompt tokens; ask for at most {left}"
         raise ContextLengthExceeded("max_tokens", wanted, fix)
     return wanted
+
+
+def check_length(field: str, num_prompt: int, model: ModelInfo) -> None:
+    if num_prompt >= model.max_positions:
+        fix = f"tokens leave no room in a context of {model.max_positions}; send at most {model.max_positions - 1}"
+        raise ContextLengthExceeded(field, num_prompt, fix)
 
 
 def _given(request: GenerateRequest) -> str:

@@ -30,6 +30,7 @@ from gateway.planning import refusing
 from gateway.requests import Chat, GenerateRequest, Resume
 from gateway.tools import CallFormat, Function, forced_schema
 from rootward.core.requests import (
+    MAX_BIASES,
     MAX_LOGPROBS,
     DraftMode,
     DraftStrategy,
@@ -45,6 +46,7 @@ from rootward.errors import InvalidRequest, UnsupportedParameter
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 MAX_DIGITS = 12  # of a number in a header
+MAX_MESSAGES = 4096  # of a conversation
 MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -61,6 +63,17 @@ VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
 def refused(fix: str, *, unsupported: bool = False) -> PydanticCustomError:
     """The error of a value that has the right type; `fix` completes the message "field: value fix"."""
     return PydanticCustomError("unsupported" if unsupported else "refused", fix)
+
+
+def _at_most(most: int, noun: str) -> BeforeValidator:
+    """Refuses longer lists and objects before their items are looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise refused(f"has {len(value)} {noun}, more than {most}; send fewer")
+        return value
+
+    return BeforeValidator(check)
 
 
 def _whole(value: object) -> object:
@@ -186,7 +199,7 @@ class Message(Body):
                 raise InvalidRequest(f"{at}.tool_calls[{i}].function.arguments", given, "is no JSON") from None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
 
 
 class Conversation(Body):
@@ -375,7 +388,9 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Number] = {}
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Number], _at_most(MAX_BIASES, "entries")
+    ] = {}
     allowed_token_ids: TokenIds = []
     bad_words: Texts = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None

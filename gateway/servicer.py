@@ -18,7 +18,7 @@ from itertools import accumulate
 import rootward
 from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
-from gateway.planning import check_model, check_name, refusing
+from gateway.planning import check_length, check_model, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.router import Upstream
 from gateway.service import GatewayService
@@ -89,7 +89,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         """The whole answer."""
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
-            wanted = _request(request, context)
+            wanted = self._request(request, context)
             deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -110,7 +110,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     ) -> None:
         """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
         async with errors_as_status(context, request.request_id), _slow_clients_end(self._service):
-            wanted = _request(request, context)
+            wanted = self._request(request, context)
             deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
             async with aclosing(in_runs(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
@@ -119,6 +119,11 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                     if len(tally.endings) == wanted.n:
                         chunk.usage.CopyFrom(usage_to_pb(tally.usage))
                     await context.write(chunk)
+
+    def _request(self, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
+        if (model := self._service.upstreams.model) is not None:  # before each of its tokens becomes an object
+            check_length("prompt", len(message.token_ids.ids), model)
+        return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
 
     async def _deltas(self, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
         """All choices as one stream. The id goes out at once, with the initial metadata."""
@@ -256,10 +261,6 @@ async def _slow_clients_end(service: GatewayService) -> AsyncIterator[None]:
             yield
     except TimeoutError:
         raise DeadlineExceeded("the client read too slowly", metadata={"phase": "send"}) from None
-
-
-def _request(message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
-    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
 
 
 def _headers(context: Context) -> dict[str, str]:

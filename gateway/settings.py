@@ -61,8 +61,8 @@ class GatewaySettings(ProcessSettings):
     max_request_bytes: int = Field(
         MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC message or HTTP body of a request"
     )
-    max_http_bytes_in_flight: int = Field(
-        256 << 20, ge=1, description="bytes of all HTTP bodies whose requests are not answered yet"
+    max_bytes_in_flight: int = Field(
+        256 << 20, ge=1, description="bytes of all gRPC messages and HTTP bodies whose requests are not answered yet"
     )
     max_http_connections: int = Field(1024, ge=1, description="HTTP connections at one time")
     max_num_seqs: int = Field(256, ge=1, description="requests at verifiers at one time")

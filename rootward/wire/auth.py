@@ -9,32 +9,57 @@ Health is open to everybody: probes have no credentials, and the answer says not
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 
-from rootward.errors import InvalidRequest, PermissionDenied, ServiceError
+from rootward.errors import InvalidRequest, Overloaded, PermissionDenied, ServiceError
 from rootward.wire.status import Context, abort
 
 log = logging.getLogger(__name__)
 
 OPEN = "/grpc.health.v1.Health/"
+MESSAGE_S = 60.0  # for a request message to arrive
 SAN = "x509_subject_alternative_name"
 
 Check = Callable[[str, Context], None]  # (method, context); raises ServiceError to refuse
 Handler = Any  # grpc.RpcMethodHandler, generic for type checkers alone
 
 
+class BytesInFlight:
+    """The bytes of all request messages and bodies of a process, from their arrival to the end of their answers: at most `limit`."""
+
+    def __init__(self, limit: int):
+        self.limit, self.held = limit, 0
+
+    @contextmanager
+    def holding(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes bytes for one request, which are given back at the end. It raises Overloaded beyond the limit."""
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self.held + num_bytes > self.limit:
+                raise Overloaded(f"requests in flight have {self.limit} bytes, the limit; try again", retry_after_s=1.0)
+            self.held += num_bytes
+            taken += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.held -= taken
+
+
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
     """Runs `checks` in the task of every call. limits: prefix of a method's path -> most bytes of its request message."""
 
-    def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int]):
-        self._checks = checks
-        self._limits = limits
+    def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight):
+        self._checks, self._limits, self._in_flight = checks, limits, in_flight
 
     async def intercept_service(
         self,
@@ -47,7 +72,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewi
             return None
         checks = () if method.startswith(OPEN) else self._checks
         limit = next((limit for prefix, limit in self._limits.items() if method.startswith(prefix)), None)
-        return _guarded(method, handler, checks, limit)
+        return _guarded(method, handler, checks, limit, self._in_flight)
 
 
 def peers_only(identities: tuple[str, ...]) -> Check:
@@ -70,17 +95,19 @@ def peer_names(context: Context) -> frozenset[str]:
     return frozenset(name.decode(errors="replace") for name in context.auth_context().get(SAN, ()))
 
 
-def _guarded(method: str, handler: Handler, checks: tuple[Check, ...], limit: int | None) -> Handler:
+def _guarded(
+    method: str, handler: Handler, checks: tuple[Check, ...], limit: int | None, in_flight: BytesInFlight
+) -> Handler:
     """The same handler behind the checks, reading its request message itself. Handlers may yield or write to the context."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     body = getattr(handler, kind)
 
-    async def admitted(messages: AsyncIterator[Any], context: Context) -> Any:
+    async def admitted(messages: AsyncIterator[Any], context: Context, take: Callable[[int], None]) -> Any:
         """The argument of the handler: its request, or the stream of them."""
         try:
             for check in checks:
                 check(method, context)
-            return messages if handler.request_streaming else await _request(handler, messages, limit)
+            return messages if handler.request_streaming else await _request(handler, messages, limit, take)
         except ServiceError as error:
             seen = {
                 "path": method,
@@ -92,25 +119,34 @@ def _guarded(method: str, handler: Handler, checks: tuple[Check, ...], limit: in
             await abort(context, error)
 
     async def answer(messages: AsyncIterator[Any], context: Context) -> Any:
-        return await body(await admitted(messages, context), context)
+        with in_flight.holding() as take:
+            return await body(await admitted(messages, context, take), context)
 
     async def answers(messages: AsyncIterator[Any], context: Context) -> Any:
-        async with aclosing(body(await admitted(messages, context), context)) as responses:
-            async for message in responses:
-                yield message
+        with in_flight.holding() as take:
+            async with aclosing(body(await admitted(messages, context, take), context)) as responses:
+                async for message in responses:
+                    yield message
 
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
     deserializer = handler.request_deserializer if handler.request_streaming else None
     return make(answers if inspect.isasyncgenfunction(body) else answer, deserializer, handler.response_serializer)
 
 
-async def _request(handler: Handler, messages: AsyncIterator[bytes], limit: int | None) -> Any:
-    """The only message of a unary request. InvalidRequest if it is missing, too large or not of the method's type."""
-    data = await anext(aiter(messages), None)
+async def _request(
+    handler: Handler, messages: AsyncIterator[bytes], limit: int | None, take: Callable[[int], None]
+) -> Any:
+    """The only message of a unary request. InvalidRequest if it is missing, late, too large or not of the method's type."""
+    try:
+        async with asyncio.timeout(MESSAGE_S):
+            data = await anext(aiter(messages), None)
+    except TimeoutError:
+        raise InvalidRequest("message", "", f"did not arrive within {MESSAGE_S:.0f} s") from None
     if data is None:
         raise InvalidRequest("message", "", "is missing; send one request message")
     if limit is not None and len(data) > limit:
         raise InvalidRequest("message", len(data), f"bytes are more than the {limit} that this method takes; send less")
+    take(len(data))
     try:
         return handler.request_deserializer(data)
     except Exception as error:  # whatever the protobuf implementation raises for bytes that are no message

@@ -11,12 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rootward.errors import ConfigurationError
-from rootward.wire.auth import OPEN, Admission, Check, peers_only
+from rootward.wire.auth import OPEN, Admission, BytesInFlight, Check, peers_only
 from rootward.wire.channel import SERVING, Transport, server_options
 from rootward.wire.tls import ServerTls, server_credentials
 
 HEALTHY = health_pb2.HealthCheckResponse.SERVING
 UNHEALTHY = health_pb2.HealthCheckResponse.NOT_SERVING
+MAX_CALLS = 4096  # at one time
+MAX_BYTES_IN_FLIGHT = 1 << 30
 SMALL_BYTES = 64 << 10  # of requests that carry names and numbers only
 
 
@@ -38,13 +40,16 @@ class RpcServer:
         transport: Transport = SERVING,
         tls: ServerTls | None = None,
         checks: tuple[Check, ...] = (),
+        in_flight: BytesInFlight | None = None,
         grace_s: float = 5.0,
     ) -> None:
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
         # For servicers to add to when they register: prefix of a method's path -> most bytes of its request message.
         self.limits = {OPEN: SMALL_BYTES}
-        admission = Admission(self._checks, self.limits)
-        self.grpc = grpc.aio.server(options=server_options(transport), interceptors=[admission])
+        admission = Admission(self._checks, self.limits, in_flight or BytesInFlight(MAX_BYTES_IN_FLIGHT))
+        self.grpc = grpc.aio.server(
+            options=server_options(transport), interceptors=[admission], maximum_concurrent_rpcs=MAX_CALLS
+        )
         self.address = address  # with the port that was bound, once started
         self.services: list[str] = []
         self._tls = tls

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -10,7 +11,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from rootward.errors import Unauthenticated
-from rootward.wire.auth import Context
+from rootward.wire import auth
+from rootward.wire.auth import BytesInFlight, Context
 from rootward.wire.channel import MIB, open_channel, public
 from rootward.wire.server import SMALL_BYTES, RpcServer
 
@@ -24,14 +26,20 @@ def check(method: str, context: Context) -> None:
 
 
 @asynccontextmanager
-async def length_server(decoded: list[int]) -> AsyncIterator[grpc.aio.Channel]:
+async def length_server(
+    decoded: list[int], *, budget: int = 1 << 30, free: asyncio.Event | None = None
+) -> AsyncIterator[grpc.aio.Channel]:
     """Four methods that answer with the length of their requests, and what was decoded of those."""
+
+    done = asyncio.Event()
+    done.set()
 
     def decode(data: bytes) -> bytes:
         decoded.append(len(data))
         return data
 
     async def unary(request: bytes, context: Context) -> bytes:
+        await (free or done).wait()
         return str(len(request)).encode()
 
     async def yielding(request: bytes, context: Context) -> AsyncIterator[bytes]:
@@ -46,7 +54,8 @@ async def length_server(decoded: list[int]) -> AsyncIterator[grpc.aio.Channel]:
         "Yielding": grpc.unary_stream_rpc_method_handler(yielding, decode),
         "Writing": grpc.unary_stream_rpc_method_handler(writing, decode),
     }
-    async with RpcServer("127.0.0.1:0", transport=public(), checks=(check,), grace_s=0) as server:
+    in_flight = BytesInFlight(budget)
+    async with RpcServer("127.0.0.1:0", transport=public(), checks=(check,), in_flight=in_flight, grace_s=0) as server:
         server.grpc.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Lengths", handlers),))
         server.limits["/test.Lengths/Small"] = SMALL_BYTES
         await server.start()
@@ -93,6 +102,27 @@ async def test_limits_of_the_server_and_of_a_method() -> None:
         assert await status(call("Small", SMALL_BYTES + 1)) is grpc.StatusCode.INVALID_ARGUMENT
         assert decoded == []
         assert await call("Small", SMALL_BYTES) == b"%d" % SMALL_BYTES
+
+
+async def test_messages_in_flight_share_a_budget_until_they_are_answered() -> None:
+    decoded, free = [], asyncio.Event()
+    async with length_server(decoded, budget=3 * MIB, free=free) as channel:
+        unary = channel.unary_unary("/test.Lengths/Unary")
+        held = [unary(bytes(MIB), metadata=KEY, timeout=20) for _ in range(2)]
+        while len(decoded) < 2:
+            await asyncio.sleep(0.01)
+        assert await status(unary(bytes(MIB + 1), metadata=KEY, timeout=20)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert decoded == [MIB, MIB]
+        free.set()
+        await asyncio.gather(*held)
+        assert await unary(bytes(2 * MIB), metadata=KEY, timeout=20) == b"%d" % (2 * MIB)
+
+
+async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "MESSAGE_S", 0.1)
+    async with length_server([]) as channel:
+        call = channel.stream_unary("/test.Lengths/Unary")(metadata=KEY, timeout=20)  # never writes
+        assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_health_is_open_and_reflection_is_not() -> None:

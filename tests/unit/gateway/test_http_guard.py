@@ -8,11 +8,13 @@ import pytest
 from starlette.responses import Response
 
 from gateway.auth import Access, Keys
-from gateway.http_guard import LOCAL_HOSTS, MAX_CONTAINERS, RequestGuard
+from gateway.http_guard import BYTES_A_VALUE, LOCAL_HOSTS, MAX_CONTAINERS, MAX_MEMBERS, RequestGuard
 from gateway.settings import GatewaySettings
 from rootward.keys import digest, new_key
+from rootward.wire.auth import BytesInFlight
 from rootward.wire.http_server import HttpServer
 
+LIMIT = 1 << 21
 PATH = "/v1/completions"
 JSON = {"content-type": "application/json"}
 
@@ -32,7 +34,7 @@ class App:
 
 
 def guarded(app=None, *, limit=1000, budget=10_000, hosts=None):
-    return RequestGuard(app or App(), max_body_bytes=limit, max_bytes_in_flight=budget, hosts=hosts)
+    return RequestGuard(app or App(), max_body_bytes=limit, in_flight=BytesInFlight(budget), hosts=hosts)
 
 
 async def post(guard, content=b"{}", headers=JSON, url="http://gateway"):
@@ -50,7 +52,7 @@ async def test_a_body_reaches_the_application_up_to_its_limit():
     guard = guarded()
     assert (await post(guard, b"x" * 1000)).text == "1000"
     assert refusal(await post(guard, b"x" * 1001)) == (400, "invalid_value", "body")
-    assert guard.bytes_in_flight == 0
+    assert guard._in_flight.held == 0
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -75,7 +77,7 @@ async def test_a_body_that_is_too_long_is_not_read_to_its_end(declared):
     }
     guard = guarded(app)
     await guard(scope, receive, send)
-    assert (sent[0]["status"], app.num_calls, guard.bytes_in_flight) == (400, 0, 0)
+    assert (sent[0]["status"], app.num_calls, guard._in_flight.held) == (400, 0, 0)
     assert num_read == (0 if declared else 11)
 
 
@@ -102,7 +104,7 @@ async def test_bodies_in_flight_share_a_budget_until_they_are_answered():
     first = asyncio.create_task(post(guard, b"x" * 1000))
     while not app.num_calls:
         await asyncio.sleep(0)
-    assert guard.bytes_in_flight == 1000
+    assert guard._in_flight.held == 1000
     busy = await post(guard, b"x" * 501)
     assert (busy.status_code, busy.json()["error"]["code"], busy.headers["retry-after"]) == (
         429,
@@ -111,17 +113,35 @@ async def test_bodies_in_flight_share_a_budget_until_they_are_answered():
     )
     app.free.set()
     assert (await first).text == "1000"
-    assert guard.bytes_in_flight == 0
+    assert guard._in_flight.held == 0
     assert (await post(guard, b"x" * 501)).text == "501"
 
 
-async def test_bodies_of_many_arrays_are_refused_before_they_are_parsed():
+@pytest.mark.parametrize(
+    "bomb",
+    [
+        b"[" + b"[]," * MAX_CONTAINERS + b"[]]",
+        b'[{"a":"' + b'"},{"a":"' * MAX_CONTAINERS + b'"}]',
+        b"{" + b'"a":1,' * MAX_MEMBERS + b'"a":1}',
+        b"[" + b"1," * (LIMIT // BYTES_A_VALUE + 1) + b"1]",
+        b"[" + b'"",' * (LIMIT // BYTES_A_VALUE + 1) + b'""]',
+    ],
+    ids=["arrays", "objects", "members", "numbers", "strings"],
+)
+async def test_bodies_whose_parsing_would_hold_the_event_loop_are_refused_before_it(bomb):
     app = App()
-    guard = guarded(app, limit=1 << 21, budget=1 << 24)
-    bomb = b"[" + b"[]," * MAX_CONTAINERS + b"[]]"
-    assert refusal(await post(guard, bomb)) == (400, "invalid_value", "body")
+    assert refusal(await post(guarded(app, limit=LIMIT, budget=1 << 24), bomb)) == (400, "invalid_value", "body")
     assert app.num_calls == 0
-    assert (await post(guard, json.dumps({"prompt": [1] * 400_000}).encode())).status_code == 200
+
+
+@pytest.mark.parametrize("text", ["[{,", '\\"[', "\\\\[", ', \\"x\\", {[', "\\[é,"])
+async def test_brackets_and_commas_in_texts_do_not_count(text):
+    guard = guarded(limit=LIMIT, budget=1 << 24)
+    body = json.dumps({"prompt": text * (LIMIT // 40), "stop": ["x", '"']}).encode()
+    assert body.count(b"[") > MAX_CONTAINERS
+    assert (await post(guard, body)).status_code == 200
+    ids = [1] * (LIMIT // BYTES_A_VALUE)
+    assert (await post(guard, json.dumps(ids).encode())).status_code == 200
 
 
 async def test_a_body_is_json_by_its_type():

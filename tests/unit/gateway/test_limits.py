@@ -1,6 +1,7 @@
 """What one client asks for costs the others little: tokenising is bounded and charged, choices and priority are limited."""
 
 import asyncio
+import re
 import threading
 
 import httpx
@@ -109,3 +110,22 @@ async def test_tokenising_over_http_is_charged_too():
                 await client.post("/tokenize", json={"prompt": "x"}, headers={"x-rootward-tenant": "t"}) for _ in "12"
             ]
     assert [answer.status_code for answer in answers] == [200, 429]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
+        ("completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ("completions", {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ("completions", {"prompt": [70_000] * 257}, "prompt"),  # by its length, not by its first token
+    ],
+)
+async def test_long_lists_are_refused_by_their_length(path, body, field):
+    async with serving() as service:
+        app = httpx.ASGITransport(build_app(service))
+        async with httpx.AsyncClient(transport=app, base_url="http://gateway") as client:
+            answer = await client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert re.search("more than|leave no room", answer.json()["error"]["message"])
