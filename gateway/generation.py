@@ -90,26 +90,30 @@ class Cutoff:
 
 
 class PoisonList:
-    """Requests that verifiers died of, by a hash of their content, for `POISON_TTL_S`. `now` is in seconds."""
+    """Requests that verifiers died of, by a hash of their content, for `POISON_TTL_S`: those of this gateway and, through the store of the
+    ledger, of all. `now` is in seconds."""
 
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
+    def __init__(self, now: Callable[[], float], ledger: Ledger):
+        self._now, self._ledger = now, ledger
         self._added: OrderedDict[bytes, float] = OrderedDict()
         self.exclusive = asyncio.Lock()  # held by a request under suspicion until its first token
 
-    def check(self, request: VerifierRequest) -> None:
+    async def check(self, request: VerifierRequest) -> None:
         """PoisonRequest if a request of this content is on the list."""
-        added = self._added.get(_content(request))
-        if added is not None and self._now() - added < POISON_TTL_S:
+        content = _content(request)
+        added = self._added.get(content)
+        own = added is not None and self._now() - added < POISON_TTL_S
+        if own or await self._ledger.is_poison(content.hex()):
             fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
             raise PoisonRequest("request", "refused", fix)
 
-    def add(self, request: VerifierRequest) -> None:
+    async def add(self, request: VerifierRequest) -> None:
         content = _content(request)
         self._added[content] = self._now()
         self._added.move_to_end(content)
         while len(self._added) > MAX_POISON:
             self._added.popitem(last=False)
+        await self._ledger.add_poison(content.hex(), POISON_TTL_S)
         log.error("poison_request", content=content.hex(), request_id=request.request_id, tenant=request.tenant)
 
 
@@ -166,7 +170,7 @@ class Generation:
             yield delta
             if delta.ending:
                 return
-        self._poison.check(self._plan.first)
+        await self._poison.check(self._plan.first)
         while (reason := self._over()) is None:
             async with AsyncExitStack() as exclusive:
                 try:
@@ -361,9 +365,9 @@ class Generation:
             return
         self._deaths += 1
         if self._deaths >= MAX_DEATHS:
-            self._poison.add(self._plan.first)
+            await self._poison.add(self._plan.first)
             self._metrics.poisoned()
-            self._poison.check(self._plan.first)
+            await self._poison.check(self._plan.first)
 
     def _patience(self) -> float:
         """Before the first token a client had better try again itself, and soon."""

@@ -11,6 +11,7 @@
     rw:kv:M:K           zset     verifiers that hold the KV of a prompt block, by the second at which that was last seen; M is the
                                  fingerprint of the model, K the chained hash of the block (a hint; the verifier's own cache decides)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
+    rw:poison:{content} string   a request of this content (a hash) ended two verifiers
 
 `rw` is the setting `redis_prefix`.
 `{id}` is a hash tag: all keys of one request lie in one slot of a cluster, so scripts may touch them together. Request keys live
@@ -152,6 +153,10 @@ redis.call('HSET', KEYS[1], 'level', tostring(level), 'at', now)
 redis.call('PEXPIRE', KEYS[1], math.ceil((size - math.min(level, 0)) / ARGV[2] * 1000) + 1000)
 return 0
 """
+
+
+def poison_key(content: str) -> str:
+    return f"rw:poison:{content}"
 
 
 TIMEOUT_S = 2.0
@@ -299,6 +304,14 @@ class RedisStore:
                 [f"{self._prefix}:quota:{{{tenant}}}"], [cost, rate.tokens_per_s, rate.size]
             )
         return int(wait_ms) / 1000
+
+    async def add_poison(self, content: str, ttl_s: float) -> None:
+        async with self._answering():
+            await self._client.set(poison_key(content), "1", px=_ms(ttl_s))
+
+    async def is_poison(self, content: str) -> bool:
+        async with self._answering():
+            return bool(await self._client.exists(poison_key(content)))
 
     async def close(self) -> None:
         await self._client.aclose()

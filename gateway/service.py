@@ -106,7 +106,7 @@ class GatewayService:
         upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
-        self._poison = PoisonList(_loop_time)
+        self._poison = PoisonList(_loop_time, self._ledger)
         self.drained = asyncio.Event()  # set when a drain that was asked for over the network has ended
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []

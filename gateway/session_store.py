@@ -146,6 +146,11 @@ class Store(Protocol):
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         """From the tenant's bucket, see `Buckets.take`."""
 
+    async def add_poison(self, content: str, ttl_s: float) -> None:
+        """Remember the hash of a request that verifiers died of."""
+
+    async def is_poison(self, content: str) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -166,6 +171,7 @@ class MemoryStore:
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Kept] = {}
         self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
+        self._poison: dict[str, float] = {}
         self._buckets = Buckets(now)
         self._look_again = 0.0
 
@@ -246,6 +252,13 @@ class MemoryStore:
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         return self._buckets.take(tenant, cost, rate)
 
+    async def add_poison(self, content: str, ttl_s: float) -> None:
+        self._poison[content] = self._now() + ttl_s
+
+    async def is_poison(self, content: str) -> bool:
+        self._forget_expired()
+        return content in self._poison
+
     async def close(self) -> None:
         """Nothing is held outside this process."""
 
@@ -272,6 +285,7 @@ class MemoryStore:
             del self._requests[request_id]
         for session_id in [i for i, (until, _) in self._sessions.items() if until <= now]:
             del self._sessions[session_id]
+        self._poison = {content: until for content, until in self._poison.items() if until > now}
 
 
 def duplicate(request_id: str) -> DuplicateRequest:
@@ -460,6 +474,20 @@ class Ledger:
             wait_s = self._own_buckets.take(tenant, cost, rate)
         if wait_s:
             raise out_of_tokens(tenant, cost, wait_s)
+
+    async def add_poison(self, content: str, ttl_s: float) -> None:
+        """For all gateways. Best effort: each one has a list of its own as well."""
+        with suppress(StoreUnavailable):
+            self._must_be_up()
+            await self._store.add_poison(content, ttl_s)
+
+    async def is_poison(self, content: str) -> bool:
+        """Whether a gateway has remembered it. A store that is slow is not waited for long."""
+        with suppress(StoreUnavailable, TimeoutError):
+            self._must_be_up()
+            async with asyncio.timeout(HINT_S):
+                return await self._store.is_poison(content)
+        return False
 
     def extend(self, entry: Entry, run: Run) -> None:
         """These tokens became final. StaleEpoch when another gateway has taken over."""

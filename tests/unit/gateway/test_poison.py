@@ -8,6 +8,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.generation import POISON_TTL_S, PoisonList, PoisonRequest
 from gateway.requests import GenerateRequest
+from gateway.session_store import Ledger, MemoryStore, StoreUnavailable
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.errors import Unavailable
 
@@ -99,13 +100,47 @@ async def test_suspects_are_tried_one_at_a_time_until_their_first_token():
     assert max(together) == 1
 
 
-def test_the_list_forgets():
+async def test_a_poison_request_is_refused_by_every_gateway_of_a_store():
+    store, two, fresh = MemoryStore(), verifiers(2), verifiers(1)
+    async with serving(*two, store=store) as one, serving(*fresh, store=store) as other:
+        with pytest.raises(PoisonRequest):
+            await collect(one, poison())
+        with pytest.raises(PoisonRequest):
+            await collect(other, poison(request_id="elsewhere"))
+        assert (await collect(other, GenerateRequest("a"))).text == TEXT
+    assert not any(map(is_poison, fresh[0].requests))
+
+
+async def test_the_list_forgets():
     now = 0.0
-    poisoned = PoisonList(lambda: now)
+
+    def clock():
+        return now
+
+    shared = Ledger(MemoryStore(now=clock), now=clock)
+    lists = [PoisonList(clock, shared), PoisonList(clock, shared)]
     request = VerifierRequest("r", POISON_IDS)
-    poisoned.add(request)
-    with pytest.raises(PoisonRequest):
-        poisoned.check(request)
-    poisoned.check(VerifierRequest("r", (*POISON_IDS, 1)))
+    await lists[0].add(request)
+    for poisoned in lists:
+        with pytest.raises(PoisonRequest):
+            await poisoned.check(request)
+        await poisoned.check(VerifierRequest("r", (*POISON_IDS, 1)))
     now = POISON_TTL_S
-    poisoned.check(request)
+    for poisoned in lists:
+        await poisoned.check(request)
+
+
+async def test_without_the_store_a_gateway_remembers_by_itself():
+    class Gone(MemoryStore):
+        async def add_poison(self, content, ttl_s):
+            raise StoreUnavailable("away")
+
+        async def is_poison(self, content):
+            raise StoreUnavailable("away")
+
+    two = verifiers(2)
+    async with serving(*two, store=Gone()) as service:
+        for _ in range(2):
+            with pytest.raises(PoisonRequest):
+                await collect(service, poison())
+    assert sum(is_poison(r) for v in two for r in v.requests) == 2

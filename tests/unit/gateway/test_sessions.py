@@ -244,3 +244,12 @@ async def test_no_password_in_what_an_unreachable_redis_says():
 
 async def test_no_url_is_memory():
     assert isinstance(open_store(""), MemoryStore)
+
+
+async def test_poison_is_remembered_for_its_time(store, name):
+    assert not await store.is_poison(name)
+    await store.add_poison(name, 60)
+    assert await store.is_poison(name)
+    await store.add_poison(f"{name}-short", 0.01)
+    await asyncio.sleep(1.1)  # a store in memory looks once a second
+    assert not await store.is_poison(f"{name}-short")
