@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 
 from rootward.core.requests import VerifierRequest
-from rootward.errors import Unavailable
+from rootward.errors import PermissionDenied, Unavailable
 from rootward.ports import Verifier
 from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
 from rootward.wire.feed import Feeds
@@ -29,11 +29,13 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
     def __init__(self, verifier: Verifier, drain: Drain) -> None:
         self._verifier = verifier
         self._drain = drain
+        self._open_to_network = False
         self.feeds = Feeds()
 
     def register(self, server: RpcServer) -> None:
         verifier_pb2_grpc.add_VerifierServicer_to_server(self, server.grpc)
         server.services.append(NAME)
+        self._open_to_network = server.open_to_network
 
     async def Generate(  # type: ignore[override]  # a stream without messages: runs go to the feed
         self, request: verifier_pb2.VerifierRequest, context: Context
@@ -65,6 +67,9 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         async with errors_as_status(context):
+            if self._open_to_network:
+                fix = "is open to everybody in the network; start the verifier with tls_certificate, or send it SIGTERM"
+                raise PermissionDenied(f"Drain: {fix}")
             num_running = await self._drain(request.timeout_s)
         return control_pb2.DrainResponse(num_running=num_running)
 

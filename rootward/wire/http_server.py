@@ -33,16 +33,14 @@ class HttpServer:
         max_connections: int = MAX_CONNECTIONS,
         head_timeout_s: float = HEAD_S,
     ):
-        self._tls = tls
-        self._protocol = _protocol(
-            tls.peers if tls else (), max_connections=max_connections, head_timeout_s=head_timeout_s
-        )
+        self._tls, self._max_connections, self._head_timeout_s = tls, max_connections, head_timeout_s
         self._socket = bind(address, setting)
         host, port = self._socket.getsockname()[:2]
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._server: uvicorn.Server | None = None
 
     async def run_until_stopped(self, app: ASGIApp) -> None:
+        context = _tls_context(self._tls) if self._tls else None
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -51,20 +49,21 @@ class HttpServer:
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=GRACE_S,
-            http=self._protocol,
+            http=_protocol(
+                self._tls.peers if self._tls else (),
+                context=context,
+                max_connections=self._max_connections,
+                head_timeout_s=self._head_timeout_s,
+            ),
         )
         self._server = _Server(config)
-        if self._tls is None:
-            await self._server.serve(sockets=[self._socket])
-            return
-        config.load()
-        config.ssl = context = _tls_context(self._tls)
-        renewing = asyncio.create_task(_keep_renewed(context, self._tls))
+        renewing = [asyncio.create_task(_keep_renewed(context, self._tls))] if context and self._tls else []
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            for task in renewing:
+                task.cancel()
+            await asyncio.gather(*renewing, return_exceptions=True)
 
     @property
     def scheme(self) -> str:
@@ -82,19 +81,46 @@ class _Server(uvicorn.Server):  # type: ignore[misc]  # uvicorn's types are not 
         yield
 
 
-def _protocol(peers: tuple[str, ...], *, max_connections: int, head_timeout_s: float) -> type[asyncio.Protocol]:
+def _protocol(
+    peers: tuple[str, ...], *, context: ssl.SSLContext | None, max_connections: int, head_timeout_s: float
+) -> type[asyncio.Protocol]:
     """uvicorn's protocol, which closes connections beyond a number, those whose request does not arrive, and, where there are `peers`,
-    those of certificates without one of these names: the rule of `peers_only`, for HTTP."""
+    those of certificates without one of these names: the rule of `peers_only`, for HTTP.
+
+    With a context the protocol asks for TLS itself, so that connections in the middle of a handshake are counted and timed as well."""
+    held: set[asyncio.Protocol] = set()
 
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None  # while a head is awaited
+        _securing: asyncio.Task[None] | None = None
+        _established = False  # uvicorn knows it
 
         def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
+            self._raw = transport
+            held.add(self)
             self._late = self.loop.call_later(head_timeout_s, transport.abort)
-            if len(self.connections) > max_connections:
+            if len(held) > max_connections:
                 transport.abort()
-            elif peers:
+            elif context is None:
+                self._establish(transport)
+            else:
+                transport.pause_reading()
+                self._securing = self.loop.create_task(self._secure(transport, context))
+
+        async def _secure(self, raw: asyncio.Transport, context: ssl.SSLContext) -> None:
+            transport = None
+            with contextlib.suppress(OSError, ssl.SSLError):
+                transport = await self.loop.start_tls(raw, self, context, server_side=True)
+            if transport is None or raw.is_closing():  # nobody tells the protocol of connections lost in the handshake
+                raw.abort()
+                self.connection_lost(None)
+            else:
+                self._establish(transport)
+
+        def _establish(self, transport: asyncio.Transport) -> None:
+            self._established = True
+            super().connection_made(transport)
+            if peers:
                 certificate = transport.get_extra_info("peercert") or {}
                 if not {name for _, name in certificate.get("subjectAltName", ())}.intersection(peers):
                     transport.abort()
@@ -104,11 +130,13 @@ def _protocol(peers: tuple[str, ...], *, max_connections: int, head_timeout_s: f
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
             elif self._late is None:  # the first bytes of another request of this connection
-                self._late = self.loop.call_later(head_timeout_s, self.transport.abort)
+                self._late = self.loop.call_later(head_timeout_s, self._raw.abort)
 
         def connection_lost(self, exc: Exception | None) -> None:
+            held.discard(self)
             self._stop_waiting()
-            super().connection_lost(exc)
+            if self._established:
+                super().connection_lost(exc)
 
         def _stop_waiting(self) -> None:
             if self._late is not None:

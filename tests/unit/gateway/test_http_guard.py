@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import ssl
 
 import httpx
 import pytest
 from starlette.responses import Response
+from support.certificates import Authority
 
 from gateway.auth import Access, Keys
 from gateway.http_guard import BYTES_A_VALUE, LOCAL_HOSTS, MAX_CONTAINERS, MAX_MEMBERS, RequestGuard
@@ -13,6 +15,7 @@ from gateway.settings import GatewaySettings
 from rootward.keys import digest, new_key
 from rootward.wire.auth import BytesInFlight
 from rootward.wire.http_server import HttpServer
+from rootward.wire.tls import ServerTls
 
 LIMIT = 1 << 21
 PATH = "/v1/completions"
@@ -259,4 +262,23 @@ async def test_connections_beyond_the_limit_are_closed():
         await asyncio.sleep(0.05)
     else:
         raise AssertionError("a place that became free is not given again")
+    await stop()
+
+
+@pytest.mark.parametrize("hello", [b"", b"\x16\x03\x01"])
+async def test_half_a_handshake_does_not_keep_a_connection_and_counts_as_one(tmp_path, hello):
+    authority = Authority(tmp_path)
+    files = authority.issue("gateway")
+    tls = ServerTls(files, mutual=False)
+    address, stop = await served(tls=tls, head_timeout_s=0.5, max_connections=2)
+    held = [await asyncio.open_connection(*address) for _ in range(2)]
+    for _, writer in held:
+        writer.write(hello)
+    extra, _ = await asyncio.open_connection(*address)
+    assert await closed(extra)
+    for reader, _ in held:
+        assert await closed(reader)
+    trust = ssl.create_default_context(cafile=str(authority.file))
+    async with httpx.AsyncClient(base_url=f"https://127.0.0.1:{address[1]}", verify=trust) as client:
+        assert (await client.post(PATH, content=b"{}", headers=JSON)).text == "2"
     await stop()
