@@ -26,7 +26,7 @@ from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
 from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
-from rootward.core.growth import Ahead, BestFirst, Bets, MatchScale, growth_of, shared_order, strategy_of
+from rootward.core.growth import Ahead, AheadBudget, BestFirst, MatchScale, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
 from rootward.core.requests import DraftMode, Sampling
@@ -102,7 +102,7 @@ class GrowingTree:
     @property
     def shares_bonus(self) -> bool:
         """It predicts bonus tokens by the noise they are drawn with."""
-        return self.open.bonus_key is not None and self.growth.bets.num_guesses > 0
+        return self.open.bonus_key is not None and self.growth.budget.num_predictions > 0
 
     @property
     def ahead(self) -> bool:
@@ -139,7 +139,7 @@ class GrowingTree:
         own.beyond = self.open.ahead_cap if ahead and not self.ratio and not own.strategy.restarts else 0
         if self.allowed:
             own.node_cap = min(self.nodes + own.beyond, most)
-        self.growth.bets = replace(self.growth.bets, nodes=ahead_cap if ahead and not own.strategy.restarts else 0)
+        self.growth.budget = replace(self.growth.budget, nodes=ahead_cap if ahead and not own.strategy.restarts else 0)
 
 
 class IdleTime:
@@ -186,12 +186,12 @@ class Grower(Generic[K]):
         prefill_chunk: int = 256,
         best_first: BestFirst | None = None,
         group: Callable[[K], Hashable] = lambda _: 0,
-        bets: Bets | None = None,
+        ahead_budget: AheadBudget | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.model, self.incarnation, self._group = model, incarnation, group
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
-        self.best_first, self.bets = best_first or BestFirst(), bets or Bets()
+        self.best_first, self.ahead_budget = best_first or BestFirst(), ahead_budget or AheadBudget()
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
@@ -315,7 +315,7 @@ class Grower(Generic[K]):
                 return row.ids
             return likely[node].best(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth)
 
-        growth = Ahead(growth_of(tree, strategy, max_positions=info.max_positions), self.bets, predicted)
+        growth = Ahead(growth_of(tree, strategy, max_positions=info.max_positions), self.ahead_budget, predicted)
         kv_slot = self.model.open(message.prefix, salt=f"{message.tenant:x}/{message.cache_salt:x}")
         text = list(message.prefix[self.model.length(kv_slot) :])
         owner = self._group(key), message.tenant

@@ -12,11 +12,11 @@ from support.rounds import Chooser, Model, V, draw_by
 from support.shared_bonus import PROMPT, Session, error
 
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import Ahead, BestFirst, Bets, Growth
+from rootward.core.growth import Ahead, AheadBudget, BestFirst, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 
-BETS = Bets(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
+BUDGET = AheadBudget(nodes=4, share=2, draws_per_level=1, hits=(0.6, 0.3))
 SHAPE = {"max_depth": 2, "topk": 3, "draws_per_level": 1, "root_family": (0.4, 0.3)}
 
 
@@ -30,9 +30,9 @@ class Grown(Session):
 
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         super().__init__(model, chooser, out)
-        self.tree = LivingTree(len(PROMPT), 0, vocab_size=V, node_cap=8, ahead_cap=BETS.nodes)
+        self.tree = LivingTree(len(PROMPT), 0, vocab_size=V, node_cap=8, ahead_cap=BUDGET.nodes)
         own = Growth(self.tree, BestFirst(self.law, **SHAPE), node_cap=2)
-        self.ahead = Ahead(own, BETS, self.choose)
+        self.ahead = Ahead(own, BUDGET, self.choose)
 
     def choose(self, node: int, row: DraftDistribution) -> np.ndarray:
         first = self.noise.token(self.tree.at(node).depth, row.dense(V))

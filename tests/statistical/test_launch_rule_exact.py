@@ -133,11 +133,11 @@ def test_anything_else_because_of_what_was_kept_is_seen(wrong: type[Program], mo
     assert any(error(wrong, seed, monkeypatch) > SEEN for seed in range(8))
 
 
-# -- below guesses: what is launched at once leaves its drafter to the bets of the round after it
+# -- below guesses: what is launched at once leaves its drafter to the predictions of the round after it
 
 
 class AtOnce(Session):
-    """A right guess with nodes below it is launched with them, and bets are made below; without them the tree is grown first."""
+    """A right guess with nodes below it is launched with them, and predictions are made below; without them the tree is grown first."""
 
     def run(self) -> None:
         self.draw(0)

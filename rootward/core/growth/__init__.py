@@ -1,6 +1,6 @@
 """Growth of draft trees: one family of strategies for services, tests and benchmarks (algorithms.md, sections 5, 6 and 10)."""
 
-from rootward.core.growth.ahead import Ahead, Bets, shared_order
+from rootward.core.growth.ahead import Ahead, AheadBudget, shared_order
 from rootward.core.growth.build import build_tree
 from rootward.core.growth.growth import Growth, growth_of
 from rootward.core.growth.strategies import (
@@ -17,8 +17,8 @@ from rootward.core.growth.strategies import (
 
 __all__ = [
     "Ahead",
+    "AheadBudget",
     "BestFirst",
-    "Bets",
     "FixedShape",
     "Growth",
     "Marginals",

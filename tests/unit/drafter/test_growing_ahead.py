@@ -1,4 +1,4 @@
-"""Growing ahead: bets on the outcome of a round, the budget a verifier allows, the path a client expects."""
+"""Growth ahead: predicted bonus tokens, the budget a verifier allows, the path a client expects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unit.drafter.test_grower import Counting, grown, hash_of, opening
 from drafter_service.grower import Grower
 from rootward.clock import FakeClock
 from rootward.core.frames import Commit
-from rootward.core.growth import BestFirst, Bets
+from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.growth import growth as growth_module
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
@@ -19,12 +19,12 @@ from rootward.core.rng import Key, bonus_gumbel, target_gumbel
 
 PREFIX = (1, 2, 3)
 BONUS = Key(77).bonus()
-BETS = Bets(share=4, draws_per_level=2)
+BUDGET = AheadBudget(share=4, draws_per_level=2)
 
 
 def grower(vocab: int = 5) -> Grower[int]:
     network = Counting(vocab, seed=3, max_slots=4)
-    return idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2), bets=BETS))
+    return idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2), ahead_budget=BUDGET))
 
 
 def idle(garden: Grower[int]) -> Grower[int]:
@@ -155,7 +155,7 @@ def test_rounds_that_were_merged_walk_over_one_guess_each() -> None:
 
 
 def test_kv_is_held_for_living_nodes_only() -> None:
-    """Drawn nodes that become the root again and again: bets below them do not pile up."""
+    """Drawn nodes that become the root again and again: predictions below them do not pile up."""
     garden = grower()
     garden.open(1, ahead())
     growing = garden.trees[1]
@@ -228,7 +228,7 @@ def test_under_matching_growing_ahead_is_growing_on() -> None:
 def test_a_guess_with_nothing_below_it_is_refused() -> None:
     """Were it right, the root that it became would have no growth."""
     with pytest.raises(ValueError, match="share"):
-        Bets(nodes=4, share=1)
+        AheadBudget(nodes=4, share=1)
 
 
 def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_the_bets() -> None:
@@ -265,7 +265,7 @@ def test_growth_goes_on_after_a_round_if_pauses_are_longer_than_two_levels(
     law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
 ) -> None:
     clock = FakeClock()
-    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, bets=BETS, clock=clock)
+    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, ahead_budget=BUDGET, clock=clock)
     garden.idle_time.level_took = lambda seconds: setattr(garden.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
     garden.open(1, ahead(law=law, bonus_key=bonus_key))
     text = list(PREFIX)

@@ -17,7 +17,7 @@ from drafter_service.__main__ import build_lookup, load, recipe_of
 from drafter_service.grower import Grower
 from drafter_service.settings import DrafterSettings
 from rootward.core.frames import Commit, Grow, Open, extend_hash
-from rootward.core.growth import BestFirst, Bets
+from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
 from rootward.engine import atoms, batch
@@ -46,7 +46,9 @@ def openings(kinds: tuple[dict[str, Any], ...]) -> list[Open]:
 
 def growth(model: HuggingFaceModel, opens: list[Open], rounds: int = 5) -> tuple[list[tuple[int, Grow]], int]:
     """The frames of these sessions through some rounds that commit two or three tokens; and how many levels there were."""
-    garden: Grower[int] = Grower(model, incarnation=9, best_first=BestFirst(draws_per_level=2), bets=Bets(share=4))
+    garden: Grower[int] = Grower(
+        model, incarnation=9, best_first=BestFirst(draws_per_level=2), ahead_budget=AheadBudget(share=4)
+    )
     garden.idle_time.idle_s = 1e9  # it grows ahead
     frames, levels = [], 0
     for one in opens:
