@@ -13,12 +13,14 @@ from gateway.app import build_app
 from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
 from gateway.http_guard import RequestGuard
+from gateway.models import Models
 from gateway.redis_store import open_store
 from gateway.router import Upstreams
-from gateway.service import ABORT_S, GatewayService
+from gateway.service import ABORT_S, GatewayService, loop_time
 from gateway.servicer import register
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import load_tokenizer
+from gateway.watching import Watching
 from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
@@ -39,8 +41,8 @@ async def serve(settings: GatewaySettings) -> None:
         http = HttpServer(settings.http_listen, tls=settings.public_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         keys = Keys(settings.api_keys) if settings.api_keys else None
-        access = Access(keys, settings.name, local=is_loopback(settings.listen))
-        service = await _service(settings, stack)
+        access = Access(keys, [served.name for served in settings.served], local=is_loopback(settings.listen))
+        models = await _models(settings, stack)
         in_flight = BytesInFlight(settings.max_bytes_in_flight)
         server = RpcServer(
             settings.listen,
@@ -51,67 +53,81 @@ async def serve(settings: GatewaySettings) -> None:
             grace_s=1.0,
         )
         await stack.enter_async_context(server)
-        register(service, server, shutdown_timeout_s=settings.shutdown_timeout_s)
+        register(models, server, shutdown_timeout_s=settings.shutdown_timeout_s)
         await server.start()
         await stack.enter_async_context(scaler_port(settings))
         async with asyncio.TaskGroup() as group:
             app = RequestGuard(
-                build_app(service),
+                build_app(models),
                 max_body_bytes=settings.max_request_bytes,
                 in_flight=in_flight,
                 hosts=settings.http_hosts,
             )
             group.create_task(http.run_until_stopped(access.around(app)))
-            readiness = group.create_task(_keep_ready(service, server))
-            drained = group.create_task(_stop_when_drained(service))
-            await service.upstreams.wait_ready(FIRST_VERIFIER_S)
-            await server.set_ready(service.ready)
-            alias = settings.name if settings.metrics_compat == "vllm" else ""
-            admin.serving(ready=lambda: service.ready, metrics=service.metrics.registry, model=alias)
+            readiness = group.create_task(_keep_ready(models, server))
+            drained = group.create_task(_stop_when_drained(models))
+            await models.wait_ready(FIRST_VERIFIER_S)
+            await server.set_ready(models.ready)
+            alias = models.names[0] if settings.metrics_compat == "vllm" else ""
+            admin.serving(ready=lambda: models.ready, metrics=models.registry, model=alias)
             announce("gateway", f"{server.address} and {http.scheme}://{http.address}")
             limit_s = settings.shutdown_timeout_s
-            await until_stopped(server, lambda: _drain(service, limit_s, readiness), limit_s + 2 * ABORT_S)
-            await service.drain(0)
+            await until_stopped(server, lambda: _drain(models, limit_s, readiness), limit_s + 2 * ABORT_S)
+            await models.drain(0)
             drained.cancel()
             http.stop()
 
 
-async def _service(settings: GatewaySettings, stack: AsyncExitStack) -> GatewayService:
-    tokenizer = await asyncio.to_thread(
-        load_tokenizer,
-        settings.model,
-        add_special_tokens=settings.add_special_tokens,
-        special_tokens_in_messages=settings.special_tokens_in_messages,
-    )
-    store = open_store(settings.redis_url, prefix=settings.redis_prefix)
-    places = open_sources(settings.sources, "verifier", redis_url=settings.redis_url, prefix=settings.redis_prefix)
-    found = await stack.enter_async_context(places)
-    dial = partial(RemoteVerifier, tls=settings.client_tls)
-    sources = [source for _, source in found]
-    upstreams = Upstreams({}, sources=sources, dial=dial, tokenizer_hash=tokenizer.content_hash)
-    service = GatewayService(tokenizer, upstreams, store, served_model=settings.name, limits=settings.limits)
-    return await stack.enter_async_context(service)
+async def _models(settings: GatewaySettings, stack: AsyncExitStack) -> Models:
+    store, watching = open_store(settings.redis_url, prefix=settings.redis_prefix), Watching(loop_time)
+    stack.push_async_callback(store.close)
+    several, services = len(settings.served) > 1, []
+    for served in settings.served:
+        tokenizer = await asyncio.to_thread(
+            load_tokenizer,
+            served.model,
+            add_special_tokens=settings.add_special_tokens,
+            special_tokens_in_messages=settings.special_tokens_in_messages,
+        )
+        places = open_sources(served.sources, "verifier", redis_url=settings.redis_url, prefix=settings.redis_prefix)
+        found = await stack.enter_async_context(places)
+        service = GatewayService(
+            tokenizer,
+            Upstreams(
+                {},
+                sources=[source for _, source in found],
+                dial=partial(RemoteVerifier, tls=settings.client_tls),
+                tokenizer_hash=tokenizer.content_hash,
+            ),
+            store,
+            served_model=served.name,
+            limits=settings.limits,
+            watching=watching,
+            beside_others=several,
+        )
+        services.append(await stack.enter_async_context(service))
+    return Models(services)
 
 
-async def _keep_ready(service: GatewayService, server: RpcServer) -> None:
-    """Health says what is true now. A missing drafter does not count, a missing verifier does."""
+async def _keep_ready(models: Models, server: RpcServer) -> None:
+    """Health says what is true now. A missing drafter does not count, missing verifiers do."""
     said: bool | None = None
     while True:
-        if service.ready != said:
-            said = service.ready
+        if models.ready != said:
+            said = models.ready
             await server.set_ready(said)
         await asyncio.sleep(READY_POLL_S)
 
 
-async def _stop_when_drained(service: GatewayService) -> None:
+async def _stop_when_drained(models: Models) -> None:
     """A gateway that an administrator has drained ends as if it had been told by its supervisor."""
-    await service.drained.wait()
+    await models.drained()
     signal.raise_signal(signal.SIGTERM)
 
 
-async def _drain(service: GatewayService, limit_s: float, readiness: asyncio.Task[None]) -> None:
+async def _drain(models: Models, limit_s: float, readiness: asyncio.Task[None]) -> None:
     readiness.cancel()
-    await service.drain(limit_s)
+    await models.drain(limit_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

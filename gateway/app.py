@@ -24,8 +24,8 @@ from gateway import schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, model_card
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, simple_error
-from gateway.planning import check_model, check_name
-from gateway.service import GatewayService
+from gateway.models import Models
+from gateway.planning import check_name
 from gateway.streaming import GenerationResponse
 from gateway.tools import CallFormat
 from rootward.errors import InvalidRequest, ServiceError
@@ -43,9 +43,9 @@ REFUSAL: dict[int | str, dict[str, Any]] = {
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}  # of Completion or ChatChunk, then [DONE]
 
 
-def build_app(service: GatewayService) -> FastAPI:
+def build_app(models: Models) -> FastAPI:
     """The ASGI application of a gateway."""
-    names, created = TokenNames(service.tokenizer), int(time.time())
+    names, created = {service.served_model: TokenNames(service.tokenizer) for service in models}, int(time.time())
     app = FastAPI(
         title="Rootward",
         version=rootward.__version__,
@@ -64,7 +64,8 @@ def build_app(service: GatewayService) -> FastAPI:
         headers = {**request.headers, "x-request-id": _request_id(request)}
         wanted = body.request(headers)
         check_name("request_id", wanted.request_id)
-        return GenerationResponse(service, names, body=body, request=wanted, kind=kind)
+        service = models.of(body.model)
+        return GenerationResponse(service, names[service.served_model], body=body, request=wanted, kind=kind)
 
     @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
@@ -72,7 +73,9 @@ def build_app(service: GatewayService) -> FastAPI:
 
     @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
-        form = body.call_format(CallFormat.of_template(service.tokenizer.special_texts.get("chat_template")))
+        form = body.call_format(
+            CallFormat.of_template(models.of(body.model).tokenizer.special_texts.get("chat_template"))
+        )
         if form is None:
             return generation(request, body, ChatAnswer)
         if "last-event-id" in request.headers:
@@ -83,20 +86,21 @@ def build_app(service: GatewayService) -> FastAPI:
         return generation(request, body, partial(ChatAnswer, call_format=form, function=body.function))
 
     @app.get("/v1/models", responses=_answers(schemas.ModelList))
-    async def models() -> Response:
-        return json_response({"object": "list", "data": [model_card(service.served_model, service.model, created)]})
+    async def list_models() -> Response:
+        cards = [model_card(s.served_model, s.model, created) for s in models.listed()]
+        return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", responses=_answers(schemas.ModelCard))
     async def model(name: str) -> Response:
-        check_model(name, service.served_model)
+        service = models.of(name)
         return json_response(model_card(service.served_model, service.model, created))
 
     @app.post("/tokenize", responses=_answers(schemas.Tokens))
     async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages; the texts of the tokens if `return_token_strs`."""
+        service = models.of(body.model)
         ids = await service.tokenize(
             body.text_or_chat,
-            model=body.model,
             add_special_tokens=body.add_special_tokens,
             tenant=tenant(request.headers),
         )
@@ -106,9 +110,8 @@ def build_app(service: GatewayService) -> FastAPI:
 
     @app.post("/detokenize", responses=_answers(schemas.Text))
     async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> Response:
-        text = await service.detokenize(
+        text = await models.of(body.model).detokenize(
             body.tokens,
-            model=body.model,
             skip_special_tokens=body.skip_special_tokens,
             field="tokens",
             tenant=tenant(request.headers),
@@ -123,20 +126,20 @@ def build_app(service: GatewayService) -> FastAPI:
     @app.get("/health/ready", include_in_schema=False)
     async def ready() -> Response:
         """503 when no verifier is ready or the gateway is draining. A missing drafter does not count."""
-        status = (200, "ready") if service.ready else (503, "not ready")
+        status = (200, "ready") if models.ready else (503, "not ready")
         return json_response({"status": status[1]}, status=status[0])
 
     @app.get("/load", responses=_answers(schemas.Load))
     async def load() -> Response:
         """How busy the gateway is. `server_load` is vLLM's name of the requests in it."""
-        admission = service.admission
+        load = models.load
         return json_response(
             {
-                "server_load": admission.num_running + admission.num_waiting,
-                "num_running": admission.num_running,
-                "num_waiting": admission.num_waiting,
-                "max_num_seqs": admission.max_num_seqs,
-                "draining": admission.draining,
+                "server_load": load.num_running + load.num_waiting,
+                "num_running": load.num_running,
+                "num_waiting": load.num_waiting,
+                "max_num_seqs": load.max_num_seqs,
+                "draining": load.draining,
             }
         )
 
@@ -145,13 +148,13 @@ def build_app(service: GatewayService) -> FastAPI:
         return json_response({"version": rootward.__version__})
 
     @app.get("/tokenizer_info", include_in_schema=False)
-    async def tokenizer_info() -> Response:
+    async def tokenizer_info(model: str = "") -> Response:
         """vLLM's: special tokens and template, for clients that tokenise over /tokenize (lm-eval does)."""
-        return json_response(service.tokenizer.special_texts)
+        return json_response(models.of(model).tokenizer.special_texts)
 
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(generate_latest(models.registry), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

@@ -17,7 +17,7 @@ scope it needs. Handlers find the caller with `caller()`; None on a gateway with
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -71,10 +71,14 @@ class Caller:
         if scope not in self.scopes and Scope.ADMIN not in self.scopes:
             raise PermissionDenied(f"api key {self.name!r} has no scope {scope.value!r}; use one that has it")
 
-    def require_model(self, model: str) -> None:
-        """PermissionDenied unless the key may use the model."""
-        if self.models and model not in self.models:
-            raise PermissionDenied(f"api key {self.name!r} does not allow model {model!r}; ask for one that it allows")
+    def may_use(self, model: str) -> bool:
+        return not self.models or model in self.models
+
+    def require_model(self, models: Collection[str]) -> None:
+        """PermissionDenied unless the key may use one of these models."""
+        if not any(map(self.may_use, models)):
+            known = " or ".join(map(repr, models))
+            raise PermissionDenied(f"api key {self.name!r} does not allow model {known}; ask for one that it allows")
 
 
 class Entry(BaseModel):
@@ -191,11 +195,12 @@ def http_scope(path: str) -> Scope | None:
 
 
 class Access:
-    """Checks calls against the keys of a gateway and the model that it serves. Without keys every caller may generate, and administer only
+    """Checks calls against the keys of a gateway and the models that it serves: a key must allow one of them, and `Models.of` checks which
+    one a request names. Without keys every caller may generate, and administer only
     a gateway that listens on loopback alone (`local`)."""
 
-    def __init__(self, keys: Keys | None, model: str, *, local: bool = False):
-        self._keys, self._model, self._local = keys, model, local
+    def __init__(self, keys: Keys | None, models: Collection[str], *, local: bool = False):
+        self._keys, self._models, self._local = keys, models, local
 
     def check_rpc(self, method: str, context: Context) -> None:
         """`rootward.wire.auth.Check` of the gRPC server."""
@@ -232,5 +237,5 @@ class Access:
         known = keys.caller(authorization)
         known.require(needed)
         if needed is Scope.GENERATE:
-            known.require_model(self._model)
+            known.require_model(self._models)
         return known

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import grpc
@@ -57,10 +58,10 @@ class Look:
 
 
 class DemandWatch:
-    """`run` looks until cancelled; everything else is a question about what was seen. model: the served name of the verifiers."""
+    """`run` looks until cancelled; everything else is a question about what was seen. models: names that the verifiers serve."""
 
-    def __init__(self, registry: Registry, model: str, clock: Clock | None = None) -> None:
-        self._registry, self._model, self._clock = registry, model, clock or SystemClock()
+    def __init__(self, registry: Registry, models: Sequence[str], clock: Clock | None = None) -> None:
+        self._registry, self._models, self._clock = registry, models, clock or SystemClock()
         self._looks: deque[Look] = deque()
         self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
         self._ended = False
@@ -74,7 +75,8 @@ class DemandWatch:
     async def look(self) -> None:
         """Read the registry once. What cannot be read leaves things as they were."""
         try:
-            verifiers = by_id(await self._registry.workers("verifier", self._model))
+            every = await asyncio.gather(*(self._registry.workers("verifier", model) for model in self._models))
+            verifiers = by_id(chain.from_iterable(every))
             pools = {pool for worker in verifiers.values() for pool in worker.counters}
             drafters = {pool: by_id(await self._registry.workers("drafter", pool)) for pool in sorted(pools)}
         except RegistryUnavailable as error:
@@ -138,7 +140,7 @@ class DemandWatch:
         self._changed = asyncio.Event()
 
 
-def by_id(workers: tuple[Worker, ...]) -> dict[str, Worker]:
+def by_id(workers: Iterable[Worker]) -> dict[str, Worker]:
     return {worker.id: worker for worker in workers}
 
 
@@ -203,7 +205,7 @@ async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
         yield
         return
     async with open_registry(settings.redis_url, prefix=settings.redis_prefix) as registry:
-        watch = DemandWatch(registry, settings.name)
+        watch = DemandWatch(registry, [served.name for served in settings.served])
         looking = asyncio.create_task(watch.run(), name="scaler")
         try:
             async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from gateway.requests import Chat, GenerateRequest, of_tenant
 from gateway.tokenizer import Tokenizer
 from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest
-from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound
+from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 from rootward.wire.status import invalid_request
 
@@ -55,11 +55,6 @@ def check_name(field: str, value: str) -> None:
         )
     if len(value) > MAX_ID_CHARACTERS:
         raise InvalidRequest(field, f"{value[:16]}…", f"is longer than {MAX_ID_CHARACTERS} characters")
-
-
-def check_model(name: str, served: str) -> None:
-    if name not in ("", served):
-        raise NotFound(f"model: {name!r} is not served here; use {served!r}", metadata={"field": "model"})
 
 
 def without_texts(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:

@@ -11,7 +11,7 @@
     rw:kv:M:K           zset     verifiers that hold the KV of a prompt block, by the second at which that was last seen; M is the
                                  fingerprint of the model, K the chained hash of the block (a hint; the verifier's own cache decides)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
-    rw:poison:{content} string   a request of this content (a hash) ended two verifiers
+    rw:poison:{content} string   a request of this content (fingerprint of the model and a hash) ended two verifiers
 
 `rw` is the setting `redis_prefix`.
 `{id}` is a hash tag: all keys of one request lie in one slot of a cluster, so scripts may touch them together. Request keys live
@@ -155,10 +155,6 @@ return 0
 """
 
 
-def poison_key(content: str) -> str:
-    return f"rw:poison:{content}"
-
-
 TIMEOUT_S = 2.0
 
 Arguments = list[str | int]
@@ -198,6 +194,9 @@ class RedisStore:
 
     def _block_key(self, model: str, block: str) -> str:
         return f"{self._prefix}:kv:{model}:{block}"
+
+    def _poison_key(self, content: str) -> str:
+        return f"{self._prefix}:poison:{content}"
 
     async def ping(self) -> None:
         """Ask for a key: on a cluster that needs all of it, unlike PING."""
@@ -307,11 +306,11 @@ class RedisStore:
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
         async with self._answering():
-            await self._client.set(poison_key(content), "1", px=_ms(ttl_s))
+            await self._client.set(self._poison_key(content), "1", px=_ms(ttl_s))
 
     async def is_poison(self, content: str) -> bool:
         async with self._answering():
-            return bool(await self._client.exists(poison_key(content)))
+            return bool(await self._client.exists(self._poison_key(content)))
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -18,7 +18,7 @@ from gateway.choices import belongs
 from gateway.generation import Aborted, Cutoff, Generation, PoisonList
 from gateway.grammar_check import GrammarCheck
 from gateway.metrics import Metrics
-from gateway.planning import Plan, check_ids, check_model, check_resume, make_plan, within, without_texts
+from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage, seen_at_the_end
 from gateway.router import Upstreams
 from gateway.session_store import (
@@ -85,7 +85,11 @@ class GatewayService:
         *,
         served_model: str,
         limits: Limits | None = None,
+        watching: Watching | None = None,
+        beside_others: bool = False,
     ):
+        """store: closed by who opened it. watching: of the gateway, where it serves several models. beside_others: request ids are shared
+        with services of other models, and one that is resumed must name the model that it began with."""
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
         self.limits = limits or Limits()
         self.admission = Admission(
@@ -95,24 +99,25 @@ class GatewayService:
         )
         self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
         self.incarnation = secrets.randbits(64)
-        self.metrics, self.watching = Metrics(), Watching(_loop_time)
+        self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
+        self._id_scope = served_model if beside_others else ""
         self.metrics.watch(
             lambda: self.admission.num_running,
             lambda: self.admission.num_waiting,
             lambda: sum(u.ready for u in upstreams),
         )
         self._store, self._clock = store, SystemClock()
-        self._ledger = Ledger(store, now=_loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
+        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
-        self._poison = PoisonList(_loop_time, self._ledger)
+        self._poison = PoisonList(loop_time, self._ledger)
         self.drained = asyncio.Event()  # set when a drain that was asked for over the network has ended
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> GatewayService:
-        self.started = _loop_time()
+        self.started = loop_time()
         await self._ledger.probe()
         await self._group.__aenter__()
         self._loops = [self._group.create_task(loop) for loop in (self.upstreams.run(), self._ledger.run())]
@@ -123,7 +128,6 @@ class GatewayService:
             loop.cancel()
         await self._group.__aexit__(None, None, None)
         await self._ledger.flush()
-        await self._store.close()
         await self._grammars.close()
         self._pool.close()
 
@@ -131,9 +135,13 @@ class GatewayService:
     def model(self) -> ModelInfo:
         """The served model. Unavailable until a verifier has told about it."""
         if self.upstreams.model is None:
-            cause = self.upstreams.mismatch or "none has answered yet"
-            raise Unavailable(f"no verifier is ready ({cause})", retry_after_s=1.0)
+            raise self.unavailable()
         return self.upstreams.model
+
+    def unavailable(self) -> Unavailable:
+        """What is said before a verifier has told about the model."""
+        cause = self.upstreams.mismatch or "none has answered yet"
+        return Unavailable(f"no verifier is ready ({cause})", retry_after_s=1.0)
 
     def _fingerprint(self) -> str:
         return self.upstreams.model.fingerprint if self.upstreams.model else ""
@@ -145,7 +153,7 @@ class GatewayService:
 
     @property
     def uptime_s(self) -> float:
-        return _loop_time() - self.started
+        return loop_time() - self.started
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
         """Deltas until the one with an ending. Closing the iterator cancels the request and frees everything.
@@ -160,7 +168,7 @@ class GatewayService:
             request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
             note(span, request_id=request_id)
             request = replace(request, request_id=request_id, traceparent=traceparent or request.traceparent)
-            async with aclosing(self._deltas(request, _loop_time())) as deltas:
+            async with aclosing(self._deltas(request, loop_time())) as deltas:
                 async for delta in deltas:
                     counts.delta(delta)
                     if delta.ending is not None:
@@ -169,7 +177,6 @@ class GatewayService:
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
         limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
-        check_model(request.model, self.served_model)
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         size = len(request.prediction) + sum(map(len, request.bad_words))
@@ -191,10 +198,9 @@ class GatewayService:
             yield Delta(request.request_id, 0, (), ending, prompt=plan.first.prompt)
 
     async def tokenize(
-        self, prompt: str | Chat, *, model: str = "", add_special_tokens: bool | None = None, tenant: str = ""
+        self, prompt: str | Chat, *, add_special_tokens: bool | None = None, tenant: str = ""
     ) -> tuple[int, ...]:
         """Token ids of a text or conversation; none for an empty text. Charged to the tenant."""
-        check_model(model, self.served_model)
         if prompt == "":
             return ()
         self._check_characters(prompt)
@@ -205,13 +211,11 @@ class GatewayService:
         self,
         ids: Sequence[int],
         *,
-        model: str = "",
         skip_special_tokens: bool = True,
         field: str = "token_ids",
         tenant: str = "",
     ) -> str:
         """The text of token ids. InvalidRequest, naming `field`, for ids that are none. Charged to the tenant."""
-        check_model(model, self.served_model)
         longest = max(self.model.max_positions, MIN_DETOKENIZED)
         if len(ids) > longest:
             raise ContextLengthExceeded(field, len(ids), f"ids are more than {longest}; send them in parts")
@@ -265,7 +269,6 @@ class GatewayService:
 
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Token ids of its prompt, as `generate` would take them. ContextLengthExceeded, by characters, before it is tokenised."""
-        check_model(request.model, self.served_model)
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
@@ -300,7 +303,7 @@ class GatewayService:
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """Everything a generation holds: its id, a place, a lease; all given back at the end."""
-        name, described = plan.first.request_id, about(plan)
+        name, described = plan.first.request_id, about(plan, self._id_scope)
         while name in self._live:  # again: another one may come back for it meanwhile
             await self._superseded(plan, described["digest"])
         live = self._live[name] = _Live(cutoff, described["digest"], plan.request.request_id, plan.first.tenant)
@@ -422,5 +425,5 @@ def _characters(prompt: str | Chat) -> int:
     return sum(map(len, texts_in([*prompt.messages, prompt.template_kwargs])))
 
 
-def _loop_time() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()

@@ -18,14 +18,14 @@ from itertools import accumulate
 import rootward
 from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
-from gateway.planning import check_length, check_model, check_name, refusing
+from gateway.models import Models
+from gateway.planning import check_length, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.router import Upstream
 from gateway.service import GatewayService
 from gateway.tokenizer import Span
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
-from rootward.ports import ModelInfo
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
 from rootward.wire.public_codec import (
@@ -71,10 +71,10 @@ _VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
 }
 
 
-def register(service: GatewayService, server: RpcServer, *, shutdown_timeout_s: float) -> None:
+def register(models: Models, server: RpcServer, *, shutdown_timeout_s: float) -> None:
     """Offer both services on a server."""
-    generate_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(service), server.grpc)
-    control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(service, shutdown_timeout_s), server.grpc)
+    generate_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(models), server.grpc)
+    control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(models, shutdown_timeout_s), server.grpc)
     server.services += ["rootward.v1.Inference", "rootward.v1.Control"]
     server.limits["/rootward.v1.Control/"] = SMALL_BYTES
 
@@ -82,15 +82,16 @@ def register(service: GatewayService, server: RpcServer, *, shutdown_timeout_s: 
 class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     """Generates. Cancelling a call cancels the generation."""
 
-    def __init__(self, service: GatewayService):
-        self._service = service
+    def __init__(self, models: Models):
+        self._models = models
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:
         """The whole answer."""
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
-            wanted = self._request(request, context)
-            deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
+            service = self._models.of(request.model)
+            wanted = _request(service, request, context)
+            deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
             async with aclosing(deltas):
                 async for delta in deltas:
                     spans.setdefault(delta.index, []).extend(delta.spans)
@@ -98,7 +99,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         endings = sorted(tally.endings.items())
         return generate_pb2.GenerateResponse(
             request_id=delta.request_id,
-            model=self._service.served_model,
+            model=service.served_model,
             choices=[
                 choice_to_pb(i, spans[i], ending, request.response, tally.prompt_logprobs[i]) for i, ending in endings
             ],
@@ -109,9 +110,10 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> None:
         """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
-        async with errors_as_status(context, request.request_id), _slow_clients_end(self._service):
-            wanted = self._request(request, context)
-            deltas, tally = await self._deltas(wanted, context), Tally(wanted.n)
+        async with errors_as_status(context, request.request_id), _slow_clients_end(self._models):
+            service = self._models.of(request.model)
+            wanted = _request(service, request, context)
+            deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
             async with aclosing(in_runs(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
                     tally.add(delta)
@@ -120,28 +122,16 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                         chunk.usage.CopyFrom(usage_to_pb(tally.usage))
                     await context.write(chunk)
 
-    def _request(self, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
-        if (model := self._service.upstreams.model) is not None:  # before each of its tokens becomes an object
-            check_length("prompt", len(message.token_ids.ids), model)
-        return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
-
-    async def _deltas(self, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
-        """All choices as one stream. The id goes out at once, with the initial metadata."""
-        requests = await tokenised(outputs(wanted), wanted.n, self._service.prompt_ids)
-        check_name("request_id", requests[0].request_id)
-        await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
-        return side_by_side(self._service.generate, requests)
-
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         async with errors_as_status(context):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-            ids = await self._service.tokenize(
+            service = self._models.of(request.model)
+            ids = await service.tokenize(
                 _tokenize_prompt(request),
-                model=request.model,
                 add_special_tokens=special,
                 tenant=tenant(_headers(context)),
             )
-            longest = self._service.model.max_positions
+            longest = service.model.max_positions
         return generate_pb2.TokenizeResponse(token_ids=ids, max_model_len=longest)
 
     async def Detokenize(
@@ -149,60 +139,67 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     ) -> generate_pb2.DetokenizeResponse:
         async with errors_as_status(context):
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-            text = await self._service.detokenize(
-                request.token_ids, model=request.model, skip_special_tokens=skip, tenant=tenant(_headers(context))
+            text = await self._models.of(request.model).detokenize(
+                request.token_ids, skip_special_tokens=skip, tenant=tenant(_headers(context))
             )
         return generate_pb2.DetokenizeResponse(text=text)
+
+
+async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
+    """All choices as one stream. The id goes out at once, with the initial metadata."""
+    requests = await tokenised(outputs(wanted), wanted.n, service.prompt_ids)
+    check_name("request_id", requests[0].request_id)
+    await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
+    return side_by_side(service.generate, requests)
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
     """What is served, how busy it is, how to stop it."""
 
-    def __init__(self, service: GatewayService, shutdown_timeout_s: float):
-        self._service = service
+    def __init__(self, models: Models, shutdown_timeout_s: float):
+        self._models = models
         self._shutdown_timeout_s = shutdown_timeout_s
 
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
     ) -> control_pb2.ServerInfo:
         """Answers also while no verifier is up; then without models."""
-        service = self._service
+        first = next(iter(self._models))
         return control_pb2.ServerInfo(
             version=rootward.__version__,
             role="gateway",
-            worker=service.worker,
-            incarnation=service.incarnation,
+            worker=first.worker,
+            incarnation=first.incarnation,
             lossless=control_pb2.ServerInfo.DISTRIBUTION,
-            models=[self._model()] if service.upstreams.model else [],
-            verifiers=self._verifiers(),
+            models=[_model(service) for service in self._models if service.upstreams.model],
+            verifiers=[worker_to_pb(u) for u in self._upstreams],
             drafters=self._drafters(),
             features=FEATURES,
-            uptime_s=service.uptime_s,
+            uptime_s=first.uptime_s,
         )
 
     async def GetModelInfo(self, request: control_pb2.GetModelInfoRequest, context: Context) -> control_pb2.ModelInfo:
         async with errors_as_status(context):
-            check_model(request.model, self._service.served_model)
-            return self._model()
+            return _model(self._models.of(request.model))
 
     async def ListModels(
         self, request: control_pb2.ListModelsRequest, context: Context
     ) -> control_pb2.ListModelsResponse:
         async with errors_as_status(context):
-            return control_pb2.ListModelsResponse(models=[self._model()])
+            return control_pb2.ListModelsResponse(models=map(_model, self._models.listed()))
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.LoadInfo:
-        admission, delivered = self._service.admission, self._service.metrics.delivered
+        load, delivered = self._models.load, [service.metrics.delivered for service in self._models]
         return control_pb2.LoadInfo(
-            num_running=admission.num_running,
-            num_waiting=admission.num_waiting,
-            max_sessions=admission.max_num_seqs,
-            draining=admission.draining,
-            num_requests=delivered.num_requests,
-            num_tokens=delivered.num_tokens,
-            num_rounds=delivered.num_rounds,
-            uptime_s=self._service.uptime_s,
-            verifiers=[verifier_load_to_pb(u) for u in self._service.upstreams],
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            max_sessions=load.max_num_seqs,
+            draining=load.draining,
+            num_requests=sum(of.num_requests for of in delivered),
+            num_tokens=sum(of.num_tokens for of in delivered),
+            num_rounds=sum(of.num_rounds for of in delivered),
+            uptime_s=next(iter(self._models)).uptime_s,
+            verifiers=map(verifier_load_to_pb, self._upstreams),
         )
 
     async def WatchSession(
@@ -214,53 +211,63 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             if kind is None or not getattr(request, kind):
                 raise InvalidRequest(kind or "session_id", "", "is missing; send session_id or request_id")
             check_name(kind, getattr(request, kind))
-            events = self._service.watching.watch(**{kind: getattr(request, kind)})
+            events = self._models.watching.watch(**{kind: getattr(request, kind)})
             async with aclosing(events):
                 await context.send_initial_metadata(())  # the watch has begun
                 async for event in events:
                     yield event
 
     async def Abort(self, request: control_pb2.AbortRequest, context: Context) -> control_pb2.AbortResponse:
-        aborted = self._service.abort(request.request_ids, tenant=ends_requests_of())
+        aborted = self._models.abort(request.request_ids, tenant=ends_requests_of())
         return control_pb2.AbortResponse(aborted=aborted)
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
         """Returns at once; the drain goes on."""
-        running = self._service.admission.num_running
-        self._service.start_draining(request.timeout_s or self._shutdown_timeout_s)
+        running = self._models.load.num_running
+        self._models.start_draining(request.timeout_s or self._shutdown_timeout_s)
         return control_pb2.DrainResponse(num_running=running)
 
-    def _model(self) -> control_pb2.ModelInfo:
-        model: ModelInfo = self._service.model
-        message = MODEL.to_pb(model)
-        message.name = self._service.served_model
-        return message
-
-    def _verifiers(self) -> list[control_pb2.WorkerInfo]:
-        return [
-            control_pb2.WorkerInfo(
-                name=u.info.worker if u.info else "",
-                address=u.name,
-                model=u.info.model.name if u.info else "",
-                ready=u.ready,
-                draining=bool(u.info and u.info.draining),
-            )
-            for u in self._service.upstreams
-        ]
+    @property
+    def _upstreams(self) -> list[Upstream]:
+        return [upstream for service in self._models for upstream in service.upstreams]
 
     def _drafters(self) -> list[control_pb2.WorkerInfo]:
-        names = {name for u in self._service.upstreams if u.ready and u.info for name in u.info.drafters}
+        names = {name for u in self._upstreams if u.ready and u.info for name in u.info.drafters}
         return [control_pb2.WorkerInfo(name=name, address=name, ready=True) for name in sorted(names)]
 
 
+def _model(service: GatewayService) -> control_pb2.ModelInfo:
+    message: control_pb2.ModelInfo = MODEL.to_pb(service.model)
+    message.name = service.served_model
+    return message
+
+
+def worker_to_pb(upstream: Upstream) -> control_pb2.WorkerInfo:
+    info = upstream.info
+    return control_pb2.WorkerInfo(
+        name=info.worker if info else "",
+        address=upstream.name,
+        model=info.model.name if info else "",
+        ready=upstream.ready,
+        draining=bool(info and info.draining),
+    )
+
+
 @asynccontextmanager
-async def _slow_clients_end(service: GatewayService) -> AsyncIterator[None]:
+async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
     """A client that does not read keeps its generation waiting, but not for ever."""
+    longest_s = max(service.limits.request_timeout_s for service in models)
     try:
-        async with asyncio.timeout(service.limits.request_timeout_s + SLOW_CLIENT_S):
+        async with asyncio.timeout(longest_s + SLOW_CLIENT_S):
             yield
     except TimeoutError:
         raise DeadlineExceeded("the client read too slowly", metadata={"phase": "send"}) from None
+
+
+def _request(service: GatewayService, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
+    if (model := service.upstreams.model) is not None:  # before each of its tokens becomes an object
+        check_length("prompt", len(message.token_ids.ids), model)
+    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
 
 
 def _headers(context: Context) -> dict[str, str]:

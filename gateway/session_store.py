@@ -309,11 +309,18 @@ class StreamInterrupted(Unavailable):
     reason = "STREAM_INTERRUPTED"
 
 
-def about(plan: Plan) -> dict[str, str]:
+def about(plan: Plan, model: str = "") -> dict[str, str]:
     """What the record of a request says from its beginning. The digest tells requests apart that share an id; few things enter it,
-    so that gateways of two versions agree."""
+    so that gateways of two versions agree. model: its name on a gateway of several."""
     request, first = plan.request, plan.first
-    asked = [request.tenant, first.prompt, first.stopping.max_tokens, request.seed, request.stop]
+    asked = [
+        request.tenant,
+        first.prompt,
+        first.stopping.max_tokens,
+        request.seed,
+        request.stop,
+        *([model] if model else []),
+    ]
     digest = blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
     return {"digest": digest, "seed": str(first.seed)}
 
@@ -479,14 +486,14 @@ class Ledger:
         """For all gateways. Best effort: each one has a list of its own as well."""
         with suppress(StoreUnavailable):
             self._must_be_up()
-            await self._store.add_poison(content, ttl_s)
+            await self._store.add_poison(f"{self._model()}:{content}", ttl_s)
 
     async def is_poison(self, content: str) -> bool:
         """Whether a gateway has remembered it. A store that is slow is not waited for long."""
         with suppress(StoreUnavailable, TimeoutError):
             self._must_be_up()
             async with asyncio.timeout(HINT_S):
-                return await self._store.is_poison(content)
+                return await self._store.is_poison(f"{self._model()}:{content}")
         return False
 
     def extend(self, entry: Entry, run: Run) -> None:

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
@@ -28,16 +28,46 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
+class ServedModel(BaseModel):
+    """One model of a gateway, where several are served."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(min_length=1, description="folder or hub name of the target model, for its tokenizer")
+    verifiers: CommaSeparated = Field(min_length=1, description="as the setting of this name")
+    served_model_name: str = Field("", description="name clients use (default: the last part of model)")
+
+    @field_validator("verifiers")
+    @classmethod
+    def _check(cls, value: list[str]) -> list[str]:
+        parse_sources(value)
+        return value
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Where verifiers are. In the registry they are under the name of the model that they serve."""
+        return parse_sources([f"redis:{self.name}" if entry == "redis:" else entry for entry in self.verifiers])
+
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or Path(self.model).name or self.model
+
+
 class GatewaySettings(ProcessSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
-    model: str = Field(description="folder or hub name of the target model, for its tokenizer; or tabular:…")
+    model: str = Field("", description="folder or hub name of the target model, for its tokenizer; or tabular:…")
     verifiers: CommaSeparated = Field(
         default=["127.0.0.1:50052"],
         min_length=1,
         description="host:port, dns:name:port, redis: (the registry) or kubernetes:service, with commas between",
     )
     served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
+    models: list[ServedModel] = Field(
+        default=[],
+        description="in place of model, verifiers and served_model_name: a list of these, for several models; best in --config",
+    )
     listen: Address = Field("127.0.0.1:50051", description="gRPC address; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address; port 0 takes a free one")
     metrics_compat: Literal["none", "vllm"] = Field(
@@ -110,10 +140,25 @@ class GatewaySettings(ProcessSettings):
         public = Certificates(self.public_tls_certificate, self.public_tls_key, self.certificates.authority)
         return ServerTls(public, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers))
 
+    @model_validator(mode="after")
+    def _one_or_several(self) -> Self:
+        if self.model and self.models:
+            raise ValueError("models: cannot stand beside model; put that one into the list")
+        if not self.model and not self.models:
+            raise ValueError(
+                "model: is required; give --model, ROOTWARD_MODEL or a line in --config, or a list of models"
+            )
+        names = [served.name for served in self.served]
+        if len(set(names)) < len(names):
+            raise ValueError(f"models: two have the same name in {names}; give each its served_model_name")
+        return self
+
     @property
-    def sources(self) -> tuple[Source, ...]:
-        """Where verifiers are. In the registry they are under the name of the model that they serve."""
-        return parse_sources([f"redis:{self.name}" if entry == "redis:" else entry for entry in self.verifiers])
+    def served(self) -> tuple[ServedModel, ...]:
+        """All models."""
+        if self.models:
+            return tuple(self.models)
+        return (ServedModel(model=self.model, verifiers=self.verifiers, served_model_name=self.served_model_name),)
 
     @property
     def server_tls(self) -> ServerTls | None:
@@ -127,11 +172,6 @@ class GatewaySettings(ProcessSettings):
         host = self.http_listen.rpartition(":")[0].strip("[]")
         loopback = host in LOCAL_HOSTS or host.startswith("127.")
         return LOCAL_HOSTS | {host} if loopback and self.api_keys is None else None
-
-    @property
-    def name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or Path(self.model).name or self.model
 
     @property
     def tenant_rate(self) -> Rate | None:

@@ -45,6 +45,26 @@ class Gauges(Collector):
         return []  # nothing is read at registration: the service is not complete yet
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ByModel(Collector):
+    """The metrics of several models, each sample with its label `model_name`. To be registered in a registry of its own."""
+
+    sources: Mapping[str, CollectorRegistry]
+
+    def collect(self) -> Iterator[Metric]:
+        made: dict[str, Metric] = {}
+        for model, source in self.sources.items():
+            for of in source.collect():
+                family = made.setdefault(of.name, Metric(of.name, of.documentation, of.type, of.unit))
+                for sample in of.samples:
+                    labels = {**sample.labels, "model_name": model}
+                    family.add_sample(sample.name, labels, sample.value, sample.timestamp)
+        yield from made.values()
+
+    def describe(self) -> list[Metric]:
+        return []  # nothing is read at registration
+
+
 @dataclass(frozen=True, slots=True)
 class VllmNames(Collector):
     """Metrics of `source` whose meaning is vLLM's, once more under vLLM's names and with its label `model_name`, for dashboards and routers
@@ -65,6 +85,6 @@ class VllmNames(Collector):
     def _renamed(self, family: Metric, name: str) -> Metric:
         made = Metric(name, family.documentation, family.type, family.unit)
         for sample in family.samples:
-            labels = {**sample.labels, "model_name": self.model_name}
+            labels = {"model_name": self.model_name, **sample.labels}
             made.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value, sample.timestamp)
         return made

@@ -145,7 +145,9 @@ def _file(path: Path) -> Values:
 
 def _explain(settings: type[ServiceSettings], error: ErrorDetails) -> str:
     """One line: field, value, fix."""
-    name = str(error["loc"][0]) if error["loc"] else "settings"
+    if not error["loc"]:  # about several fields, which the message names; their values may be secrets
+        return _one_line(error["msg"].removeprefix("Value error, "))
+    name = str(error["loc"][0])
     if error["type"] == "missing":
         return f"{name}: is required; give --{name.replace('_', '-')}, {PREFIX}{name.upper()} or a line in --config"
     if error["type"] == "extra_forbidden":

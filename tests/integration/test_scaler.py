@@ -88,7 +88,7 @@ async def running(redis_url):
     clock = FakeClock()
     async with open_registry(redis_url, heartbeat_s=30) as registry:
         await registry._client.flushall()
-        watch = DemandWatch(registry, "llama", clock)
+        watch = DemandWatch(registry, ["llama"], clock)
         async with RpcServer("127.0.0.1:0", grace_s=0.5) as server:
             ScalerServicer(watch).register(server)
             await server.start()

@@ -17,6 +17,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.app import build_app
 from gateway.auth import Access, Keys
+from gateway.models import Models
 from gateway.servicer import register
 from rootward.cli import main as cli
 from rootward.client import AsyncClient
@@ -122,16 +123,16 @@ async def guarded_gateway(
     """(gRPC address, HTTP url) of a gateway with keys."""
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(serving(*([verifier] if verifier else [])))
-        access = Access(Keys(path), "demo")
+        access = Access(Keys(path), ["demo"])
         front = ServerTls(tls, mutual=bool(peers), peers=peers) if tls else None
         server = await stack.enter_async_context(
             RpcServer("127.0.0.1:0", tls=front, checks=(access.check_rpc,), grace_s=0)
         )
-        register(service, server, shutdown_timeout_s=1.0)
+        register(Models([service]), server, shutdown_timeout_s=1.0)
         await server.start()
         await server.set_ready(True)
         http = HttpServer("127.0.0.1:0", tls=front)
-        running = asyncio.create_task(http.run_until_stopped(access.around(build_app(service))))
+        running = asyncio.create_task(http.run_until_stopped(access.around(build_app(Models([service])))))
         try:
             yield server.address, f"{http.scheme}://{http.address}"
         finally:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+from gateway.models import Models
 from gateway.requests import Ending
 from gateway.router import Upstreams
 from gateway.service import GatewayService, Limits
@@ -49,19 +50,19 @@ async def serving(*verifiers, store=None, poll_s=0.02, **limits):
     named = {f"v{i}": v for i, v in enumerate(verifiers or (SpellingVerifier(),))}
     upstreams = Upstreams(named, poll_s=poll_s)
     chosen = {"redispatch_wait_s": 2.0, **limits}
-    service = GatewayService(
-        byte_level(), upstreams, store or MemoryStore(), served_model="demo", limits=Limits(**chosen)
-    )
+    store = store or MemoryStore()
+    service = GatewayService(byte_level(), upstreams, store, served_model="demo", limits=Limits(**chosen))
     async with service:
         await upstreams.wait_ready(1.0)
         yield service
+    await store.close()
 
 
 @asynccontextmanager
 async def grpc_serving(*verifiers, **options):
     """(service, "host:port"): the same behind a real gRPC server on loopback."""
     async with serving(*verifiers, **options) as service, RpcServer("127.0.0.1:0", grace_s=0) as server:
-        register(service, server, shutdown_timeout_s=1.0)
+        register(Models([service]), server, shutdown_timeout_s=1.0)
         await server.start()
         await server.set_ready(True)
         yield service, server.address

@@ -21,10 +21,10 @@ class Call:
 @pytest.mark.parametrize("method", ADMIN)
 def test_a_public_gateway_without_keys_refuses_administration(method):
     with pytest.raises(PermissionDenied, match="start it with --api-keys, or on a loopback address"):
-        Access(None, "m").check_rpc(method, Call())
-    Access(None, "m", local=True).check_rpc(method, Call())
+        Access(None, ["m"]).check_rpc(method, Call())
+    Access(None, ["m"], local=True).check_rpc(method, Call())
 
 
 @pytest.mark.parametrize("method", ["/rootward.v1.Inference/Generate", "/rootward.v1.Control/GetServerInfo"])
 def test_a_public_gateway_without_keys_serves_everybody(method):
-    Access(None, "m").check_rpc(method, Call())
+    Access(None, ["m"]).check_rpc(method, Call())

@@ -15,6 +15,7 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.app import build_app
+from gateway.models import Models
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.wire.http_server import HttpServer
 
@@ -22,7 +23,7 @@ from rootward.wire.http_server import HttpServer
 @asynccontextmanager
 async def api(*verifiers, **options):
     async with serving(*verifiers, **options) as service:
-        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             yield service, client
 
@@ -32,7 +33,7 @@ async def real_server(*verifiers, **options):
     """The same behind uvicorn on loopback."""
     async with serving(*verifiers, **options) as service, asyncio.TaskGroup() as group:
         server = HttpServer("127.0.0.1:0")
-        group.create_task(server.run_until_stopped(build_app(service)))
+        group.create_task(server.run_until_stopped(build_app(Models([service]))))
         async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=10) as client:
             yield service, client
         server.stop()
@@ -280,10 +281,10 @@ async def test_models_health_version_and_metrics():
             assert (await client.get(path)).status_code == ready
         assert (await client.get("/version")).json()["version"]
         await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 50})
-        await client.post("/v1/completions", json={"prompt": "a", "model": "x"})
+        await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 10**6})
         metrics = (await client.get("/metrics")).text
         assert f"rootward_generation_tokens_total {len(IDS)}.0" in metrics
-        assert 'rootward_requests_refused_total{reason="not_found"} 1.0' in metrics
+        assert 'rootward_requests_refused_total{reason="context_length_exceeded"} 1.0' in metrics
         assert "rootward_upstream_ready 1.0" in metrics
         assert "rootward_num_requests_running 0.0" in metrics
         service.admission.draining = True

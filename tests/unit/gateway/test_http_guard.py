@@ -96,7 +96,7 @@ async def test_without_a_key_nothing_of_a_body_is_read(tmp_path):
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": PATH, "headers": [(b"authorization", b"Bearer rw-wrong")]}
-    await Access(Keys(path), "demo").around(guarded(app))(scope, receive, send)
+    await Access(Keys(path), ["demo"]).around(guarded(app))(scope, receive, send)
     assert (sent[0]["status"], app.num_calls) == (401, 0)
 
 

@@ -13,6 +13,7 @@ from gateway.admission import Rate
 from gateway.app import build_app
 from gateway.auth import Caller, Scope
 from gateway.choices import outputs
+from gateway.models import Models
 from gateway.requests import Chat, GenerateRequest
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
 from rootward.client import AsyncClient
@@ -104,7 +105,7 @@ async def test_who_goes_first_needs_a_scope(scope):
 
 async def test_tokenising_over_http_is_charged_too():
     async with serving(tenant_rate=Rate(0.001, 1)) as service:
-        transport = httpx.ASGITransport(build_app(service))
+        transport = httpx.ASGITransport(build_app(Models([service])))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             answers = [
                 await client.post("/tokenize", json={"prompt": "x"}, headers={"x-rootward-tenant": "t"}) for _ in "12"

@@ -18,6 +18,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 from gateway.answers import TokenNames, completion_logprobs
 from gateway.app import build_app
 from gateway.http_errors import invalid_body
+from gateway.models import Models
 from gateway.requests import GenerateRequest
 from gateway.schemas import CompletionRequest
 from gateway.tokenizer import Span
@@ -39,7 +40,7 @@ WANTED = Sampling(**(SAMPLING | {"allowed_token_ids": (3, 5)}), logit_bias=((5, 
 
 
 async def post(service, body: dict[str, object]) -> httpx.Response:
-    transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+    transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
         return await client.post("/v1/completions", content=json.dumps({"prompt": "a", "max_tokens": 50} | body))
 

@@ -9,13 +9,12 @@ from unit.gateway.verifier_for_tests import END_ID, MODEL, SpellingVerifier
 from gateway.planning import make_plan, within
 from gateway.requests import Chat, GenerateRequest
 from rootward.core.requests import DraftMode, Rule, Sampling, Speculation
-from rootward.errors import ContextLengthExceeded, InvalidRequest, NotFound, UnsupportedParameter
+from rootward.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 
 @pytest.mark.parametrize(
     ("request_", "kind", "words"),
     [
-        (GenerateRequest("a", model="other"), NotFound, "model: 'other' is not served here; use 'demo'"),
         (
             GenerateRequest("a" * 400),
             ContextLengthExceeded,

@@ -15,6 +15,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 from gateway import streaming
 from gateway.admission import Rate, owed
 from gateway.app import build_app
+from gateway.models import Models
 from gateway.requests import GenerateRequest, Resume, as_chosen, of_tenant
 from gateway.router import Upstreams
 from gateway.service import GatewayService
@@ -212,7 +213,7 @@ async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
     upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
     async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
         await upstreams.wait_ready(5.0)
-        transport = httpx.ASGITransport(build_app(service))
+        transport = httpx.ASGITransport(build_app(Models([service])))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             body = {"prompt": prompt, "max_tokens": 1, "echo": True, "logprobs": 1, "stream": stream}
             task = asyncio.create_task(client.post("/v1/completions", json=body))

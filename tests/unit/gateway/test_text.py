@@ -114,7 +114,7 @@ def test_models_without_tokenizer_write_numbers():
 def test_settings():
     settings = GatewaySettings.load(["--model", "/models/big/", "--verifiers", "a:1, dns:///b:2"])
     assert settings.verifiers == ["a:1", "dns:///b:2"]
-    assert settings.name == "big"
+    assert settings.served[0].name == "big"
     assert settings.limits.max_num_seqs == 256
     for flags in (["--verifiers", ""], ["--listen", "a"], ["--max-num-seqs", "0"], ["--log-level", "loud"], []):
         with pytest.raises(ConfigurationError, match=r"^[\w.]+: "):

@@ -16,6 +16,7 @@ from unit.gateway.tokenizers_for_tests import END, byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.app import build_app
+from gateway.models import Models
 from gateway.tokenizer import HuggingFaceTokenizer
 from gateway.tools import CallFormat, CallParser, Function, ToolCall, forced_schema
 from rootward.core.requests import Form
@@ -209,7 +210,7 @@ async def test_results_go_back_to_the_model():
 async def test_refusals_name_the_parameter(body, code, param):
     async with serving() as service:
         service.tokenizer = with_tools()
-        transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
             answer = await client.post("/v1/chat/completions", json={"messages": CHAT} | body)
         error = answer.json()["error"]

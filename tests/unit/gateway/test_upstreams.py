@@ -109,6 +109,10 @@ async def test_a_verifier_that_started_anew_holds_nothing():
 
 def test_where_verifiers_are_is_a_setting():
     settings = GatewaySettings(model="x/large", verifiers="a:1, dns:b:2,redis:")
-    assert [(s.kind, s.target) for s in settings.sources] == [("static", "a:1"), ("dns", "b:2"), ("redis", "large")]
+    assert [(s.kind, s.target) for s in settings.served[0].sources] == [
+        ("static", "a:1"),
+        ("dns", "b:2"),
+        ("redis", "large"),
+    ]
     with pytest.raises(ValidationError, match="write host:port"):
         GatewaySettings(model="x", verifiers="nowhere")
