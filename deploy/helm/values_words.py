@@ -9,7 +9,17 @@ from rootward.settings import ServiceSettings
 Schema = dict[str, Any]
 
 # What the chart computes itself; setting it by hand would contradict the rest of the manifest.
-OWN = {"config", "model", "listen", "http_listen", "admin_listen", "shutdown_timeout_s", "redis_url", "redis_prefix"}
+OWN = {
+    "config",
+    "model",
+    "models",
+    "listen",
+    "http_listen",
+    "admin_listen",
+    "shutdown_timeout_s",
+    "redis_url",
+    "redis_prefix",
+}
 OWN |= {
     "log_json",
     "public_tls_certificate",

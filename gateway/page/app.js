@@ -152,6 +152,7 @@ async function describe() {
   const reply = await fetch("v1/models", { headers: key ? { authorization: `Bearer ${key}` } : {} });
   if (!reply.ok) throw Object.assign(new Error((await reply.json()).error.message), { status: reply.status });
   const model = (await reply.json()).data[0];
+  served = model.id;
   $("model").textContent = `${model.id}, ${model.max_model_len} positions`;
 }
 
