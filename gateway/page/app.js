@@ -9,6 +9,7 @@ const NAMES = { required: "speculation in every round", auto: "speculation where
 let rounds = []; // of the run that is shown: {nodes, path, tokens}
 let shown = 0;
 let following = true; // the newest round, until somebody looks at an older one
+let served = ""; // name of the model; the first, where there are several
 let running = null; // AbortController
 
 class Run {
@@ -38,6 +39,7 @@ class Run {
 async function generate(mode, run) {
   const seed = $("seed").value;
   const body = {
+    model: served,
     prompt: $("prompt").value,
     temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value),
