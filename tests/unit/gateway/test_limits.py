@@ -124,7 +124,7 @@ async def test_tokenising_over_http_is_charged_too():
 )
 async def test_long_lists_are_refused_by_their_length(path, body, field):
     async with serving() as service:
-        app = httpx.ASGITransport(build_app(service))
+        app = httpx.ASGITransport(build_app(Models([service])))
         async with httpx.AsyncClient(transport=app, base_url="http://gateway") as client:
             answer = await client.post(f"/v1/{path}", json=body)
     assert answer.status_code == 400
