@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field, field_validator
 
 from rootward.core.requests import STRATEGIES, DraftStrategy
 from rootward.ports import DEFAULT_POOL
-from rootward.process_settings import ProcessSettings
+from rootward.process_settings import WorkerSettings
 
 
-class DrafterSettings(ProcessSettings):
+class DrafterSettings(WorkerSettings):
     """Rootward drafter: grows token trees for verifiers with a small model, or without one."""
 
     model: str = Field(
@@ -25,15 +23,6 @@ class DrafterSettings(ProcessSettings):
     redis_url: str = Field(
         "", description="redis://host:port/0 of the registry where verifiers find it (default: none)"
     )
-    advertise: str = Field("", description="host:port that verifiers dial (default: the one it listens on)")
-    zone: str = Field("", description="where it runs: near peers are tried first")
-    device: str = Field("cpu", description="torch device")
-    cuda_graphs: bool = Field(False, description="record levels of growth as CUDA graphs")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "auto",
-        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
-    )
-    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     max_num_seqs: int = Field(16, ge=1, description="trees held at once, over all verifiers")
     max_num_batched_tokens: int = Field(256, ge=1, description="rows of one draft forward")
     law_atoms: int = Field(64, ge=1, le=4096, description="largest support of a declared row (K)")
@@ -46,9 +35,6 @@ class DrafterSettings(ProcessSettings):
         0.7, gt=0, lt=1, description="assumed acceptance of a first child: higher grows deeper, lower wider"
     )
     later_acceptance: float = Field(0.2, gt=0, lt=1, description="the same of its later siblings, once it has failed")
-    num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
-    )
     shutdown_timeout_s: float = Field(
         30.0, ge=0, description="how long SIGTERM waits for verifiers to move their sessions"
     )

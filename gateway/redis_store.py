@@ -24,13 +24,12 @@ stop a running request. Every write carries its epoch; a later one refuses it.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import NoScriptError, RedisClusterException, RedisError
+from redis.exceptions import NoScriptError
 
 from gateway.admission import Rate
 from gateway.session_store import (
@@ -48,7 +47,7 @@ from gateway.session_store import (
 )
 from rootward.clock import SystemClock
 from rootward.ports import Lease
-from rootward.redis_client import KEY_PREFIX, open_redis
+from rootward.redis_client import KEY_PREFIX, answering, open_redis
 
 # Of all scripts on a request, KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease, retention (ms).
 _HELD = """
@@ -315,17 +314,8 @@ class RedisStore:
     async def close(self) -> None:
         await self._client.aclose()
 
-    @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        """Bounds a call in time and turns every failure of the connection into StoreUnavailable."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # the client has swallowed it
-                    raise asyncio.CancelledError
-        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            raise StoreUnavailable(f"the session store does not answer ({type(error).__name__})") from error
+    def _answering(self) -> AbstractAsyncContextManager[None]:
+        return answering("the session store", self._timeout_s, StoreUnavailable)
 
 
 def _flat(fields: Mapping[str, str]) -> list[str]:

@@ -61,3 +61,20 @@ class ProcessSettings(ServiceSettings):
     def server_tls(self) -> ServerTls | None:
         """How others call this role: the services only with a certificate of the authority."""
         return ServerTls(files, peers=tuple(self.tls_peers)) if (files := self.certificates) else None
+
+
+class WorkerSettings(ProcessSettings):
+    """What the settings of verifier and drafter have in common: the model's device, and how others find the process."""
+
+    advertise: str = Field("", description="host:port that peers dial (default: the one it listens on)")
+    zone: str = Field("", description="where it runs: near peers are tried first")
+    device: str = Field("cpu", description="torch device")
+    cuda_graphs: bool = Field(False, description="record forwards as CUDA graphs")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "auto",
+        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
+    )
+    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
+    )

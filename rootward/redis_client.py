@@ -11,6 +11,9 @@ User and password are those of an ACL user on the servers; Sentinels that ask fo
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -20,8 +23,9 @@ from redis.asyncio.connection import SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError
 
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, Unavailable
 
 _KINDS = ("", "+sentinel", "+cluster")
 SCHEMES = ("unix", *(f"{plain}{kind}" for plain in ("redis", "rediss") for kind in _KINDS))
@@ -46,6 +50,19 @@ def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
         example = "redis://host:port/0, redis+sentinel://host:port/name or redis+cluster://host:port"
         quoting = "and / ? # @ in a password as %2F %3F %23 %40"
         raise ConfigurationError(f"redis_url: {redacted(url)!r} is no Redis URL; write {example}, {quoting}") from None
+
+
+@asynccontextmanager
+async def answering(name: str, timeout_s: float, failure: type[Unavailable]) -> AsyncIterator[None]:
+    """Bounds calls in time and turns every failure of the connection into `failure`, which says that `name` does not answer."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the client has swallowed it
+                raise asyncio.CancelledError
+    except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+        raise failure(f"{name} does not answer ({type(error).__name__})") from error
 
 
 def redacted(url: str) -> str:

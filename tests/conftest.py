@@ -16,11 +16,11 @@ torch.set_num_threads(1)
 os.environ.setdefault("ROOTWARD_NUM_THREADS", "1")  # of the services that tests start
 
 TESTS = Path(__file__).parent
-SLOW = (
-    "chaos",
-    "contract",
-    "deploy",
-    "interpreted",
+SLOW = (  # beginnings of "file::test"
+    "chaos/",
+    "contract/",
+    "deploy/",
+    "interpreted/",
     "e2e/test_demo_pair_served.py",
     "e2e/test_fuzz.py",
     "e2e/test_lm_eval.py",
@@ -46,8 +46,16 @@ SLOW = (
     "statistical/test_local_exact.py",
     "statistical/test_processors_exact.py",
     "statistical/test_processors_through_the_wire.py",
+    "statistical/test_samplers.py",
+    "statistical/test_strategies_through_the_wire.py",
+    "statistical/test_verdict.py::test_keyed_rounds_emit_the_target",
     "unit/bench/test_gpu_scripts.py",
+    *(
+        f"unit/engine/test_layers.py::test_every_way_to_a_token_gives_the_same_bits[{case}"
+        for case in ("grouped by three", "one head each", "windows", "llama-dtype0-256", "llama-dtype1-256")
+    ),
     "unit/engine/test_triton_attention.py",
+    "unit/test_cli.py::test_check_pair_on_real_folders",
     "unit/test_demo_pair.py",
 )
 
@@ -55,6 +63,6 @@ SLOW = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the second tier."""
     for item in items:
-        path = item.path.relative_to(TESTS).as_posix()
-        if path.startswith(tuple(f"{name}/" if not name.endswith(".py") else name for name in SLOW)):
+        name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
+        if name.startswith(SLOW):
             item.add_marker(pytest.mark.slow)

@@ -26,11 +26,11 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisClusterException, RedisError
 
 from rootward.core.arrays import Floats
 from rootward.core.audit import STRATEGIES, Draws, Record, joined
-from rootward.redis_client import KEY_PREFIX
+from rootward.errors import Unavailable
+from rootward.redis_client import KEY_PREFIX, answering
 
 log = structlog.get_logger("verifier.audit")
 
@@ -151,7 +151,7 @@ class DrafterAudit:
         assert self._redis is not None
         key, draws = f"{self._prefix}:audit:{name}", audited.record.num_draws
         try:
-            async with asyncio.timeout(TIMEOUT_S):
+            async with answering("Redis", TIMEOUT_S, Unavailable):
                 cleared = int(await self._redis.hget(key, CLEARED) or 0)
                 if audited.saved < 0:
                     audited.cleared = cleared
@@ -161,8 +161,8 @@ class DrafterAudit:
                     log.warning("drafter_cleared", drafter=name)
                 await self._redis.hset(key, self._worker, audited.to_json())
                 known: Any = await self._redis.hgetall(key)
-        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            log.debug("audit_not_saved", drafter=name, error=type(error).__name__)
+        except Unavailable as error:
+            log.debug("audit_not_saved", drafter=name, error=str(error))
             return
         audited.saved = draws
         others = [json.loads(value) for worker, value in known.items() if worker not in (CLEARED, self._worker)]

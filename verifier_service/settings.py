@@ -10,13 +10,13 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from rootward.core.requests import DraftMode
 from rootward.discovery.sources import parse_sources
-from rootward.process_settings import ProcessSettings
+from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 
 
-class VerifierSettings(ProcessSettings):
+class VerifierSettings(WorkerSettings):
     """Rootward verifier: runs the target model and owns every committed token."""
 
     model: str = Field(description="Hugging Face folder or hub name of the target model, or tabular:vocab=…,seed=…")
@@ -39,20 +39,11 @@ class VerifierSettings(ProcessSettings):
     served_model_name: str = Field(
         "", description="name under which gateways find it (default: the last part of --model)"
     )
-    advertise: str = Field("", description="host:port that gateways dial (default: the one it listens on)")
-    zone: str = Field("", description="where it runs: near peers are tried first")
-    device: str = Field("cpu", description="torch device")
-    cuda_graphs: bool = Field(False, description="record steps as CUDA graphs")
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
-        "auto",
-        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
-    )
     target_adapter: str | None = Field(None, description="folder with a LoRA adapter of the target; the draft has none")
     quantization: str | None = Field(
         None, description="JSON of a transformers quantization_config (default: what the checkpoint says)"
     )
     tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")
-    max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     kv_cache_tokens: int | None = Field(
         None, ge=1, description="KV memory of all sessions, in tokens (default: max_num_seqs of the longest)"
     )
@@ -78,9 +69,6 @@ class VerifierSettings(ProcessSettings):
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     draft_prior_row_ms: float = Field(
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"
-    )
-    num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
     )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
 

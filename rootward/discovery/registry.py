@@ -15,19 +15,18 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import RedisClusterException, RedisError
 
 from rootward.clock import Clock, SystemClock
 from rootward.discovery.static import polled
 from rootward.errors import Unavailable
 from rootward.ports import Peer
-from rootward.redis_client import KEY_PREFIX, open_redis
+from rootward.redis_client import KEY_PREFIX, answering, open_redis
 
 log = structlog.get_logger("registry")
 
@@ -124,16 +123,8 @@ class Registry:
         seconds, micros = next(iter(answer.values())) if isinstance(answer, dict) else answer  # a cluster: of any node
         return float(seconds) + float(micros) / 1e6
 
-    @asynccontextmanager
-    async def _answering(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():  # the client has swallowed it
-                    raise asyncio.CancelledError
-        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
-            raise RegistryUnavailable(f"the registry does not answer ({type(error).__name__})") from error
+    def _answering(self) -> AbstractAsyncContextManager[None]:
+        return answering("the registry", self._timeout_s, RegistryUnavailable)
 
 
 @asynccontextmanager

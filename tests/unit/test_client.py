@@ -188,7 +188,8 @@ async def test_values_outside_the_message_types_are_value_errors_with_their_name
 
 async def test_a_stream_that_breaks_keeps_its_partial_result():
     dying = SpellingVerifier(die_after=lambda r: 5)
-    async with grpc_serving(dying, redispatch_wait_s=0.1) as (_, address), AsyncClient(address) as client:
+    once = {"max_retries": 0}
+    async with grpc_serving(dying, redispatch_wait_s=0.1) as (_, address), AsyncClient(address, **once) as client:
         with pytest.raises(errors.StreamInterruptedError) as caught:
             await client.generate("a")
         assert caught.value.partial.token_ids == IDS[:3]
