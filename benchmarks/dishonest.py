@@ -108,7 +108,7 @@ def install(cheat: Cheat, seed: int = 0) -> None:
 def install_peeking(model: Any) -> None:
     """From now on every row that a drafter in this process declares knows the target's (a `LanguageModel`): a forward over the whole text
     for each row."""
-    grower: Any = importlib.import_module("drafter_service.grower")
+    grower: Any = importlib.import_module("rootward.engine.grower")
     texts: dict[int, list[int]] = {}
     planted, reroot, expand, rows_of = grower.Grower._planted, grower.Grower._reroot, grower._expand, grower.rows_of
     asked: list[Any] = []

@@ -31,7 +31,7 @@ LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one ses
 
 def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     """The drafter that grows trees with a model."""
-    from drafter_service.grower import Grower  # torch takes seconds to import, and lookups do without
+    from rootward.engine.grower import Grower  # torch takes seconds to import, and lookups do without
 
     best_first = BestFirst(
         draws_per_level=settings.draws_per_level,

@@ -15,6 +15,7 @@ from redis.asyncio import Redis, RedisCluster
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
+from rootward.engine.head_model import DraftHead
 from rootward.engine.threads import on_passing_thread
 from rootward.ports import Discovery, Drafter, LanguageModel
 from rootward.redis_client import open_redis
@@ -30,7 +31,7 @@ from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import MAX_NODES, Policy, VerifierSettings
 from verifier_service.speculation import StepTime, measure
-from verifier_service.target import follow_rank, target_model
+from verifier_service.target import follow_rank, load_local_head, target_model
 
 log = structlog.get_logger("verifier")
 
@@ -43,9 +44,10 @@ def build(
     drafters: Mapping[str, Drafter] | None = None,
     thread: ThreadPoolExecutor | None = None,
     redis: Redis | RedisCluster | None = None,
+    head: DraftHead | None = None,
 ) -> VerifierService:
     """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread,
-    redis: as for `VerifierService`."""
+    redis, head: as for `VerifierService`."""
     incarnation = secrets.randbits(64)
     policy = Policy(
         law=settings.law,
@@ -112,6 +114,7 @@ async def serve(settings: VerifierSettings) -> None:
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:
     async with AsyncExitStack() as stack:
         model, lost = await stack.enter_async_context(target_model(settings))
+        head = await on_passing_thread(load_local_head, settings, model)
         step_time = await on_passing_thread(measure, model)
         log.info(
             "step_cost", **{f"ms_of_{n}_rows": round(1e3 * step_time.seconds(n), 2) for n in (1, 2, 4, 8, 16, 32, 64)}
@@ -125,7 +128,7 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
         if redis is not None:
             stack.push_async_callback(redis.aclose)
-        verifier = await stack.enter_async_context(build(model, sources, settings, step_time, redis=redis))
+        verifier = await stack.enter_async_context(build(model, sources, settings, step_time, redis=redis, head=head))
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         async def drain(timeout_s: float) -> int:

@@ -93,15 +93,20 @@ class EngineLoop:
             chunks = [self._chunk(number, size) for number, size in plan.chunks]
             rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
             with self.watchdog.step():
-                work = asyncio.get_running_loop().run_in_executor(self._thread, self.runner.step, chunks, rounds)
-                outcomes = await work
-            self.apply(plan, chunks, rounds, outcomes, start_s)
+                work = asyncio.get_running_loop().run_in_executor(self._thread, self._on_model, chunks, rounds)
+                rounds, draft_s, outcomes = await work
+            self.apply(plan, chunks, rounds, outcomes, start_s=start_s, draft_s=draft_s)
         except ModelLost:
             raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
             log.exception("step_failed")
             for number in {n for n, _ in (*plan.prefill, *plan.launches)}:
                 self.abort(self.running[number], error)
+
+    def _on_model(self, chunks: list[Chunk], rounds: list[Round]) -> tuple[list[Round], float, list[Outcome]]:
+        """On the model's thread: the rounds with all their trees, the seconds that a draft head took for them, and their outcomes."""
+        rounds, draft_s = self.runner.drafted(rounds)
+        return rounds, draft_s, self.runner.step(chunks, rounds)
 
     # -- prepare and schedule -----------------------------------------------------------------------------------------
 
@@ -129,6 +134,7 @@ class EngineLoop:
             self.pool.close(session, "ended")
             session.statistics.forget_session(session.number)
             self.local.gone(session)
+            self.runner.forget(session.number)
         entered = self.slots.fill(self.abort)
         for session in entered:
             self.rounds.start_round_timer(session)
@@ -195,7 +201,7 @@ class EngineLoop:
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self.running[number]
         assert session.kv_slot is not None
-        return Chunk(session.kv_slot, *session.chunk(size))
+        return Chunk(session.kv_slot, *session.chunk(size), session=number)
 
     def _launch(self, number: int, max_nodes: int) -> Round:
         """A round as the runner gets it."""
@@ -209,6 +215,7 @@ class EngineLoop:
             self.rounds.start_round_timer(session)
         self.rounds.on_launch(session, len(snapshot.ids) - 1 if snapshot is not None else 0)
         verified, rule, drafter = self.local.launch(session, snapshot), session.rule, ""
+        wanted = self.local.wanted(session)
         if session.draft is not None and verified is not None and verified is snapshot:
             drafter = session.draft.drafter
             if not self.audit.trusts(drafter, session.draft.pool):
@@ -228,15 +235,24 @@ class EngineLoop:
             drafter=drafter,
             fill=fill,
             num_successors=session.local.num_successors if session.local is not None else 0,
-            copies=snapshot is not None and verified is snapshot and session.law is DraftMode.IID,
+            copies=session.mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
+            wanted=wanted,
+            session=number,
         )
 
     # -- apply --------------------------------------------------------------------------------------------------------
 
     def apply(
-        self, plan: Plan, chunks: list[Chunk], rounds: list[Round], outcomes: list[Outcome], start_s: float
+        self,
+        plan: Plan,
+        chunks: list[Chunk],
+        rounds: list[Round],
+        outcomes: list[Outcome],
+        *,
+        start_s: float,
+        draft_s: float = 0.0,
     ) -> None:
-        """A step has ended that began at start_s."""
+        """A step has ended that began at start_s, of which a draft head took draft_s."""
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
         self.metrics.stepped(kind, time.monotonic() - start_s)
         if plan.prefill:
@@ -247,25 +263,26 @@ class EngineLoop:
             session.feed(size, chunk.told)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
-            self._commit(self.running[number], done, outcome)
+            self._commit(self.running[number], done, outcome, draft_s)
         self.pool.flush()  # drafters go on while the next step is planned
         if not plan.prefill:
-            self.rounds.controller.step_time.add(sum(len(r.tree) for r in rounds), time.monotonic() - start_s)
+            seconds = time.monotonic() - start_s - draft_s
+            self.rounds.controller.step_time.add(sum(len(r.tree) for r in rounds), seconds)
         self.rounds.plan()
 
-    def _commit(self, session: Session, done: Round, outcome: Outcome) -> None:
+    def _commit(self, session: Session, done: Round, outcome: Outcome, draft_s: float) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)
         if done.drafter and outcome.draws is not None:
             self.audit.observe(done.drafter, outcome.draws)
-        missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill))
+        missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill), draft_s=draft_s)
         trace_round(session, outcome, missed=missed)
         local = session.local
         if local is not None:
             local.learn_successors(outcome.successors)
-        looked_up = local is not None and local.launched
-        self.metrics.committed(done.tree, outcome, missed=missed, local=looked_up)
+        is_local = local is not None and local.launched and outcome.num_nodes > 0
+        self.metrics.committed(done.tree, outcome, missed=missed, local=is_local)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
         session.fed = len(session.tokens) - 1

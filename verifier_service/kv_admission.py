@@ -101,9 +101,7 @@ class Slots:
             session = self._leave(number)
             session.on(Event.PREEMPT)
             if session.local is not None:
-                session.local.tree = (
-                    None  # it comes back with prefill, and has no rows for a tree that was looked up before
-                )
+                session.local.drop()  # it comes back with prefill, and has no rows for a tree that was planned before
             self._away[number] = session
             self._waiting.push(session, preempted=True)
             self.num_preemptions += 1

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from rootward.core.frames import Open
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.lookup import (
     Memories,
@@ -24,11 +25,14 @@ from rootward.core.lookup import (
     parse_recipe,
 )
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.core.rng import Role
+from verifier_service.head_drafts import Wanted
 from verifier_service.session import Draft, Session
 from verifier_service.settings import Policy
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
+HEAD = "head:"  # and the folder of a draft head, in a policy
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
 
@@ -37,9 +41,12 @@ class LocalDraft:
     """Of one session. fed: tokens that the source has read; length: of the text that cap and tree are for."""
 
     name: str
-    source: Source
+    source: Source | None  # what trees are looked up in
     statistics: Statistics  # of rounds with such trees
-    required: bool = False  # looks a tree up for every round, whether or not that pays
+    opening: Open | None = (
+        None  # what a draft head is asked for instead; its tree is grown right before the forward that verifies it
+    )
+    required: bool = False  # has a tree in every round, whether or not that pays
     fed: int = 0
     length: int = -1
     cap: int = 0
@@ -49,17 +56,28 @@ class LocalDraft:
     @property
     def num_successors(self) -> int:
         """Most likely next tokens that its source learns from every verified row: none without a table of successors."""
-        return max((table.memory.width for table in _tables(self.source)), default=0)
+        return max((table.memory.width for table in self._tables()), default=0)
 
     def learn_successors(self, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
         """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
-        for table in _tables(self.source):
+        for table in self._tables():
             for token, likely in found:
                 table.replace(token, likely)
 
+    def _tables(self) -> list[Recycling]:
+        parts = self.source.sources if isinstance(self.source, Merged) else (self.source,)
+        return [part for part in parts if isinstance(part, Recycling)]
+
     @property
     def num_nodes(self) -> int:
+        """Rows that its tree takes in the present round, at most."""
+        if self.opening is not None:
+            return self.cap
         return len(self.tree.ids) - 1 if self.tree is not None else 0
+
+    def drop(self) -> None:
+        """The present round has no tree."""
+        self.cap, self.tree = 0, None
 
 
 class LocalDrafts:
@@ -67,6 +85,7 @@ class LocalDrafts:
 
     def __init__(self, policy: Policy, vocab_size: int, controller: SpeculationController) -> None:
         self._policy, self._vocab_size = policy, vocab_size
+        self._has_head = policy.local_draft.startswith(HEAD)
         self._recipes = _recipes(policy.local_draft)
         self._memories = Memories(Successors)  # by salt: as with cached prefixes, who shares them
         self._controller = controller
@@ -74,25 +93,47 @@ class LocalDrafts:
     @property
     def names(self) -> tuple[str, ...]:
         """What a request may ask for."""
-        return tuple(self._recipes)
+        return (*(["head"] if self._has_head else []), *self._recipes)
 
     def of(self, session: Session) -> LocalDraft | None:
         """For a session that begins; None: it takes none."""
         request, wish = session.request, session.request.speculation
+        if wish.mode is SpeculationMode.DISABLED:
+            return None
+        bucket = round(10 * request.sampling.temperature), request.structure is not None
+        if self._has_head and wish.drafter in ("", "head"):
+            opening = self._opening(session)
+            statistics = self._controller.of(("head", session.rule, session.mode, session.strategy, *bucket))
+            return LocalDraft("head", None, statistics, opening, session.required)
         recipe = self._recipes.get(wish.drafter or self._policy.local_draft)
-        if recipe is None or wish.mode is SpeculationMode.DISABLED or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
+        if recipe is None or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
             return None
         law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
-        kind = (
-            "local",
-            recipe.name,
-            session.rule,
-            round(10 * request.sampling.temperature),
-            request.structure is not None,
-        )
+        kind = ("local", recipe.name, session.rule, *bucket)
         memory = self._memories.of(session.salt)
         source = recipe.source(law, memory, request.prediction, len(request.prompt))
-        return LocalDraft(recipe.name, source, self._controller.of(kind), session.required)
+        return LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required)
+
+    def _opening(self, session: Session) -> Open:
+        policy, request, wish = self._policy, session.request, session.request.speculation
+        return Open(
+            slot=0,
+            session=request.request_id,
+            epoch=request.epoch,
+            prefix=(),
+            sampling=request.sampling,
+            law=session.mode,
+            # Only shared noise needs the seed itself.
+            seed=request.seed if session.mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
+            choice=request.choice,
+            num_atoms=policy.law_atoms,
+            node_cap=policy.num_draft_tokens,
+            max_depth=min(wish.max_depth or policy.max_depth, policy.max_depth),
+            topk=min(wish.topk or policy.topk, policy.topk),
+            eos_ids=tuple(session.stop_ids),
+            num_prompt=len(request.prompt),
+            strategy=session.strategy,
+        )
 
     def plan(self, session: Session, most: int) -> int:
         """Nodes of the tree that stands in for plain decoding in the present round; looked up once per round, at most `most`."""
@@ -103,7 +144,7 @@ class LocalDrafts:
             local.length, local.cap, local.tree = len(session.tokens), 0, None
             if absent(session.draft):
                 local.cap = max(0, most) if local.required else local.statistics.begin_round(session.number, most)[0]
-                local.tree = self._look_up(session, local) if local.cap else None
+                local.tree = self._look_up(session, local.source, local) if local.cap and local.source else None
         return local.num_nodes
 
     @staticmethod
@@ -112,10 +153,18 @@ class LocalDrafts:
         local = session.local
         if local is None:
             return drafted
-        local.launched = drafted is None and local.tree is not None
+        local.launched = drafted is None and local.num_nodes > 0
         if local.launched and not session.drafter_name:
             session.drafter_name = local.name
         return local.tree if local.launched else drafted
+
+    @staticmethod
+    def wanted(session: Session) -> Wanted | None:
+        """What a draft head is asked for in the round that begins."""
+        local = session.local
+        if local is None or local.opening is None or not local.launched:
+            return None
+        return Wanted(session.number, session.tokens, local.opening, local.cap)
 
     @staticmethod
     def gone(session: Session) -> None:
@@ -123,9 +172,9 @@ class LocalDrafts:
         if session.local is not None:
             session.local.statistics.forget_session(session.number)
 
-    def _look_up(self, session: Session, local: LocalDraft) -> Snapshot | None:
+    def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
         tokens, policy, wish = session.tokens, self._policy, session.request.speculation
-        local.source.extend(tokens[local.fed : local.fed + CHUNK])
+        source.extend(tokens[local.fed : local.fed + CHUNK])
         local.fed = min(len(tokens), local.fed + CHUNK)
         if local.fed < len(tokens):
             return None
@@ -133,13 +182,8 @@ class LocalDrafts:
         topk = min(wish.topk or policy.topk, policy.topk)
         tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
         tree.root.token = tokens[-1]
-        found = extend_tree(tree, local.source, Shape(local.cap, depth, topk, LEAST_SCORE))
+        found = extend_tree(tree, source, Shape(local.cap, depth, topk, LEAST_SCORE))
         return tree.snapshot(found) if found else None
-
-
-def _tables(source: Source) -> list[Recycling]:
-    parts = source.sources if isinstance(source, Merged) else (source,)
-    return [part for part in parts if isinstance(part, Recycling)]
 
 
 def absent(draft: Draft | None) -> bool:
@@ -147,15 +191,23 @@ def absent(draft: Draft | None) -> bool:
     return draft is None or not (draft.has_growth or draft.shared)
 
 
-def learn(session: Session, result: RoundResult) -> None:
-    """A round without a drafter's nodes was committed; result.target_nodes: nodes that were looked up for it."""
-    if session.local is not None:
-        session.local.statistics.add(session.number, result)
+def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: float) -> None:
+    """A round without a drafter's nodes was committed, with so many nodes of a local tree. draft_wait: time that a draft head took, in the
+    unit of `RoundResult`."""
+    local = session.local
+    if local is None:
+        return
+    if local.opening is None:
+        local.statistics.add(session.number, RoundResult(num_nodes, num_nodes, path))
+        return
+    target = local.cap if local.launched and num_nodes else 0
+    local.statistics.add(session.number, RoundResult(target, target, path, draft_wait))
 
 
 def _recipes(names: str) -> dict[str, Recipe]:
-    """By name: all of `ngram+recycling` together, and each alone."""
+    """By name: all of `ngram+recycling` together, and each alone; what a request may ask for where a head is the default."""
     if names == "none":
         return {}
+    names = "ngram" if names.startswith(HEAD) else names
     found = {name: parse_recipe(f"{name}:") for name in (names, *names.split("+"))}
     return {name: replace(recipe, name=name) for name, recipe in found.items() if recipe is not None}

@@ -170,8 +170,8 @@ class Rounds:
         """Nothing was launched for so long."""
         self._idle_s += seconds
 
-    def ended(self, session: Session, outcome: Outcome, *, prefilled: bool = False) -> bool:
-        """A verdict: learn from it. prefilled: its forward held the end of its own prefill, too.
+    def ended(self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float = 0.0) -> bool:
+        """A verdict: learn from it. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the step.
 
         Returns whether a tree was waited for in vain."""
         local = session.local is not None and session.local.launched
@@ -186,10 +186,11 @@ class Rounds:
             if drafted:
                 session.statistics.add(session.number, RoundResult(target, observed, path))
             return session.stalled
+        speed = self.controller.step_time.speed
         ready_at = self._idle_s if session.tree_ready_at is None else session.tree_ready_at  # then it waited for others
-        wait_s = (ready_at - session.idle_mark_s) / self.controller.step_time.speed
+        wait_s = (ready_at - session.idle_mark_s) / speed
         if not drafted:
-            learn(session, RoundResult(outcome.num_nodes, outcome.num_nodes, outcome.path))
+            learn(session, outcome.num_nodes, outcome.path, draft_s / speed)
         wait = None if session.had_prefill else wait_s
         session.statistics.add(session.number, RoundResult(target, observed, path, wait))
         return session.stalled

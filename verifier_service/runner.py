@@ -6,7 +6,7 @@ Nothing here knows of streams, sessions or time. Host work per round is O(tree Ã
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.sampling import token_logprobs
 from rootward.engine.verify import LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
+from verifier_service.head_drafts import HeadDrafts, Wanted
 
 Ints = NDArray[np.int64]
 FILL = 1 << 40  # ids of the end of the prefill among the nodes of a round
@@ -31,6 +32,7 @@ class Chunk:
     """Prefill: tokens that extend the committed chain of a KV slot.
 
     follow: the token after each of the first ones, where log-probabilities of the prompt are wanted; the step puts them into `told`.
+    session: number of the session, by which a draft head knows its text.
     """
 
     kv_slot: int
@@ -38,6 +40,7 @@ class Chunk:
     follow: tuple[int, ...] = ()
     num_top: int = 0
     told: list[TokenLogprob] = field(default_factory=list)
+    session: int = 0
 
     @property
     def num_logits(self) -> int:
@@ -55,6 +58,8 @@ class Round:
     copies    siblings are i.i.d. copies, each drawn from the whole row
     num_successors  most likely next tokens that are wanted of every row
     fill      the end of the prefill: tokens right before the root whose KV the same forward makes
+    wanted    a tree that a draft head grows before the forward; it becomes `snapshot`
+    session   number of the session, by which a draft head knows its text
     """
 
     kv_slot: int
@@ -72,6 +77,8 @@ class Round:
     copies: bool = False
     num_successors: int = 0
     drafter: str = ""
+    wanted: Wanted | None = None
+    session: int = 0
 
     @property
     def tree(self) -> TokenTree:
@@ -100,11 +107,15 @@ class Outcome:
 
 
 class Runner:
-    """Drives a target model. `law` is the law of ratio tests; tests swap in wrong ones to show that they are detected."""
+    """Drives a target model. `law` is the law of ratio tests; tests swap in wrong ones to show that they are detected. `heads`: trees of a
+    draft head, which is shown the hidden states of every forward."""
 
-    def __init__(self, model: LanguageModel, *, law: LawFunction = forest_law) -> None:
+    def __init__(self, model: LanguageModel, *, law: LawFunction = forest_law, heads: HeadDrafts | None = None) -> None:
         self.model = model
         self.law = law
+        self.heads = heads
+        if heads is not None:
+            model.expose(heads.model.reads)
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self.step(chunks, [])
@@ -113,13 +124,51 @@ class Runner:
         """One round for every session, in order."""
         return self.step([], rounds)
 
+    def drafted(self, rounds: Sequence[Round]) -> tuple[list[Round], float]:
+        """The rounds with the trees that a draft head grows for them, and the seconds that took."""
+        wanted = [r.wanted for r in rounds if r.wanted is not None]
+        if self.heads is None or not wanted:
+            return list(rounds), 0.0
+        grown = dict(zip((one.session for one in wanted), self.heads.grow(wanted), strict=True))
+        found = [r if r.wanted is None else replace(r, snapshot=grown[r.wanted.session]) for r in rounds]
+        return found, self.heads.draft_s
+
+    def forget(self, session: int) -> None:
+        """It has ended."""
+        if self.heads is not None:
+            self.heads.forget(session)
+
     def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
         """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
+        slots = [c.kv_slot for c in chunks] + [r.kv_slot for r in rounds]
+        firsts = [] if self.heads is None else [self.model.length(slot) for slot in slots]
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
         num_logits = [c.num_logits for c in chunks] + [len(r.tree) for r in rounds]
         logits_TV = self.model.forward(batch, num_logits=num_logits)
         self._filled(chunks, logits_TV)
-        return self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
+        outcomes = self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
+        if self.heads is not None:
+            self._observe(self.heads, firsts, chunks, rounds, outcomes)
+        return outcomes
+
+    def _observe(
+        self,
+        heads: HeadDrafts,
+        firsts: Sequence[int],
+        chunks: Sequence[Chunk],
+        rounds: Sequence[Round],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Show the states of what was committed to the head. firsts: position of each entry's first row."""
+        states, at = self.model.states, 0
+        for chunk, first in zip(chunks, firsts, strict=False):
+            heads.observe(chunk.session, first, states[at : at + len(chunk.tokens)])
+            at += len(chunk.tokens)
+        for r, first, outcome in zip(rounds, firsts[len(chunks) :], outcomes, strict=True):
+            root = at + len(r.fill)
+            rows = [*range(at, root + 1), *(root + node for node in outcome.path)]
+            heads.observe(r.session, first, states[rows])
+            at = root + len(r.tree)
 
     def _filled(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
         at = 0

@@ -13,6 +13,7 @@ from redis.asyncio import Redis, RedisCluster
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
+from rootward.engine.head_model import DraftHead
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from rootward.redis_client import KEY_PREFIX
@@ -21,6 +22,7 @@ from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_link import Shape
 from verifier_service.drafter_pool import Dial, DrafterPool
 from verifier_service.engine_loop import EngineLoop
+from verifier_service.head_drafts import HeadDrafts
 from verifier_service.kv_admission import Admission
 from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
@@ -50,14 +52,16 @@ class VerifierService:
         metrics: Metrics | None = None,
         thread: ThreadPoolExecutor | None = None,
         redis: Redis | RedisCluster | None = None,
+        head: DraftHead | None = None,
         redis_prefix: str = KEY_PREFIX,
     ) -> None:
         """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
         on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters, under
-        keys that begin with the prefix."""
+        keys that begin with the prefix. head: of the target, for local drafts."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.policy = policy or Policy()
-        self.runner = runner or Runner(model)
+        heads = None if head is None else HeadDrafts(head, incarnation=incarnation)
+        self.runner = runner or Runner(model, heads=heads)
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
         self.draining = False
@@ -244,7 +248,7 @@ class VerifierService:
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        session = Session(self._num_sessions, request, rule, law if wanted else None, eos, strategy)
+        session = Session(self._num_sessions, request, rule, law if wanted else None, eos, strategy, law)
         session.statistics, session.local = self.engine.rounds.statistics(session), self.local.of(session)
         return session
 

@@ -130,7 +130,8 @@ class Accounts:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """rule, law: how this session is verified and drafted; law None: it decodes plainly."""
+    """rule, law: how this session is verified and drafted; law None: no drafter grows trees for it. mode: the law that its request means,
+    whoever drafts."""
 
     number: int
     request: VerifierRequest
@@ -138,6 +139,7 @@ class Session:
     law: DraftMode | None
     eos_ids: frozenset[int]
     strategy: DraftStrategy = BEST_FIRST
+    mode: DraftMode = DraftMode.SAMPLED
     tokens: list[int] = field(default_factory=list)  # prompt + committed, the truth
     hash: int = 0
     kv_slot: int | None = None

@@ -61,10 +61,12 @@ class VerifierSettings(WorkerSettings):
         le=192,
         description="nodes that drafters grow for the rounds after the next while they would be idle; 0: none",
     )
-    local_draft: Literal["none", "ngram", "recycling", "ngram+recycling"] = Field(
+    local_draft: str = Field(
         "ngram",
+        pattern=r"^(none|ngram|recycling|ngram\+recycling|head:.+)$",
         description="trees for sessions that no drafter grows one for, looked up in their text (ngram) or in what followed each token "
-        "lately (recycling), where that pays; none: plain decoding",
+        "lately (recycling), or grown by a draft head of the target (head:FOLDER), where that pays; one of none, ngram, recycling, "
+        "ngram+recycling, head:FOLDER; none: plain decoding",
     )
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     draft_prior_row_ms: float = Field(

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from rootward.engine.loading import load_model
 from rootward.engine.threads import on_passing_thread, use_threads
+from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
 from rootward.settings import launched_rank
+from verifier_service.local_drafts import HEAD
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
+    from rootward.engine.head_model import DraftHead
     from rootward.engine.parallel import Group
     from rootward.engine.ranks import Ranks
 
@@ -36,6 +39,22 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
         cuda_graphs=settings.cuda_graphs,
         group=group,
     )
+
+
+def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
+    """The draft head that `--local-draft head:FOLDER` names; None without one. ConfigurationError if it does not fit."""
+    from rootward.engine.head_model import HeadModel
+    from rootward.engine.heads import load_head
+    from rootward.engine.model import HuggingFaceModel
+
+    if not settings.local_draft.startswith(HEAD) or not model.info.supports_trees:
+        return None
+    if not isinstance(model, HuggingFaceModel) or settings.tensor_parallel > 1 or launched_rank() is not None:
+        raise ConfigurationError(
+            "local_draft: a draft head needs a target of transformers in one process; give ngram or none"
+        )
+    folder = settings.local_draft.removeprefix(HEAD)
+    return HeadModel(load_head(folder, model.network), model.info, name=folder, max_slots=settings.max_num_seqs)
 
 
 @asynccontextmanager

@@ -31,9 +31,9 @@ from benchmarks.gpu.measuring import (
     tell,
     wait,
 )
-from drafter_service.grower import Grower
 from rootward.core.frames import Commit, Open, extend_hash
 from rootward.core.requests import DraftMode, Sampling
+from rootward.engine.grower import Grower
 from rootward.engine.model import HuggingFaceModel
 
 WANTED = 0.5

@@ -44,6 +44,11 @@ def prefix_hash(tokens: Sequence[int], value: int = 0) -> int:
     return value
 
 
+Features = (
+    NDArray[np.float32] | None
+)  # [n, size]: what the target knows before each of n tokens, for a draft head (`engine.heads`)
+
+
 @dataclass(frozen=True, slots=True)
 class Hello:
     """First message of the verifier on a stream."""
@@ -99,6 +104,7 @@ class Open:
     node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
     strategy: DraftStrategy = BEST_FIRST
     cache_salt: int = 0  # texts with different salts never share cached prefixes
+    features: Features = field(default=None, compare=False)  # for a draft head: of the last tokens of prefix
 
     @property
     def caps(self) -> tuple[int, int]:
@@ -135,6 +141,7 @@ class Commit:
     hash_after: int
     runs: tuple[int, ...] = ()
     node_budget: int | None = None
+    features: Features = field(default=None, compare=False)  # for a draft head: of the last of these tokens
 
     @property
     def rounds(self) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
-"""A draft head behind `ports.LanguageModel`: rows of text carry features of the target, drafted rows take the head's own output above them.
+"""A draft head behind `ports.LanguageModel`: rows of text carry features of the target, drafted rows the head's own output above them.
 
 So whatever grows trees from a draft model grows them from a head. The text of a slot may begin anywhere in the session's: positions are
-relative. Committed rows are always read with features (`Rows.features`), which is why nothing that was drafted is kept for the next round.
+relative. Committed rows are always read with features (`Rows.features`), so nothing that was drafted is kept for the next round.
 
 Legend: N rows, T wanted rows, E hidden size of the head, V vocabulary, V' draft vocabulary.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -28,14 +29,20 @@ TREE_ROOM = 256  # cells of a slot beyond its context
 
 
 class DraftHead(LanguageModel, Protocol):
-    """A language model whose rows of text need features of the target."""
+    """A language model whose rows of text need features of the target.
+
+    reads         hidden states of the target that features are made of (`LanguageModel.expose`)
+    feature_size  numbers of a feature
+    """
 
     @property
-    def reads(self) -> tuple[int, ...]:
-        """Hidden states of the target that features are made of (`LanguageModel.expose`)."""
+    def reads(self) -> tuple[int, ...]: ...
+
+    @property
+    def feature_size(self) -> int: ...
 
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
-        """float32[N, E]: features by these states."""
+        """float32[N, feature_size]: features by these states."""
 
 
 class HeadModel:
@@ -49,9 +56,7 @@ class HeadModel:
         self._passed_on: list[dict[int, torch.Tensor]] = [
             {} for _ in range(max_slots)
         ]  # by node: features for its children
-        self._info = ModelInfo(
-            name, target.vocab_size, target.max_positions, target.eos_ids, target.tokenizer_hash, fingerprint=name
-        )
+        self._info = replace(target, name=name, fingerprint=name)
 
     @property
     def info(self) -> ModelInfo:
@@ -60,6 +65,11 @@ class HeadModel:
     @property
     def reads(self) -> tuple[int, ...]:
         return self.head.states
+
+    @property
+    def feature_size(self) -> int:
+        size: int = self.head.hidden_size
+        return size
 
     @torch.inference_mode()
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
@@ -119,17 +129,16 @@ class HeadModel:
         return self._in_target_ids(logits, reduction)
 
     def _features(self, entries: Sequence[Entry], step: Step) -> torch.Tensor:
-        """float32[N, E]. What is not known (lost on the way) is zero: that costs acceptance only."""
+        """float32[N, E]."""
         head = self.head
         padded = head.device.type != "cpu"
-        none = torch.zeros(head.hidden_size, device=head.device)
         parts: list[torch.Tensor] = []
         for entry in entries:
             rows, known = entry.rows, self._passed_on[entry.rows.slot]
             if rows.features is not None:
                 own = torch.from_numpy(rows.features).to(head.device)
             else:
-                own = torch.stack([known.get(parent, none) for parent in rows.parent.tolist()])
+                own = torch.stack([known[parent] for parent in rows.parent.tolist()])
             if padded and len(own) < step.width:
                 own = torch.cat([own, own[:1].expand(step.width - len(own), -1)])
             parts.append(own)
@@ -142,7 +151,7 @@ class HeadModel:
         if ids is None:
             return reduced(logits, reduction)
         kind: Any = reduction.kind if reduction is not None else None
-        if isinstance(kind, Atoms) and max(kind) < len(ids):  # ids ascend, so ties stay in order
+        if isinstance(kind, Atoms) and kind.num_candidates < len(ids):  # ids ascend, so ties stay in order
             return relabelled(reduced(logits, reduction), ids)
         whole = logits.new_full((len(logits), self.info.vocab_size), -torch.inf)
         return reduced(whole.index_copy_(1, ids, logits), reduction)

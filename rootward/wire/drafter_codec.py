@@ -70,13 +70,13 @@ LOAD = Record(Load, drafter_pb2.Load)
 OPEN = Record(
     Open,
     drafter_pb2.Open,
-    custom=("sampling",),
+    custom=("sampling", "features"),
     prefix=u32("open.prefix"),
     law=enum(LAWS, "open.law"),
     prediction=u32("open.prediction"),
     strategy=STRATEGY,
 )
-COMMIT = Record(Commit, drafter_pb2.Commit, tokens=u32("commit.tokens"))
+COMMIT = Record(Commit, drafter_pb2.Commit, ("features",), tokens=u32("commit.tokens"))
 TO_DRAFTER = Record(
     ToDrafter,
     drafter_pb2.ToDrafter,

@@ -84,7 +84,7 @@ async def test_an_untrusted_pool_cannot_change_the_distribution(cheating) -> Non
 
 
 async def test_a_drafter_that_peeks_at_the_target_is_caught(cheating, monkeypatch) -> None:
-    from drafter_service import grower
+    from rootward.engine import grower
 
     target, draft = pair()
     for owner, name in (

@@ -21,11 +21,11 @@ from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 
 import verifier_service.drafter_link
-from drafter_service.grower import MAX_NODES
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
 from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.engine.grower import MAX_NODES
 from rootward.engine.tabular import TabularModel
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter

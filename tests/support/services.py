@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from benchmarks.slow_link import Conditions, SlowLink
-from drafter_service.grower import Grower
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
 from rootward.core.growth import BestFirst
@@ -22,6 +21,7 @@ from rootward.core.requests import (
     Stopping,
     VerifierRequest,
 )
+from rootward.engine.grower import Grower
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import LawFunction
 from rootward.ports import Drafter, LanguageModel, Verifier

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from unit.drafter.test_grower import opening
 
-import drafter_service.grower as module
-from drafter_service.grower import Grower, matched_rows
+import rootward.engine.grower as module
 from rootward.core.growth import BestFirst
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, target_gumbel
 from rootward.engine.atoms import Atoms, atoms_of
+from rootward.engine.grower import Grower, matched_rows
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Reduction
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.grower import dealt, max_min
 from drafter_service.growth_loop import UNFAIR, gives_up
+from rootward.engine.grower import dealt, max_min
 
 wants = st.lists(st.integers(0, 40), max_size=12)
 

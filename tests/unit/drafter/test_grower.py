@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from drafter_service.grower import Grower
 from rootward.core.frames import Commit, Grow, NeedSync, Open, extend_hash
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, DraftStrategy, Sampling
+from rootward.engine.grower import Grower
 from rootward.engine.tabular import TabularModel
 
 

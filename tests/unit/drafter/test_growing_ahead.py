@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from unit.drafter.test_grower import Counting, grown, hash_of, opening
 
-from drafter_service.grower import Grower
 from rootward.clock import FakeClock
 from rootward.core.frames import Commit
 from rootward.core.growth import AheadBudget, BestFirst
@@ -16,6 +15,7 @@ from rootward.core.growth import growth as growth_module
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, bonus_gumbel, target_gumbel
+from rootward.engine.grower import Grower
 
 PREFIX = (1, 2, 3)
 BONUS = Key(77).bonus()

@@ -14,7 +14,6 @@ from unit.engine.networks import VOCAB
 from unit.engine.test_graphs import Replays, model_of
 
 from drafter_service.__main__ import build_lookup, load, recipe_of
-from drafter_service.grower import Grower
 from drafter_service.settings import DrafterSettings
 from rootward.core.frames import Commit, Grow, Open, extend_hash
 from rootward.core.growth import AheadBudget, BestFirst
@@ -22,6 +21,7 @@ from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
 from rootward.engine import atoms, batch
 from rootward.engine.atoms import Atoms
+from rootward.engine.grower import Grower
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.codec import to_pb
 
-from drafter_service.grower import Grower
 from drafter_service.stream import Stream
 from rootward.core.frames import Commit, FromDrafter, Open, extend_hash
 from rootward.core.requests import DraftMode, Sampling
+from rootward.engine.grower import Grower
 from rootward.engine.tabular import TabularModel
 
 NODES, ATOMS = 64, 32

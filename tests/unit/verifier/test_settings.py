@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-import drafter_service.grower
+import rootward.engine.grower
 from rootward.errors import ConfigurationError
 from verifier_service.settings import MAX_NODES, VerifierSettings
 
 
 def test_trees_are_no_larger_than_drafters_grow_them() -> None:
     """A drafter refuses a larger one for good: the service would decode plainly and nobody would know why."""
-    assert MAX_NODES == drafter_service.grower.MAX_NODES
+    assert MAX_NODES == rootward.engine.grower.MAX_NODES
     fits = ["--model", "m", "--num-draft-tokens", "64", "--num-ahead-tokens", "176"]
     assert VerifierSettings.load(fits).num_ahead_tokens == 176
     with pytest.raises(ConfigurationError, match=r"num_ahead_tokens.*num_draft_tokens 65.*240"):

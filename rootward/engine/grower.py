@@ -25,7 +25,7 @@ import torch
 from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
-from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
+from rootward.core.frames import Commit, Features, Grow, NeedSync, Open, Reject, prefix_hash
 from rootward.core.growth import Ahead, AheadBudget, BestFirst, MatchScale, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
@@ -88,6 +88,7 @@ class GrowingTree:
     ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
     likely: dict[int, LikelyBonus] = field(default_factory=dict)  # by node, where `shares_bonus`
     nodes: int = 0  # that the next round may verify
+    features: Features = None  # of `pending`, for a draft head
     allowed: bool = True  # its rounds may have trees
 
     @property
@@ -136,10 +137,10 @@ class GrowingTree:
         own, (most, ahead_cap) = self.growth.own, self.open.caps
         if nodes is not None:
             self.allowed, self.nodes = nodes > 0, nodes
-        own.beyond = self.open.ahead_cap if ahead and not self.ratio and not own.strategy.restarts else 0
+        own.beyond = self.open.ahead_cap if ahead and not self.ratio and not self.tree.restarts else 0
         if self.allowed:
             own.node_cap = min(self.nodes + own.beyond, most)
-        self.growth.budget = replace(self.growth.budget, nodes=ahead_cap if ahead and not own.strategy.restarts else 0)
+        self.growth.budget = replace(self.growth.budget, nodes=ahead_cap if ahead and not self.tree.restarts else 0)
 
 
 class IdleTime:
@@ -192,6 +193,7 @@ class Grower(Generic[K]):
         self.model, self.incarnation, self._group = model, incarnation, group
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
         self.best_first, self.ahead_budget = best_first or BestFirst(), ahead_budget or AheadBudget()
+        self.feature_size: int = getattr(model, "feature_size", 0)  # of a draft head (`engine.head_model`)
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
@@ -244,6 +246,7 @@ class Grower(Generic[K]):
         unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
         for run in message.rounds:
             self._reroot(growing, run)
+        self._add_features(growing, message.features)
         growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
         if growing.history is not None:
             growing.history.extend(message.tokens)
@@ -266,19 +269,31 @@ class Grower(Generic[K]):
         active = [(key, g) for key, g in self.trees.items() if g.wants_level]
         if not all(g.ahead for _, g in active):  # what the next rounds may verify goes first
             active = [(key, g) for key, g in active if not g.ahead]
-        work = [entry for entry in self._rows([g for _, g in active]) if len(entry[1].node)]
-        if work:
-            self._forward(work)
-            self._account([(g, len(rows.node)) for g, rows, _ in work], time.monotonic() - start_s)
+        self._run_level([g for _, g in active])
         frames: list[tuple[K, Grow]] = []
         for key, growing in active:
-            if not growing.pending and growing.allowed:
-                growing.growth.draw(self._words(growing))
             if growing.sent < growing.tree.next_id or (growing.at_rest and not growing.told_rest):
                 frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
         if self.trees and all(g.ahead or not g.wants_level for g in self.trees.values()):
             self.idle_time.begins()
         return frames
+
+    def grow(self, keys: Sequence[K]) -> None:
+        """Levels for these trees alone, until all are at rest. For an owner who reads the trees themselves, not their frames."""
+        trees = [self.trees[key] for key in keys]
+        while active := [g for g in trees if not g.at_rest or (g.pending and g.allowed and not g.exhausted)]:
+            self._run_level(active)
+
+    def _run_level(self, active: list[GrowingTree]) -> None:
+        """One forward, and what is drawn after it."""
+        start_s = time.monotonic()
+        work = [entry for entry in self._rows(active) if len(entry[1].node)]
+        if work:
+            self._forward(work)
+            self._account([(g, len(rows.node)) for g, rows, _ in work], time.monotonic() - start_s)
+        for growing in active:
+            if not growing.pending and growing.allowed:
+                growing.growth.draw(self._words(growing))
 
     def _account(self, work: list[tuple[GrowingTree, int]], seconds: float) -> None:
         """Rows after the tree has come to rest are growth ahead."""
@@ -305,7 +320,8 @@ class Grower(Generic[K]):
             node_cap=node_cap,
             eos_ids=message.eos_ids,
             ahead_cap=ahead_cap,
-            restarts=strategy.restarts,
+            restarts=strategy.restarts
+            or self.feature_size > 0,  # a head reads its text again, with the target's features
             copies=message.law is DraftMode.IID,
         )
         likely: dict[int, LikelyBonus] = {}
@@ -317,7 +333,8 @@ class Grower(Generic[K]):
 
         growth = Ahead(growth_of(tree, strategy, max_positions=info.max_positions), self.ahead_budget, predicted)
         kv_slot = self.model.open(message.prefix, salt=f"{message.tenant:x}/{message.cache_salt:x}")
-        text = list(message.prefix[self.model.length(kv_slot) :])
+        known = 0 if message.features is None else len(message.features)
+        text = list(message.prefix[-max(1, known) if self.feature_size else self.model.length(kv_slot) :])
         owner = self._group(key), message.tenant
         planted = GrowingTree(message, tree, growth, kv_slot, text, Key(message.seed, message.choice), owner)
         planted.likely, planted.ranking, planted.nodes = likely, ranking(message.sampling), message.node_cap
@@ -326,7 +343,18 @@ class Grower(Generic[K]):
         if message.sampling.penalised:
             planted.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         planted.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
+        self._add_features(planted, message.features)
         return planted
+
+    def _add_features(self, growing: GrowingTree, features: Features) -> None:
+        """Those of the last pending tokens. Features that are missing are zero: that costs acceptance only."""
+        if not (size := self.feature_size):
+            return
+        parts = [part for part in (growing.features, features) if part is not None]
+        missing = len(growing.pending) - sum(map(len, parts))
+        if missing > 0:
+            parts.insert(len(parts) - (features is not None), np.zeros((missing, size), np.float32))
+        growing.features = np.concatenate(parts)[-len(growing.pending) :]
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is there; the rest becomes text to read."""
@@ -334,7 +362,7 @@ class Grower(Generic[K]):
         expanded = growing.growth.expanded
         walked = growing.growth.commit(tokens)
         held = 0
-        if not growing.pending:
+        if not growing.pending and not self.feature_size:
             # A tree that starts anew needs the row of its root, so the last token is read again.
             for node in walked[: len(walked) - growing.tree.restarts]:
                 if node not in expanded:
@@ -380,7 +408,8 @@ class Grower(Generic[K]):
             if growing.pending:
                 chunk = growing.pending[:share]
                 whole = len(chunk) == len(growing.pending)
-                rows = Rows.chain(growing.kv_slot, CHAIN_IDS, chunk)
+                features = None if growing.features is None else growing.features[:share]
+                rows = Rows.chain(growing.kv_slot, CHAIN_IDS, chunk, features)
                 work.append((growing, rows, [growing.tree.root_id] if whole else []))
             else:
                 nodes = growing.growth.frontier(share)
@@ -407,6 +436,8 @@ class Grower(Generic[K]):
             if chain:
                 self.model.commit(growing.kv_slot, int(rows.node[-1]), keep_below=False)
                 del growing.pending[: len(rows.node)]
+                if growing.features is not None:
+                    growing.features = growing.features[len(rows.node) :]
         expand()
 
     def _words(self, growing: GrowingTree) -> DrawWords:

@@ -1,0 +1,105 @@
+"""Trees that a draft head grows in the verifier's process, from the hidden states of the target's own forwards.
+
+Everything here runs on the model's thread: after a forward the states of its rows are kept (`observe`); before the next one the trees of
+all sessions that are to have one are grown together (`grow`), a forward of the head per level. How many nodes a tree gets was decided when
+its round began. States that are missing (of a prefix found in the KV cache) only make the head's text begin later.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from rootward.core.frames import Commit, Open, extend_hash
+from rootward.core.growth import BestFirst
+from rootward.core.living_tree import Snapshot
+from rootward.engine.grower import Grower
+from rootward.engine.head_model import DraftHead
+
+WINDOW = 1024  # positions whose states are kept until the head reads them; of a longer prompt it reads the end
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tree that a round waits for. text: the committed tokens, the last one is the root; opening: without prefix and features."""
+
+    session: int
+    text: Sequence[int]
+    opening: Open
+    nodes: int
+
+
+@dataclass(slots=True)
+class Observed:
+    """States of positions first, first + 1, ... of a session's text."""
+
+    first: int
+    parts: list[torch.Tensor]
+
+    @property
+    def end(self) -> int:
+        return self.first + sum(map(len, self.parts))
+
+
+class HeadDrafts:
+    """Of all sessions of a verifier. draft_s: how long the last `grow` took."""
+
+    def __init__(self, model: DraftHead, *, incarnation: int, best_first: BestFirst | None = None) -> None:
+        self.model = model
+        self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=best_first or BestFirst())
+        self._observed: dict[int, Observed] = {}
+        self.draft_s = 0.0
+
+    def observe(self, session: int, first: int, states: torch.Tensor) -> None:
+        """The target has run tokens at positions first, first + 1, ...; states [n, S]. What does not join on begins anew."""
+        known = self._observed.get(session)
+        if known is None or known.end != first:
+            self.forget(session)
+            known = self._observed[session] = Observed(first, [])
+        known.parts.append(states)
+        if known.end - known.first > WINDOW:
+            end, last = known.end, torch.cat(known.parts)[-WINDOW:]
+            self.forget(session)
+            self._observed[session] = Observed(end - len(last), [last])
+
+    def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
+        """A tree for each, None where the head knows nothing of the text's end."""
+        start_s = time.perf_counter()
+        ready = [one.session for one in wanted if self._is_ready(one)]
+        self._grower.grow(ready)
+        trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
+        found = [
+            None if tree is None or not len(tree) else tree.snapshot(one.nodes)
+            for one, tree in zip(wanted, trees, strict=True)
+        ]
+        self.draft_s = time.perf_counter() - start_s
+        return found
+
+    def forget(self, session: int) -> None:
+        """It has ended, or its text is known no longer."""
+        self._grower.close(session)
+        self._observed.pop(session, None)
+
+    def _is_ready(self, one: Wanted) -> bool:
+        """Whether the head's text could be brought to the end of the session's."""
+        known, text = self._observed.get(one.session), one.text
+        if known is None or known.end != len(text) - 1:
+            return False
+        states = known.parts[0] if len(known.parts) == 1 else torch.cat(known.parts)
+        features: np.ndarray = self.model.fuse(states).cpu().numpy()
+        known.first, known.parts = known.end, []
+        growing = self._grower.trees.get(one.session)
+        if growing is None:
+            opening = replace(one.opening, prefix=tuple(text), features=features, node_budget=one.nodes)
+            return self._grower.open(one.session, opening) is None
+        tree = growing.tree
+        tokens, hash_after = tuple(text[tree.length :]), tree.hash
+        for token in tokens:
+            hash_after = extend_hash(hash_after, token)
+        message = Commit(one.session, tree.length, tokens, hash_after, node_budget=one.nodes, features=features)
+        self._grower.commit(one.session, message)
+        return True
