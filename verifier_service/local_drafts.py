@@ -95,6 +95,10 @@ class LocalDrafts:
         """What a request may ask for."""
         return (*(["head"] if self._has_head else []), *self._recipes)
 
+    def grows(self, drafter: str) -> bool:
+        """Whether a request that requires trees of this name ("": of any drafter) gets them here."""
+        return drafter in self.names or (self._has_head and not drafter)
+
     def of(self, session: Session) -> LocalDraft | None:
         """For a session that begins; None: it takes none."""
         request, wish = session.request, session.request.speculation

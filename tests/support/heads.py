@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rootward.engine.slots import Entry
+from rootward.engine.tabular import TabularModel
+
 
 def head_config(network: Any, **more: Any) -> dict[str, Any]:
     own = network.config
@@ -111,3 +114,26 @@ def write(
         folder / "model.safetensors",
     )
     return folder
+
+
+class TabularHead(TabularModel):
+    """A draft head of a `TabularModel` that looks at two tokens. A row of text sees its own token and, as its feature, the target's token
+    before it; a drafted row its own token and that of its parent.
+
+    noise: of its logits against the target's; wrong: features are taken for those of other tokens, so far away.
+    """
+
+    reads, feature_size = (0,), 1
+
+    def __init__(self, target: TabularModel, *, noise: float = 0.5, wrong: int = 0, max_slots: int = 8) -> None:
+        law = {"sharpness": target.sharpness, "zeros": target.zeros, "noise": noise, "noise_seed": 5}
+        super().__init__(target.vocab, target.seed, 2, max_slots=max_slots, **law)
+        self.wrong = wrong
+
+    def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
+        return (states_NS.float() + self.wrong) % self.vocab
+
+    def _context(self, entry: Entry, row: int) -> list[int]:
+        context = super()._context(entry, row)
+        features = entry.rows.features
+        return context if features is None else [int(features[row, 0]), context[-1]]

@@ -22,12 +22,14 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.engine.grower import Grower
+from rootward.engine.head_model import DraftHead
 from rootward.engine.tabular import TabularModel
-from rootward.engine.verify import LawFunction
+from rootward.engine.verify import LawFunction, forest_law
 from rootward.ports import Drafter, LanguageModel, Verifier
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 from rootward.wire.server import RpcServer
+from verifier_service.head_drafts import HeadDrafts
 from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.service import VerifierService
@@ -53,10 +55,13 @@ def verifier_of(
     *,
     decide: LawFunction | None = None,
     metrics: Metrics | None = None,
+    head: DraftHead | None = None,
     **policy,
 ) -> VerifierService:
-    runner = Runner(model) if decide is None else Runner(model, law=decide)
-    rules = Policy(**({"num_draft_tokens": 8, "draft_wait_s": 1.0} | policy))
+    heads = None if head is None else HeadDrafts(head, incarnation=3)
+    runner = Runner(model, law=decide or forest_law, heads=heads)
+    own = {"num_draft_tokens": 8, "draft_wait_s": 1.0, "local_draft": "none" if head is None else "head:of a test"}
+    rules = Policy(**(own | policy))
     return VerifierService(
         model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner, metrics=metrics
     )
