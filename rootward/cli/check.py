@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +17,7 @@ import typer
 from rootward.cli.options import Output, OutputFormat
 from rootward.cli.serve import command_of
 from rootward.client import AsyncClient, GenerationResult, SamplingParams
-from rootward.errors import APIError, ConfigurationError
+from rootward.errors import ConfigurationError
 
 TEXTS = (
     "Explain how rainbows form, step by step.",
@@ -33,7 +30,7 @@ TEXTS = (
     "Write a short letter to a friend about a journey by train.",
 )
 WITHOUT_MODEL = "ngram+recycling:"  # n-grams of the text, and the tokens that followed each token lately
-LAST_TOKENS = 3  # sampled tokens whose distributions are compared
+COMPARED_TOKENS = 3  # of every sampled text, its first ones
 LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
 AT_ONCE = 16
 
@@ -97,18 +94,11 @@ def check(
 @contextmanager
 def _services(flags: Sequence[str], timeout_s: float) -> Iterator[str]:
     """The address of services that run until the end of the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    own = ["--listen", address, "--http-listen", "127.0.0.1:0", "--redis-url", "none", "--log-level", "warning"]
-    process = subprocess.Popen(
-        command_of("all", [*own, "--start-timeout-s", str(timeout_s), *flags]),
-        stdout=subprocess.DEVNULL,
-        stderr=sys.stderr,
-    )
+    own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--redis-url", "none", "--log-level", "warning"]
+    command = command_of("all", [*own, "--start-timeout-s", str(timeout_s), *flags])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        _wait_until_ready(process, address, timeout_s)
-        yield address
+        yield _address(process)
     finally:
         process.terminate()
         try:
@@ -118,27 +108,14 @@ def _services(flags: Sequence[str], timeout_s: float) -> Iterator[str]:
             process.wait()
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], address: str, timeout_s: float) -> None:
-    until = time.monotonic() + timeout_s
-    while time.monotonic() < until:
-        if process.poll() is not None:
-            raise ConfigurationError(
-                "check: the services do not start; the message above says why", exit_code=process.returncode or 1
-            )
-        if asyncio.run(_is_ready(address)):
-            return
-        time.sleep(0.5)
-    raise ConfigurationError(
-        f"start_timeout_s: {timeout_s} s passed and the services are not ready; give more time", exit_code=4
-    )
-
-
-async def _is_ready(address: str) -> bool:
-    async with AsyncClient(address, timeout=5.0, max_retries=0) as client:
-        try:
-            return any(worker.ready for worker in (await client.server_info()).verifiers)
-        except APIError:
-            return False
+def _address(process: subprocess.Popen[str]) -> str:
+    """The gateway's, once all services are ready. ConfigurationError with the exit code of the process if it ends before."""
+    for line in process.stdout or ():
+        _, ready, rest = line.partition(" all listening on ")
+        if ready:
+            return rest.split()[0]
+    message = "check: the services do not start; the message above says why"
+    raise ConfigurationError(message, exit_code=process.wait() or 1)
 
 
 async def _findings(
@@ -174,6 +151,8 @@ def _equality(name: str, expected: Sequence[GenerationResult], found: Sequence[G
 
 
 class _Runs:
+    """Generations through the services, at most `AT_ONCE` at one time."""
+
     def __init__(self, client: AsyncClient, greedy: SamplingParams):
         self._client, self._greedy, self._gate = client, greedy, asyncio.Semaphore(AT_ONCE)
 
@@ -190,21 +169,14 @@ class _Runs:
         for text in texts:
             drawn = []
             for trees in (False, True):
-                results = await asyncio.gather(
-                    *(
-                        self._one(
-                            text,
-                            SamplingParams(
-                                temperature=1.0, max_tokens=LAST_TOKENS, seed=2 * i + trees, ignore_eos=True
-                            ),
-                            trees=trees,
-                        )
-                        for i in range(num)
-                    )
-                )
+                wanted = [
+                    SamplingParams(temperature=1.0, max_tokens=COMPARED_TOKENS, seed=2 * i + trees, ignore_eos=True)
+                    for i in range(num)
+                ]
+                results = await asyncio.gather(*(self._one(text, sampling, trees=trees) for sampling in wanted))
                 drawn.append([result.token_ids for result in results])
                 accepted += sum(result.speculation.num_accepted_draft_tokens for result in results)
-            for at in range(LAST_TOKENS):
+            for at in range(COMPARED_TOKENS):
                 values.append(two_sample_p_value(*([ids[at] for ids in sample] for sample in drawn)))
         wrong = sum(value < error_rate / len(values) for value in values)
         remark = f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"

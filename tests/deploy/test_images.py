@@ -48,16 +48,17 @@ def inside(image: str, script: str) -> str:
     return done.stdout
 
 
-def normal(name: str) -> str:
+def normalised(name: str) -> str:
+    """The name of a package as package indexes compare it (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.parametrize("image", ["slim", "worker"])
 def test_every_version_is_that_of_the_constraints(image):
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    wanted = {normal(name): version for name, version in pins.items()} | {"rootward": VERSION}
+    wanted = {normalised(name): version for name, version in pins.items()} | {"rootward": VERSION}
     script = "import importlib.metadata as m\nfor d in m.distributions(): print(d.metadata['Name'], d.version)"
-    found = {normal(name): version for name, version in map(str.split, inside(image, script).splitlines())}
+    found = {normalised(name): version for name, version in map(str.split, inside(image, script).splitlines())}
     for tool in ("pip", "setuptools"):  # a venv of the base image brings them
         found.pop(tool, None)
     assert {name: version.partition("+")[0] for name, version in found.items()} == {

@@ -45,13 +45,13 @@ class Release:
 @contextmanager
 def installed(model: str) -> Iterator[Release]:
     with running_redis() as url, ExitStack() as stack:
-        enter, registry = stack.enter_context, ("--redis-url", url)
-        named, admin = ("--served-model-name", NAME), f"127.0.0.1:{free_port()}"
-        draft = enter(drafter(DRAFT, *registry))
-        target = enter(verifier(model, ["redis:default"], *registry, *named))
-        yield Release(
-            url, draft, target, enter(gateway(model, ["redis:"], *registry, *named, "--admin-listen", admin)), admin
-        )
+        registry = ("--redis-url", url)
+        named = ("--served-model-name", NAME)
+        admin = f"127.0.0.1:{free_port()}"
+        draft = stack.enter_context(drafter(DRAFT, *registry))
+        target = stack.enter_context(verifier(model, ["redis:default"], *registry, *named))
+        front = stack.enter_context(gateway(model, ["redis:"], *registry, *named, "--admin-listen", admin))
+        yield Release(url, draft, target, front, admin)
 
 
 @asynccontextmanager
@@ -71,21 +71,21 @@ async def test_a_new_target_by_two_releases():
         async with client_of(old) as before:
             alone = await before.generate([1, 2, 3], sampling=LONG)
             streams = [asyncio.create_task(before.generate([1, 2, 3], sampling=LONG)) for _ in range(4)]
-            with installed(NEW) as new:  # 1: beside the old one
+            with installed(NEW) as new:  # step 1 of the page: beside the old release
                 async with client_of(new) as after:
-                    tried = await after.generate([1, 2, 3], sampling=SHORT)  # 2: a share of the traffic
+                    tried = await after.generate([1, 2, 3], sampling=SHORT)  # step 2: a share of the traffic
                     assert tried.token_ids != alone.token_ids[: len(tried.token_ids)]
-                    shifted = [asyncio.create_task(after.generate([1, 2, 3], sampling=SHORT)) for _ in range(4)]  # 3
+                    # Step 3: all of it, while streams of the old release run on.
+                    shifted = [asyncio.create_task(after.generate([1, 2, 3], sampling=SHORT)) for _ in range(4)]
                     results = await asyncio.gather(*streams)
 
                     async def nobody() -> bool:
                         return await old.running() == 0
 
                     await until(nobody)
-                    gone = [
-                        await asyncio.to_thread(part.stop) for part in (old.gateway, old.verifier, old.drafter)
-                    ]  # 4
-                    assert gone == [0, 0, 0]
+                    # Step 4: the old release stops.
+                    parts = (old.gateway, old.verifier, old.drafter)
+                    assert [await asyncio.to_thread(part.stop) for part in parts] == [0, 0, 0]
                     assert {result.token_ids for result in await asyncio.gather(*shifted)} == {tried.token_ids}
                     assert (await after.generate([1, 2, 3], sampling=SHORT)).token_ids == tried.token_ids
     assert {result.token_ids for result in results} == {alone.token_ids}
@@ -109,7 +109,8 @@ async def test_a_new_target_in_place_is_refused_by_name_and_serves_nobody():
 async def test_a_bad_draft_model_in_a_second_pool_costs_no_text():
     """The candidate of the page: compared by pool, then the old one goes."""
     with running_redis() as url, ExitStack() as stack:
-        enter, registry = stack.enter_context, ("--redis-url", url)
+        enter = stack.enter_context
+        registry = ("--redis-url", url)
         pools = ["l4=redis:l4", "candidate=redis:candidate"]
         good = enter(drafter(DRAFT, *registry, "--pool", "l4"))
         target = enter(verifier(OLD, pools, *registry, "--served-model-name", NAME))

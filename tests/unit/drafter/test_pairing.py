@@ -1,4 +1,4 @@
-"""Who may work together: padding is no difference, another tokenizer is, and a refusal names both sides."""
+"""Which drafter and verifier are a pair: padded vocabularies fit, another tokenizer does not, and a refusal names both values."""
 
 from __future__ import annotations
 
