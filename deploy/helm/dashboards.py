@@ -11,7 +11,8 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 # title, unit, [(expression, legend)]
 Panel = tuple[str, str, list[tuple[str, str]]]
-N = 'namespace=~"$namespace"'
+OF_POOLS = 'namespace=~"$namespace"'  # the pools of one of several models have its name before their own
+N = f'{OF_POOLS}, model_name=~"$model_name"'  # without several models there is no such label, and ".*" matches that
 
 SPECULATION: list[Panel] = [
     ("Does speculation pay? (above 1: yes)", "none", [(f"rootward_spec_decode_speedup_estimate{{{N}}}", "{{pod}}")]),
@@ -56,19 +57,23 @@ SCALING: list[Panel] = [
         "Demand in rows, and rows there are",
         "none",
         [
-            (f"rootward:drafter_demand{{{N}}}", "demand {{pool}}"),
-            (f"sum by (pool) (rootward_drafter_rows{{{N}}})", "rows {{pool}}"),
+            (f"rootward:drafter_demand{{{OF_POOLS}}}", "demand {{pool}}"),
+            (f"sum by (pool) (rootward_drafter_rows{{{OF_POOLS}}})", "rows {{pool}}"),
         ],
     ),
-    ("Rows busy with wanted growth (guard 0.85)", "percentunit", [(f"rootward:drafter_rows_busy{{{N}}}", "{{pool}}")]),
+    (
+        "Rows busy with wanted growth (guard 0.85)",
+        "percentunit",
+        [(f"rootward:drafter_rows_busy{{{OF_POOLS}}}", "{{pool}}")],
+    ),
     (
         "Time of rounds spent queueing at drafters (guard 0.10)",
         "percentunit",
-        [(f"rootward:drafter_stall{{{N}}}", "{{pool}}")],
+        [(f"rootward:drafter_stall{{{OF_POOLS}}}", "{{pool}}")],
     ),
-    ("Sessions that would take drafts", "none", [(f"rootward:speculating_sessions{{{N}}}", "{{pool}}")]),
-    ("Round without queueing", "s", [(f"rootward:round_base_seconds{{{N}}}", "{{pool}}")]),
-    ("Row-seconds a round wants", "s", [(f"rootward:drafter_row_seconds{{{N}}}", "{{pool}}")]),
+    ("Sessions that would take drafts", "none", [(f"rootward:speculating_sessions{{{OF_POOLS}}}", "{{pool}}")]),
+    ("Round without queueing", "s", [(f"rootward:round_base_seconds{{{OF_POOLS}}}", "{{pool}}")]),
+    ("Row-seconds a round wants", "s", [(f"rootward:drafter_row_seconds{{{OF_POOLS}}}", "{{pool}}")]),
 ]
 SERVING: list[Panel] = [
     (
@@ -139,6 +144,16 @@ def dashboard(name: str, title: str, panels: list[Panel]) -> dict[str, Any]:
             "datasource": SOURCE,
             "query": "label_values(rootward_upstream_ready, namespace)",
             "includeAll": True,
+            "multi": True,
+            "refresh": 2,
+        },
+        {
+            "name": "model_name",
+            "type": "query",
+            "datasource": SOURCE,
+            "query": "label_values(rootward_upstream_ready, model_name)",
+            "includeAll": True,
+            "allValue": ".*",
             "multi": True,
             "refresh": 2,
         },

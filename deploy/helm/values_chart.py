@@ -372,6 +372,27 @@ def values() -> Schema:
             verifiers=listed("More verifiers, as host:port, in any mode.", "string"),
             drafters=listed("More drafters, as pool=host:port, in any mode.", "string"),
         ),
+        models={
+            "type": "array",
+            "description": "Several models: a list of {name, servedModelName, verifier, drafter: {pools}, tokenizer}. Verifier, pools say "
+            "what differs from `verifier` and `drafter.defaults`; `tokenizer` is as `gateway.tokenizer`. In place of "
+            "`servedModelName` and `drafter.pools`.",
+            "default": [],
+            "items": {
+                **group(
+                    "One model.",
+                    name={
+                        **text("For names of objects, and what clients call it."),
+                        "pattern": "^[a-z]([-a-z0-9]{0,13}[a-z0-9])?$",
+                    },
+                    servedModelName=text("What clients call it, if not the name."),
+                    verifier={"$ref": "#/properties/verifier"},
+                    drafter=group("Its drafters.", pools={"$ref": "#/properties/drafter/properties/pools"}),
+                    tokenizer={"$ref": "#/properties/gateway/properties/tokenizer"},
+                ),
+                "required": ["name"],
+            },
+        },
         servedModelName=text("What clients call the model; empty: the last part of its path."),
         gateway=gateway(),
         verifier=verifier(),

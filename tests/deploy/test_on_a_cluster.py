@@ -197,6 +197,47 @@ def test_ipv6_listens_on_every_address(helm):
     }
 
 
+# -- several models ---------------------------------------------------------------------------------------------------
+
+TWO_MODELS = (
+    "models: [{name: a, verifier: {replicas: 3}, drafter: {pools: {p: {}}}}, {name: b, servedModelName: x/b, drafter: {pools: {p: {}}}}]\n"
+    "discovery: {mode: %s}\nmonitoring: {podMonitor: {enabled: true}}"
+)
+
+
+@pytest.mark.parametrize("mode", ["redis", "kubernetes", "dns"])
+def test_each_model_finds_its_own_workers_alone(helm, mode):
+    objects = helm.rendered(TWO_MODELS % mode)
+    services = {o["metadata"]["name"]: o["spec"]["selector"] for o in of_kind(objects, "Service")}
+    for entry, name, served in zip(settings(objects, "gateway")["models"], "ab", ("a", "x/b"), strict=True):
+        of_verifier, of_drafter = settings(objects, f"verifier-{name}"), settings(objects, f"drafter-{name}-p")
+        assert entry["served_model_name"] == of_verifier["served_model_name"] == served
+        found = entry["verifiers"], of_verifier["drafters"]
+        if mode == "redis":
+            assert found == ([f"redis:{served}"], [f"{name}-p=redis:{of_drafter['pool']}"])
+        else:
+            assert [text.count(f"-{name}.llm") + text.count(f"-{name}-p.llm") for (text,) in found] == [1, 1]
+            assert services[f"rw-rootward-verifier-{name}"]["rootward.dev/pool"] == name
+    assert named(objects, "Deployment", "rw-rootward-verifier-a")["spec"]["replicas"] == 3
+    template = named(objects, "Deployment", "rw-rootward-verifier-b")["spec"]["template"]
+    assert template["metadata"]["annotations"]["rootward.dev/model"] == "x/b"
+    endpoint = of_kind(objects, "PodMonitor")[0]["spec"]["podMetricsEndpoints"][0]
+    assert endpoint["relabelings"][1]["targetLabel"] == "model_name"
+
+
+def test_gateways_hold_the_tokenizer_of_every_model(helm):
+    """In folders of their own, of tokenizer files alone."""
+    objects = helm.objects("models")
+    pod = named(objects, "Deployment", "rw-rootward-gateway")["spec"]["template"]["spec"]
+    mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
+    entries = settings(objects, "gateway")["models"]
+    assert [entry["model"] for entry in entries] == ["/models/large/llama", "/models/small"]
+    assert mounts["/models/large"] != mounts["/models/small"]
+    (download,) = pod["initContainers"]
+    assert "--include" in download["command"]
+    assert mounts["/models/small"] in {m["name"] for m in download["volumeMounts"]}
+
+
 # -- two releases in one namespace ------------------------------------------------------------------------------------
 
 
@@ -243,6 +284,7 @@ VALUE_SETS = {
     "drafter: {defaults: {settings: {tracing_endpoint: 'http://[fd00::1]:14317'}}}",
     "workers of another release": "discovery: {verifiers: ['other-verifier:7001'], drafters: ['big=other-drafter:7002']}",
     "downloads": DOWNLOADED,
+    "two models": "models: [{name: a, verifier: {model: {source: hf, repo: x/a}}, drafter: {pools: {p: {}}}}, {name: b}]",
     "discovery by the API server": "discovery: {mode: kubernetes}\nnetworkPolicy: {apiServerPorts: [443, 16443]}",
 }
 
@@ -263,7 +305,7 @@ def needed(name: str) -> Iterator[Connection]:
             )
         case "workers of another release":
             yield from (Connection("gateway", 7001, ""), Connection("verifier", 7002, ""))
-        case "downloads":
+        case "downloads" | "two models":
             yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
         case "discovery by the API server":
             yield from (Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 16443))

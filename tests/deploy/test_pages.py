@@ -78,4 +78,5 @@ def test_a_command_is_ours(command, words):
 def missing(settings, flags: list[str]) -> list[str]:
     """Required settings that a page leaves out behind its dots."""
     required = ["--" + name.replace("_", "-") for name, field in settings.model_fields.items() if field.is_required()]
+    required += ["--model"] if settings is GatewaySettings else []  # or a list of models
     return [word for flag in required if flag not in flags for word in (flag, "127.0.0.1:1")]

@@ -17,6 +17,8 @@ BY_SCHEMA = {
         "drafter: {pools: {default: {autoscaling: {mode: hpa, minReplicas: 0}}}}",
         "minReplicas",
     ),
+    "a model without a name": ("models: [{}]", "models", "name"),
+    "an unknown key of a model": ("models: [{name: a, verifier: {replica: 2}}]", "models", "replica"),
     "a digest that is none": ("image: {slim: {digest: latest}}", "image", "digest"),
     "a pool name that no object could have": ("drafter: {pools: {L4_pool: {}}}", "drafter", "L4_pool"),
     "a password in values": (
@@ -43,6 +45,15 @@ BY_TEMPLATE = {
     "gateways' bounds": (
         "gateway: {autoscaling: {mode: hpa, minReplicas: 9, maxReplicas: 3}}",
         "gateway.autoscaling.minReplicas",
+    ),
+    "names that no object could have": (
+        "models: [{name: fifteen-letters, drafter: {pools: {eight-xx: {}}}}]",
+        "models.fifteen-letters.drafter.pools.eight-xx",
+    ),
+    "workers of nobody's model": ("models: [{name: a}]\ndiscovery: {verifiers: ['v:1']}", "discovery.verifiers"),
+    "bounds of a model's pool": (
+        "models: [{name: a, drafter: {pools: {p: {autoscaling: {mode: keda, minReplicas: 9, maxReplicas: 3}}}}}]",
+        "models.a.drafter.pools.p.autoscaling.minReplicas",
     ),
     "an external Redis nowhere": ("redis: {mode: external}", "redis.external.url"),
     "a test that would be turned away": ("gateway: {auth: {existingSecret: keys}}", "tests.apiKeySecret"),

@@ -7,6 +7,7 @@ ROOTWARD_API_KEY: the key, for a gateway that asks for one.
 
 import os
 import sys
+from itertools import product
 
 import grpc
 
@@ -30,17 +31,18 @@ def main(url: str, authority: str = "", name: str = "") -> int:
     options = {"grpc.ssl_target_name_override": name} if name else {}
     key = os.environ.get("ROOTWARD_API_KEY")
     with Client(url, api_key=key, timeout=120.0, tls=credentials(authority), channel_options=options) as client:
-        pools = client.server_info().drafters
-        for prompt in PROMPTS:
-            plain = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode="disabled"))
-            drafted = client.generate(
-                prompt, sampling=GREEDY, speculation=Speculation(mode="required" if pools else "auto")
-            )
+        served, pools = client.server_info().models, client.server_info().drafters
+        mode = "required" if pools and len(served) == 1 else "auto"  # of several models some may have no drafters
+        for model, prompt in product([model.name for model in served], PROMPTS):
+            plain = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode="disabled"), model=model)
+            drafted = client.generate(prompt, sampling=GREEDY, speculation=Speculation(mode=mode), model=model)
             if plain.text != drafted.text:
-                print(f"NOT LOSSLESS on {prompt!r}:\n plain   {plain.text!r}\n drafted {drafted.text!r}")
+                print(f"NOT LOSSLESS: {model} on {prompt!r}:\n plain   {plain.text!r}\n drafted {drafted.text!r}")
                 return 1
             accepted += drafted.speculation.num_accepted_draft_tokens
-    print(f"greedy text equals plain decoding on {len(PROMPTS)} prompts; {accepted} draft tokens were accepted")
+    print(
+        f"greedy text equals plain decoding on {len(PROMPTS)} prompts of {len(served)} models; {accepted} draft tokens were accepted"
+    )
     if pools and not accepted:
         print("no draft token was accepted: check that the draft model suits the target")
         return 1

@@ -28,28 +28,28 @@
 {{- end }}
 {{- end }}
 
-{{/* Entries of `verifiers` (gateway), as JSON */}}
+{{/* Entries of `verifiers` of a model (gateway), as JSON: (root, model) */}}
 {{- define "rootward.verifiers" -}}
-{{- $mode := .Values.discovery.mode -}}
-{{- $service := printf "%s-verifier.%s" (include "rootward.name" .) .Release.Namespace -}}
+{{- $mode := .root.Values.discovery.mode -}}
+{{- $service := printf "%s.%s" (include "rootward.part" (dict "root" .root "role" "verifier" "pool" .model.name)) .root.Release.Namespace -}}
 {{- $own := list -}}
-{{- if eq $mode "redis" }}{{ $own = list (printf "redis:%s" (include "rootward.served" .)) }}
+{{- if eq $mode "redis" }}{{ $own = list (printf "redis:%s" .model.served) }}
 {{- else if eq $mode "kubernetes" }}{{ $own = list (printf "kubernetes:%s:grpc" $service) }}
 {{- else if eq $mode "dns" }}{{ $own = list (printf "dns:%s.svc:50052" $service) }}{{ end -}}
-{{- $all := concat $own .Values.discovery.verifiers -}}
+{{- $all := concat $own .root.Values.discovery.verifiers -}}
 {{- if not $all }}{{ fail "discovery.verifiers: is empty, and mode static has no other; give host:port" }}{{ end -}}
 {{- toJson $all -}}
 {{- end }}
 
-{{/* Entries of `drafters` (verifier), as JSON */}}
+{{/* Entries of `drafters` (verifier), as JSON: (root, pools) */}}
 {{- define "rootward.drafters" -}}
-{{- $mode := .Values.discovery.mode -}}
+{{- $mode := .root.Values.discovery.mode -}}
 {{- $own := list -}}
-{{- range $pool := keys .Values.drafter.pools | sortAlpha }}
-{{- $service := printf "%s-drafter-%s.%s" (include "rootward.name" $) $pool $.Release.Namespace -}}
+{{- range $pool, $_ := .pools }}
+{{- $service := printf "%s.%s" (include "rootward.part" (dict "root" $.root "role" "drafter" "pool" $pool)) $.root.Release.Namespace -}}
 {{- if eq $mode "redis" }}{{ $own = append $own (printf "%s=redis:%s" $pool $pool) }}
 {{- else if eq $mode "kubernetes" }}{{ $own = append $own (printf "%s=kubernetes:%s:grpc" $pool $service) }}
 {{- else if eq $mode "dns" }}{{ $own = append $own (printf "%s=dns:%s.svc:50061" $pool $service) }}{{ end -}}
 {{- end -}}
-{{- concat $own .Values.discovery.drafters | default list | toJson -}}
+{{- concat $own .root.Values.discovery.drafters | default list | toJson -}}
 {{- end }}

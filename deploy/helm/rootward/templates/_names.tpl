@@ -64,16 +64,51 @@ labels:
 {{- if .image.digest }}{{ $repository }}@{{ .image.digest }}{{ else }}{{ $repository }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
+{{/*
+The models of a release, as a YAML list of {name: in names of objects, "" where there is one model, served: what clients call it, verifier,
+tokenizer: where gateways read it, pools: name → pool}. The pools of one of several models have its name before their own.
+*/}}
+{{- define "rootward.models" -}}
+{{- $root := . -}}
+{{- $one := dict "name" "" "servedModelName" .Values.servedModelName "drafter" .Values.drafter "tokenizer" .Values.gateway.tokenizer -}}
+{{- if and .Values.models (or .Values.discovery.verifiers .Values.discovery.drafters) }}{{ fail "discovery.verifiers, discovery.drafters: belong to one model, and models has several; leave one of them empty" }}{{ end -}}
+{{- $models := list -}}
+{{- range $m := .Values.models | default (list $one) -}}
+{{- $verifier := mustMergeOverwrite (deepCopy $root.Values.verifier) (deepCopy ($m.verifier | default dict)) -}}
+{{- $w := $verifier.model -}}
+{{- $pools := dict -}}
+{{- range $pool, $given := dig "drafter" "pools" dict $m -}}
+{{- $full := ternary (printf "%s-%s" $m.name $pool) $pool (not (empty $m.name)) -}}
+{{- if gt (len $full) 22 }}{{ fail (printf "models.%s.drafter.pools.%s: model and pool have %d letters together; objects of Kubernetes take 21" $m.name $pool (sub (len $full) 1)) }}{{ end -}}
+{{- $where := ternary (printf "models.%s.drafter.pools.%s" $m.name $pool) (printf "drafter.pools.%s" $pool) (not (empty $m.name)) -}}
+{{- $_ := set $pools $full (include "rootward.pool" (dict "root" $root "where" $where "given" $given) | fromYaml) -}}
+{{- end -}}
+{{- $last := base (ternary $w.repo (include "rootward.modelPath" $w) (eq $w.source "hf")) -}}
+{{- $served := $m.servedModelName | default $m.name | default $last -}}
+{{- $own := mustMergeOverwrite (deepCopy $root.Values.gateway.tokenizer) (deepCopy ($m.tokenizer | default dict)) -}}
+{{- $tokenizer := ternary $w $own (empty $own.source) -}}
+{{- $models = append $models (dict "name" $m.name "served" $served "verifier" $verifier "tokenizer" $tokenizer "pools" $pools) -}}
+{{- end -}}
+{{- toYaml $models -}}
+{{- end }}
+
+{{/* Pools of all models, as YAML: name → pool */}}
+{{- define "rootward.pools" -}}
+{{- $pools := dict -}}
+{{- range include "rootward.models" . | fromYamlArray }}{{ $pools = merge $pools .pools }}{{ end -}}
+{{- toYaml $pools -}}
+{{- end }}
+
 {{/* A pool: the defaults with what differs on top, checked for what a schema cannot say. As YAML. */}}
 {{- define "rootward.pool" -}}
 {{- $pool := mustMergeOverwrite (deepCopy .root.Values.drafter.defaults) (deepCopy (.given | default dict)) -}}
-{{- $where := printf "drafter.pools.%s" .pool -}}
+{{- $where := .where -}}
 {{- $a := $pool.autoscaling -}}
 {{- if and (eq $a.mode "hpa") (lt (int $a.minReplicas) 1) }}{{ fail (printf "%s.autoscaling.minReplicas: 0 needs mode keda or keda-push; an HPA cannot scale to zero" $where) }}{{ end -}}
 {{- if gt (int $a.minReplicas) (int $a.maxReplicas) }}{{ fail (printf "%s.autoscaling.minReplicas: %d is above maxReplicas %d" $where (int $a.minReplicas) (int $a.maxReplicas)) }}{{ end -}}
 {{- if le (float64 $a.guardUtilization) (float64 $a.targetUtilization) }}{{ fail (printf "%s.autoscaling.guardUtilization: %v must be above targetUtilization %v, or the guard is the signal" $where $a.guardUtilization $a.targetUtilization) }}{{ end -}}
 {{- if and (eq $a.mode "keda-push") (not .root.Values.gateway.scaler.port) }}{{ fail (printf "%s.autoscaling.mode: keda-push needs gateway.scaler.port, for example 50053" $where) }}{{ end -}}
-{{- toYaml $pool -}}
+{{- toYaml (set $pool "where" $where) -}}
 {{- end }}
 
 {{- define "rootward.grace" -}}

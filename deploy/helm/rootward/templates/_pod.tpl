@@ -40,65 +40,65 @@ livenessProbe:
   failureThreshold: {{ .livenessFailureThreshold }}
 {{- end }}
 
-{{/* What the model setting is called, for a source */}}
+{{/* What the model setting is called, for a source; below the name of the model, where a pod has several */}}
 {{- define "rootward.modelPath" -}}
-{{- if eq .source "spec" }}{{ required "model.spec: is empty" .spec }}{{ else }}/models{{ with .subPath }}/{{ . }}{{ end }}{{ end }}
+{{- if eq .source "spec" }}{{ required "model.spec: is empty" .spec }}{{ else }}/models{{ with .name }}/{{ . }}{{ end }}{{ with .subPath }}/{{ . }}{{ end }}{{ end }}
 {{- end }}
 
+{{/* (volume, and the values of a model) */}}
 {{- define "rootward.modelVolume" -}}
 {{- if eq .source "hf" }}
-- name: model
+- name: {{ .volume }}
   emptyDir:
     sizeLimit: {{ .sizeLimit }}
 {{- else if eq .source "pvc" }}
-- name: model
+- name: {{ .volume }}
   persistentVolumeClaim:
     claimName: {{ required "model.claim: is empty, and source is pvc" .claim }}
     readOnly: true
 {{- else if eq .source "image" }}
-- name: model
+- name: {{ .volume }}
   image:
     reference: {{ required "model.image: is empty, and source is image" .image | quote }}
     pullPolicy: IfNotPresent
 {{- else if eq .source "host" }}
-- name: model
+- name: {{ .volume }}
   hostPath:
     path: {{ required "model.hostPath: is empty, and source is host" .hostPath }}
     type: Directory
 {{- end }}
 {{- end }}
 
-{{/* (root, model, image, tokenizerOnly) */}}
+{{/* An init container, if the source is downloaded: (model, volume, image, tokenizerOnly) */}}
 {{- define "rootward.download" -}}
 {{- if eq .model.source "hf" }}
-initContainers:
-  - name: download
-    image: {{ .image }}
-    imagePullPolicy: {{ .pullPolicy }}
-    command: [hf, download, {{ required "model.repo: is empty, and source is hf" .model.repo | quote }}, --revision, {{ .model.revision | quote }}, --local-dir, /models
-      {{- if .tokenizerOnly }}, --include, "*.json", --include, "*.jinja", --include, "*.model", --include, "*.txt"{{ end }}]
-    env:
-      - {name: HOME, value: /tmp}
-      - {name: HF_HOME, value: /tmp/hf}
-      - {name: HF_HUB_OFFLINE, value: "0"}  # the image says 1: services never download
-      {{- with .downloadEnv }}
-      {{- toYaml . | nindent 6 }}
-      {{- end }}
-      {{- with .model.secret }}
-      - name: HF_TOKEN
-        valueFrom:
-          secretKeyRef:
-            name: {{ . }}
-            key: token
-      {{- end }}
-    resources:
-      requests: {cpu: 500m, memory: 1Gi}
-      limits: {memory: 4Gi}
-    securityContext:
-      {{- include "rootward.containerSecurity" . | nindent 6 }}
-    volumeMounts:
-      - {name: model, mountPath: /models}
-      - {name: tmp, mountPath: /tmp}
+- name: {{ .volume | replace "model" "download" }}
+  image: {{ .image }}
+  imagePullPolicy: {{ .pullPolicy }}
+  command: [hf, download, {{ required "model.repo: is empty, and source is hf" .model.repo | quote }}, --revision, {{ .model.revision | quote }}, --local-dir, /models
+    {{- if .tokenizerOnly }}, --include, "*.json", --include, "*.jinja", --include, "*.model", --include, "*.txt"{{ end }}]
+  env:
+    - {name: HOME, value: /tmp}
+    - {name: HF_HOME, value: /tmp/hf}
+    - {name: HF_HUB_OFFLINE, value: "0"}  # the image says 1: services never download
+    {{- with .downloadEnv }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+    {{- with .model.secret }}
+    - name: HF_TOKEN
+      valueFrom:
+        secretKeyRef:
+          name: {{ . }}
+          key: token
+    {{- end }}
+  resources:
+    requests: {cpu: 500m, memory: 1Gi}
+    limits: {memory: 4Gi}
+  securityContext:
+    {{- include "rootward.containerSecurity" . | nindent 4 }}
+  volumeMounts:
+    - {name: {{ .volume }}, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
 {{- end }}
 {{- end }}
 
@@ -175,12 +175,6 @@ tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "gateway") 
 tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "verifier") }}]
 {{- end }}
 {{- end }}
-{{- end }}
-
-{{/* What clients call the model */}}
-{{- define "rootward.served" -}}
-{{- $m := .Values.verifier.model -}}
-{{- .Values.servedModelName | default (base (ternary $m.repo (include "rootward.modelPath" $m) (eq $m.source "hf"))) -}}
 {{- end }}
 
 {{/* While an autoscaler decides: the number that runs now, since a field that is dropped falls back to 1. Nothing when there is no cluster to ask. */}}

@@ -1,7 +1,8 @@
 {{/*
 A Deployment of ours with everything that hangs on it: settings, account, headless service or not, budget.
 (root, role, pool, v: values of the part, image: key of images, settings: what the chart sets, ports: list of {name, containerPort},
- strategy, token: whether it may ask the API server, tokenizerOnly, model, public: Secret with the certificate that clients see)
+ strategy, token: whether it may ask the API server, tokenizerOnly, weights: list of {model: values, name: where the pod has several}, where: path
+ of the values, served: name of the model, where the release has several, public: Secret with the certificate that clients see)
 */}}
 {{- define "rootward.workload" -}}
 {{- $root := .root }}
@@ -9,10 +10,13 @@ A Deployment of ours with everything that hangs on it: settings, account, headle
 {{- $name := include "rootward.part" . }}
 {{- $image := index $root.Values.image .image }}
 {{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry "ours" true) }}
-{{- $where := ternary (printf "drafter.pools.%s" .pool) .role (eq .role "drafter") }}
-{{- $common := dict "model" (include "rootward.modelPath" .model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true "redis_prefix" $root.Values.redis.keyPrefix }}
+{{- $where := .where | default .role }}
+{{- $weights := list }}
+{{- range .weights }}{{ $weights = append $weights (merge (dict "volume" (ternary (printf "model-%s" .name) "model" (not (empty .name))) "at" (ternary (printf "/models/%s" .name) "/models" (not (empty .name)))) .) }}{{ end }}
+{{- $common := dict "model" (include "rootward.modelPath" (first .weights).model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true "redis_prefix" $root.Values.redis.keyPrefix }}
 {{- $tls := include "rootward.tlsSettings" . | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict) $common $v.settings .settings $tls }}
+{{- if hasKey $settings "models" }}{{ $settings = omit $settings "model" }}{{ end }}
 apiVersion: v1
 kind: ConfigMap
 metadata:
@@ -57,6 +61,9 @@ spec:
       annotations:
         kubectl.kubernetes.io/default-container: {{ .role }}
         checksum/settings: {{ toYaml $settings | sha256sum }}
+        {{- with .served }}
+        rootward.dev/model: {{ . }}
+        {{- end }}
         {{- with $v.podAnnotations }}
         {{- toYaml . | nindent 8 }}
         {{- end }}
@@ -83,8 +90,11 @@ spec:
       {{- end }}
       topologySpreadConstraints:
         {{- include "rootward.spread" . | nindent 8 }}
-      {{- with include "rootward.download" (dict "model" .model "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" .tokenizerOnly "downloadEnv" $root.Values.global.downloadEnv) | trim }}
-      {{- . | nindent 6 }}
+      {{- $downloads := list }}
+      {{- range $weights }}{{ $downloads = append $downloads (include "rootward.download" (merge (dict "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" $.tokenizerOnly "downloadEnv" $root.Values.global.downloadEnv) .)) }}{{ end }}
+      {{- with join "" $downloads | trim }}
+      initContainers:
+        {{- . | nindent 8 }}
       {{- end }}
       containers:
         - name: {{ .role }}
@@ -122,8 +132,10 @@ spec:
           volumeMounts:
             - {name: settings, mountPath: /etc/rootward/settings.yaml, subPath: settings.yaml, readOnly: true}
             - {name: tmp, mountPath: /tmp}
+            {{- range $weights }}
             {{- if ne .model.source "spec" }}
-            - {name: model, mountPath: /models, readOnly: true}
+            - {name: {{ .volume }}, mountPath: {{ .at }}, readOnly: true}
+            {{- end }}
             {{- end }}
             {{- if get $v "shm" }}
             - {name: shm, mountPath: /dev/shm}
@@ -146,8 +158,10 @@ spec:
             name: {{ $name }}
         - name: tmp
           emptyDir: {sizeLimit: {{ $root.Values.global.tmpSizeLimit }}}
-        {{- with include "rootward.modelVolume" .model | trim }}
+        {{- range $weights }}
+        {{- with include "rootward.modelVolume" (merge (dict "volume" .volume) .model) | trim }}
         {{- . | nindent 8 }}
+        {{- end }}
         {{- end }}
         {{- with get $v "shm" }}
         - name: shm
