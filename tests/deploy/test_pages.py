@@ -66,6 +66,9 @@ def test_a_command_is_ours(command, words):
     verb, *rest = words or [""]
     if name == "serve":
         SETTINGS[verb].load([*rest, *missing(SETTINGS[verb], rest)])
+    elif name == "dishonest":  # a drafter with one flag more
+        assert words[0] == "--cheat"
+        DrafterSettings.load(words[2:])
     elif name in PARSERS or (name == "bench" and verb in PARSERS):
         PARSERS[verb if name == "bench" else name]().parse_args(rest if name == "bench" else words)
     else:
