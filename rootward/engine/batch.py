@@ -2,7 +2,7 @@
 
 Padding rows repeat the first row of their entry (position, token and visibility: they are finite) and write to a trash cell that nobody
 reads. How attention is told what to read depends on the way it is computed, and is made when it first asks: `paged` for kernels over block
-tables and for the dense fall-back, `chunks` for the CPU.
+tables and for the dense fall-back, `visible` for the CPU.
 
 Legend: B entries, Q rows of each (padded), T wanted rows.
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rootward.engine import cpu_attention
 from rootward.engine.atoms import readable
-from rootward.engine.cpu_attention import Chunk
+from rootward.engine.cpu_attention import VisibleKeys
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.slots import Entry, Size
 
@@ -35,7 +35,7 @@ class Step:
         self, entries: Sequence[Entry], kept: Sequence[range], size: Size, device: torch.device, *, pad: bool = True
     ):
         self.entries, self.size, self.device, self._kept = entries, size, device, kept
-        self._chunks: dict[int | None, list[Chunk]] = {}
+        self._visible: dict[int | None, VisibleKeys] = {}
         num, width = len(entries), max(entry.plan.num_rows for entry in entries)
         self.width = width
         self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
@@ -75,13 +75,13 @@ class Step:
         """For kernels over block tables; on the device."""
         return paged_context(self.entries, self.width, self.size.block_size, self.device)
 
-    def chunks(self, window: int | None) -> list[Chunk]:
+    def visible(self, window: int | None) -> VisibleKeys:
         """For attention on the CPU, in layers with this sliding window."""
         if window is not None and self.max_position < window:
             window = None
-        if window not in self._chunks:
-            self._chunks[window] = cpu_attention.plan(self.entries, self._offsets, window)
-        return self._chunks[window]
+        if window not in self._visible:
+            self._visible[window] = cpu_attention.visible_keys(self.entries, self._offsets, len(self.write), window)
+        return self._visible[window]
 
 
 def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> NDArray[np.int64]:

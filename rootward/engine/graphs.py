@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from rootward.engine.atoms import reduced
 from rootward.engine.batch import flat_rows, packed_rows
-from rootward.engine.cpu_attention import Chunk
+from rootward.engine.cpu_attention import VisibleKeys
 from rootward.engine.paged import Extents, packed_context, seen_in
 from rootward.engine.slots import Entry, Size
 from rootward.ports import Reduction
@@ -97,8 +97,8 @@ class StaticStep:
             torch.from_numpy(packed_context(entries, self.extents, self.size.storage)), non_blocking=True
         )
 
-    def chunks(self, window: int | None) -> list[Chunk]:
-        raise RuntimeError("a recorded step has no chunks: attention on the CPU cannot be recorded")
+    def visible(self, window: int | None) -> VisibleKeys:
+        raise RuntimeError("attention on the CPU cannot be recorded")
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
 from rootward.engine.cpu_attention import attend
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.layers import Linear, Norm
+from rootward.engine.layers import Linear
 from rootward.errors import ConfigurationError
 
 EAGLE_3 = {
@@ -215,7 +215,7 @@ class Head:
         """[N, H, D]."""
         scaling = self.dim**-0.5
         if self.device.type == "cpu":
-            return attend(query, cells, step.chunks(None), scaling)
+            return attend(query, cells, step.visible(None), scaling)
         view = DenseView(step.paged)
         query = query.view(len(step.entries), step.width, self.num_q, self.dim).transpose(1, 2)
         keys, values = gathered(cells.keys, view.cells), gathered(cells.values, view.cells)
@@ -225,6 +225,16 @@ class Head:
         return out.transpose(1, 2).flatten(0, 1)
 
 
+class Norm:
+    """Root mean square norm, float32."""
+
+    def __init__(self, weight: torch.Tensor, eps: float):
+        self.weight, self.eps = weight.float(), eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
 def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
         return Linear(weight.contiguous(), bias)
@@ -232,7 +242,7 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
 
 
 def _rotations(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin float32[positions, 1, D]; the sine of the first half negated, see `layers.LlamaNetwork`."""
+    """cos and sin float32[positions, 1, D]; the sine of the first half negated, as `rotate_half` of transformers wants."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     rotary = LlamaRotaryEmbedding(config)

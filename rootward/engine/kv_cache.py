@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
+from rootward.engine.cpu_kernels import SERVED, array_of
 from rootward.engine.graphs import StaticStep
 from rootward.engine.slots import CellMoves, Size
 from rootward.engine.triton_attention import Buffers
@@ -50,12 +51,10 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
         num = self.size.storage + 1
         self.keys = key_states.new_empty(num, key_states.shape[1], key_states.shape[3])
         self.values = value_states.new_empty(num, value_states.shape[1], value_states.shape[3])
-        self.keys_by_head, self.values_by_head = self.keys.transpose(0, 1)[None], self.values.transpose(0, 1)[None]
+        self.arrays = (None, None)
+        if self.device.type == "cpu" and self.keys.dtype in SERVED:
+            self.arrays = (array_of(self.keys), array_of(self.values))  # for kernels on the CPU
         self.is_initialized = True
-
-    def piece(self, first: int, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of cells that follow one another: views [1, H, num, D]."""
-        return self.keys_by_head.narrow(2, first, num), self.values_by_head.narrow(2, first, num)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any

@@ -7,10 +7,11 @@ gives equal bits, else as they are; times decide nothing, so that replicas on eq
 
 **The network.** What a short probe cannot see (a scale that only long texts get) is excluded by name: KINDS are the architectures of
 transformers that compute what is written here. Their modules must be those that are expected, as they were published, and the load probe
-compares with the network itself. Queries, keys and values are one product, gate and up another; the residual stream, norms, rotations and
-attention are in float32. The network's own layers become slices of the joined ones, so weights are there once.
+compares with the network itself. Queries, keys and values are one product, gate and up another; between the products stand the kernels of
+`cpu_kernels`, and the residual stream is in float32. The network's own layers become slices of the joined ones, so weights are there once.
 
-Legend: N rows of all entries, T wanted rows, V vocabulary, H query heads, H_kv heads of K and V, D head dimension, E hidden.
+Legend: N rows of all entries, P >= N with padding, T wanted rows, V vocabulary, H query heads, S heads of K and V, D head dimension,
+E hidden.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from rootward.engine import cpu_kernels
 from rootward.engine.batch import Step
-from rootward.engine.cpu_attention import attend
+from rootward.engine.cpu_attention import no_sinks
+from rootward.engine.cpu_kernels import array_of
 from rootward.engine.kv_cache import PagedLayer
 
 log = logging.getLogger(__name__)
@@ -258,29 +262,28 @@ def _is_near(sample: Callable[[], torch.Tensor], expected: torch.Tensor) -> bool
         return False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Norm:
-    """Root mean square over the last dimension: x · w / √(mean x² + ε), in float32."""
+    """Root mean square norm over the hidden dimension."""
 
-    def __init__(self, weight: torch.Tensor, eps: float):
-        size = weight.shape[-1]
-        self.weight = weight.float() * size**0.5
-        self.floor = torch.tensor((eps * size) ** 0.5)
+    weight: Any  # float32[E]
+    eps: float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return x.div(torch.hypot(length, self.floor)).mul_(self.weight)
+    def __call__(self, x: Any, delta: torch.Tensor | None, out: Any) -> None:
+        """x float32[N, E] += delta [P, E]; its norm goes to out [P, E]."""
+        cpu_kernels.norm(x, None if delta is None else array_of(delta), self.weight, self.eps, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     before_attention: Norm
     qkv: Linear
-    of_heads: Norm | None  # weight [H + H_kv, D]
+    head_norms: Any  # float32[H + S, D], or None
+    head_eps: float
     out: Linear
     scaling: float
     before_mlp: Norm
     gate_up: Linear
-    act: Any
     down: Linear
 
 
@@ -301,62 +304,66 @@ class LlamaNetwork:
         self.num_q, self.num_kv = (p.out_features // self.dim for p in (attention.q_proj, attention.k_proj))
         self.embedding, self.norm, self.head = body.embed_tokens.weight, _norm(body.norm), network.lm_head
         self.layers = [self._layer(layer) for layer in body.layers]
-        # x · cos + rotate_half(x) · sin, where rotate_half swaps the halves and negates the first
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        # numbers of rows that need no padding in any layer
+        self._counts = sorted(set.intersection(*(set(linear.choice.counts) for linear in linears)))
+        self.invariant = all(linear.choice.invariant for linear in (*linears, self.head))
         cos, sin = body.rotary_emb(self.embedding[:1, None].float(), torch.arange(max_positions)[None])
-        self.cos, self.sin = cos[0, :, None].float(), sin[0, :, None].float().clone()
-        self.sin[..., : self.dim // 2].neg_()
+        self.cos, self.sin = (of[0, :, : self.dim // 2].float().contiguous().numpy() for of in (cos, sin))
 
     def _layer(self, layer: Any) -> Layer:
-        attention, mlp, of_heads = layer.self_attn, layer.mlp, None
+        attention, mlp, head_norms, head_eps = layer.self_attn, layer.mlp, None, 0.0
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm, attention.k_norm
             weights = [q.weight.expand(self.num_q, -1), k.weight.expand(self.num_kv, -1)]
-            of_heads = Norm(torch.cat(weights), q.variance_epsilon)
+            head_norms, head_eps = torch.cat(weights).detach().float().numpy(), q.variance_epsilon
         return Layer(
             before_attention=_norm(layer.input_layernorm),
             qkv=attention.q_proj.joined,
-            of_heads=of_heads,
+            head_norms=head_norms,
+            head_eps=head_eps,
             out=attention.o_proj,
             scaling=attention.scaling,
             before_mlp=_norm(layer.post_attention_layernorm),
             gate_up=mlp.gate_proj.joined,
-            act=mlp.act_fn,
             down=mlp.down_proj,
         )
 
-    @property
-    def invariant(self) -> bool:
-        """Whether each of its products was found to give a row the same bits whatever stands beside it."""
-        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        return all(linear.choice.invariant for linear in (*linears, self.head))
-
     def __call__(self, step: Step, cells: Sequence[PagedLayer]) -> torch.Tensor:
         x_NE = functional.embedding(step.ids, self.embedding).float()
-        cos, sin = self.cos.index_select(0, step.positions), self.sin.index_select(0, step.positions)
-        num, num_qk, half = len(x_NE), self.num_q + self.num_kv, self.dim // 2
+        num, size = x_NE.shape
+        cpu_kernels.use_threads(torch.get_num_threads())
+        rows = next((count for count in self._counts if count >= num), num)  # a linear layer pads or cuts what is more
+        normed, attended, gated = (
+            x_NE.new_zeros(rows, width, dtype=self.dtype)
+            for width in (size, self.num_q * self.dim, self.layers[0].down.in_features)
+        )
+        query = np.empty((num, self.num_q, self.dim), np.float32)
+        x, to_linear, from_attention, from_gate = (array_of(own) for own in (x_NE, normed, attended, gated))
+        positions, write, sinks, delta = step.positions.numpy(), step.write.numpy(), no_sinks(self.num_q), None
         for i, (layer, own) in enumerate(zip(self.layers, cells, strict=True)):
+            if not own.is_initialized:
+                own.lazy_initialization(*(normed.new_empty(1, self.num_kv, 1, self.dim) for _ in "kv"))
+            keys, values = own.arrays
+            layer.before_attention(x, delta, to_linear)
             if i in self.exposed:
-                self.states[i] = x_NE
-            heads = layer.qkv(layer.before_attention(x_NE).to(self.dtype)).float().view(num, -1, self.dim)
-            qk = heads.narrow(1, 0, num_qk)
-            if layer.of_heads is not None:
-                qk = layer.of_heads(qk)
-            qk = torch.addcmul(qk * cos, qk.roll(half, -1), sin)
-            own.write(step.write, qk.narrow(1, self.num_q, self.num_kv), heads.narrow(1, num_qk, self.num_kv))
-            seen = attend(qk.narrow(1, 0, self.num_q), own, step.chunks(own.window), layer.scaling)
-            x_NE = x_NE + layer.out(seen.reshape(num, -1).to(self.dtype))
-            gate, up = layer.gate_up(layer.before_mlp(x_NE).to(self.dtype)).chunk(2, -1)
-            x_NE += layer.down(layer.act(gate) * up)
+                self.states[i] = x_NE.clone()
+            qkv, norms, eps = array_of(layer.qkv(normed)), layer.head_norms, layer.head_eps
+            cpu_kernels.rotate(qkv, self.cos, self.sin, positions, write, norms, eps, query, keys, values)
+            seen = step.visible(own.window)
+            cpu_kernels.attention(query, keys, values, *seen.arguments, layer.scaling, 0.0, sinks, from_attention)
+            layer.before_mlp(x, layer.out(attended), to_linear)
+            cpu_kernels.gate(array_of(layer.gate_up(normed)), num, from_gate)
+            delta = layer.down(gated)
+        self.norm(x, delta, to_linear)
         if len(self.layers) in self.exposed:
-            self.states[len(self.layers)] = self.norm(x_NE)
-        if step.wanted is not None:
-            x_NE = x_NE.index_select(0, step.wanted)
-        logits: torch.Tensor = self.head(self.norm(x_NE).to(self.dtype))
+            self.states[len(self.layers)] = normed.narrow(0, 0, num).float()
+        logits: torch.Tensor = self.head(normed.narrow(0, 0, num) if step.wanted is None else normed[step.wanted])
         return logits
 
 
 def _norm(module: Any) -> Norm:
-    return Norm(module.weight, module.variance_epsilon)
+    return Norm(module.weight.detach().float().numpy(), module.variance_epsilon)
 
 
 def is_llama(network: Any) -> bool:
@@ -370,7 +377,8 @@ def is_llama(network: Any) -> bool:
     if getattr(body.rotary_emb, "rope_type", "") not in FIXED_ROPE:
         return False
     as_published = all(_is_as_published(part, published) for part in (network, *body.modules()))
-    return as_published and _is_plain(network.lm_head) and all(map(_is_known_layer, body.layers))
+    plain = _is_plain(network.lm_head) and network.config.hidden_act in ("silu", "swish")
+    return as_published and plain and all(map(_is_known_layer, body.layers))
 
 
 def _is_as_published(part: Any, published: str) -> bool:

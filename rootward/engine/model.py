@@ -14,7 +14,6 @@ import torch
 
 from rootward.engine.attention import layer_windows
 from rootward.engine.checkpoint import fingerprint, num_bytes, read_network
-from rootward.engine.cpu_attention import sums_in_order
 from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.layers import replace_linears
@@ -163,7 +162,7 @@ class HuggingFaceModel:
     def lossless(self) -> str:
         """What equals plain decoding at temperature 0: "bitwise" if a row's logits have the same bits whatever rows are beside it;
         "distribution" if texts may differ where two tokens nearly tie. The distribution of texts is the network's in any case."""
-        return "bitwise" if self.llama is not None and self.llama.invariant and sums_in_order() else "distribution"
+        return "bitwise" if self.llama is not None and self.llama.invariant else "distribution"
 
     @property
     def num_free_slots(self) -> int:

@@ -54,8 +54,8 @@ def attention(
         context, buffers = now.step.paged, layer.buffers
         options: dict[str, Any] = {"window": layer.window, "softcap": softcap, "sinks": s_aux, "buffers": buffers}
         return tree_attention(query, layer.keys, layer.values, context, scaling=scale, **options), None
-    rows = query.transpose(1, 2).flatten(0, 1).float()
-    out = attend(rows, layer, now.step.chunks(layer.window), scale, softcap=softcap, sinks=s_aux)
+    rows = query.transpose(1, 2).flatten(0, 1)
+    out = attend(rows, layer, now.step.visible(layer.window), scale, softcap=softcap, sinks=s_aux)
     return out.to(query.dtype).view(query.shape[0], query.shape[2], query.shape[1], -1), None
 
 

@@ -96,13 +96,14 @@ def test_a_network_that_reads_trees_wrongly_is_found(
 ) -> None:
     """The probe measures: break the mask and it refuses, naming model, error and fix."""
     save(tmp_path)
-    right = cpu_attention.plan
+    right = cpu_attention.visible_keys
 
-    def broken(*args: Any) -> list[cpu_attention.Chunk]:
-        """Nothing is masked."""
-        return [replace(chunk, bias=None) for chunk in right(*args)]
+    def broken(*args: Any) -> cpu_attention.VisibleKeys:
+        """Every row sees the nodes of another."""
+        seen = right(*args)
+        return replace(seen, nodes=np.roll(seen.nodes, 1))
 
-    monkeypatch.setattr(cpu_attention, "plan", broken)
+    monkeypatch.setattr(cpu_attention, "visible_keys", broken)
     dense = DenseView.mask
     monkeypatch.setattr(DenseView, "mask", lambda *args: torch.zeros_like(dense(*args)))
     with pytest.raises(ConfigurationError, match=r"off by \d") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -132,17 +133,17 @@ def by_index(tree: KvTree, node: Any, parent: Any, token: Any) -> Placement:
     return placement
 
 
-def window_by_cell(entry: Entry, *args: Any) -> Any:
+def window_by_cell(entries: Sequence[Entry], *args: Any) -> Any:
     """Positions of nodes taken for their cells."""
-    plan = dataclasses.replace(entry.plan, position=entry.plan.scratch)
-    return right_chunks(dataclasses.replace(entry, plan=plan), *args)
+    plans = [dataclasses.replace(entry.plan, position=entry.plan.scratch) for entry in entries]
+    return right_visible([dataclasses.replace(e, plan=plan) for e, plan in zip(entries, plans, strict=True)], *args)
 
 
-right_plan, right_chunks = KvTree.plan, cpu_attention._chunks
+right_plan, right_visible = KvTree.plan, cpu_attention.visible_keys
 WRONG = {
     "chain instead of tree": (KvTree, "plan", as_chain),
     "positions by index": (KvTree, "plan", by_index),
-    "window by cell": (cpu_attention, "_chunks", window_by_cell),
+    "window by cell": (cpu_attention, "visible_keys", window_by_cell),
 }
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from rootward.engine import cpu_attention
+from rootward.engine import cpu_kernels
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
-from rootward.engine.cpu_attention import attend
+from rootward.engine.cpu_attention import VisibleKeys, attend
 from rootward.engine.kv_cache import PagedLayer, gathered
 from rootward.engine.paged import PagedContext, paged_reference
 from rootward.engine.slots import Size, Slots
@@ -36,7 +36,7 @@ class Case:
     def attended(self, window: int | None, **options: Any) -> torch.Tensor:
         num, heads, width, dim = self.query.shape
         rows = self.query.transpose(1, 2).reshape(num * width, heads, dim)
-        return attend(rows, self.layer, self.step.chunks(window), SCALING, **options).view(num, width, heads, -1)
+        return attend(rows, self.layer, self.step.visible(window), SCALING, **options).view(num, width, heads, -1)
 
     def error(self, window: int | None, context: PagedContext | None = None, **options: Any) -> float:
         context = context or self.step.paged
@@ -126,19 +126,14 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("block", [8, 256])
 @pytest.mark.parametrize("window", [None, 3, 11, 50])
 @pytest.mark.parametrize(("lengths", "widths"), SHAPES)
-def test_equals_the_reference(
-    lengths: tuple[int, ...], widths: tuple[int, ...], window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Piece by piece and copied, with nodes of earlier forwards and without."""
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+def test_equals_the_reference(lengths: tuple[int, ...], widths: tuple[int, ...], window: int | None) -> None:
+    """With nodes of earlier forwards and without."""
     for seed in range(3):
         assert random_case(seed, lengths, widths, old=bool(seed % 2)).error(window) < TOLERANCE
 
 
-@pytest.mark.parametrize("block", [8, 256])
 @pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize(("lengths", "widths"), [SHAPES[0], SHAPES[2], SHAPES[4]])
@@ -147,10 +142,7 @@ def test_caps_and_sinks_equal_the_reference(
     widths: tuple[int, ...],
     softcap: float | None,
     window: int | None,
-    block: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
     case, sinks = random_case(3, lengths, widths), torch.linspace(-1.0, 2.0, HEADS)
     for given in ({"softcap": softcap, "sinks": sinks}, {"softcap": softcap}):
         assert case.error(window, **given) < TOLERANCE
@@ -162,29 +154,30 @@ def test_sinks_of_other_heads_show() -> None:
     assert float((right[0, 0] - wrong[0, 0]).abs().max()) > 1e-3
 
 
-def test_the_cases_have_what_they_are_there_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole blocks in place with a gathered tail, all gathered, all in place; several products; keys that a row does not see."""
-    monkeypatch.setattr(cpu_attention, "BLOCK", 8)
-    seen = [
-        chunk
-        for seed in range(3)
-        for lengths, widths in SHAPES
-        for chunk in random_case(seed, lengths, widths, old=bool(seed % 2)).step.chunks(None)
+def test_a_row_has_the_same_bits_in_bfloat16_whatever_is_beside_it() -> None:
+    """As long as it sees the same keys in the order of positions, wherever they lie."""
+    case = random_case(1, (300,), (1,), old=False)
+    for storage in ("keys", "values"):
+        setattr(case.layer, storage, getattr(case.layer, storage).bfloat16())
+    case.layer.arrays = tuple(cpu_kernels.array_of(of) for of in (case.layer.keys, case.layer.values))
+    alone = case.attended(None)[0, 0]
+    visible, query = case.step.visible(None), case.query.transpose(1, 2).reshape(1, HEADS, DIM)
+    cells = [
+        visible.blocks[0, i // visible.block_size] * visible.block_size + i % visible.block_size for i in range(300)
     ]
-    kinds = {tuple(part.extent is not None for part in chunk.parts) for chunk in seen}
-    assert kinds >= {(True, False), (False,), (True,)}
-    assert {chunk.bias is None for chunk in seen} == {True, False}
-    assert max(len(part.blocks) for chunk in seen for part in chunk.parts) > SHARED + 1
-
-
-def test_rows_are_cut_where_their_keys_are_too_many_for_a_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "BLOCK", 8)
-    monkeypatch.setattr(cpu_attention, "MOST_KEYS", 12)
-    case = random_case(0, (33, 8), (16, 9))
-    chunks = case.step.chunks(None)
-    assert len(chunks) > 2
-    assert max(j - i for chunk in chunks for part in chunk.parts for i, j in part.blocks) <= 12
-    assert case.error(None) < TOLERANCE
+    beside = VisibleKeys(
+        entry=np.array([0, -1, 0]),
+        first=np.array([40, 0, 0]),
+        length=np.array([57]),
+        blocks=visible.blocks,
+        block_size=visible.block_size,
+        node_start=np.array([0, 3, 3, 3 + 300 - 57 + 1]),
+        nodes=np.array([5, 6, 7, *cells[57:], visible.nodes[0]]),
+    )
+    got = attend(query.expand(3, -1, -1), case.layer, beside, SCALING)
+    assert torch.equal(got[2], alone)
+    assert not got[1].any()
+    assert torch.isfinite(alone).all()
 
 
 @pytest.mark.parametrize("dim_v", [DIM, 8])

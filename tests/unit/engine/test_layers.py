@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract.families import SUPPORTED, Family
 
-from rootward.engine import cpu_attention, layers
+from rootward.engine import layers
 from rootward.engine.layers import Linear, LlamaNetwork, Slice, is_llama, replace_linears
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.passes import TreePass
@@ -63,10 +63,8 @@ MORE = {
 FAMILIES = {kind: SUPPORTED[kind] for kind in KINDS} | MORE
 
 
-@pytest.mark.parametrize("block", [4, 256])
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_it_computes_what_the_network_computes(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
+def test_it_computes_what_the_network_computes(kind: str) -> None:
     short, whole = model_of(network_of(FAMILIES[kind])), model_of(network_of(FAMILIES[kind]), fast=False)
     assert short.llama is not None
     assert whole.llama is None
@@ -119,9 +117,9 @@ def test_a_wrong_one_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         if what == "error":
             raise RuntimeError("no such operator")
         if what == "sin":
-            self.sin.abs_()
+            np.abs(self.sin, out=self.sin)
         else:
-            self.cos.mul_(1.01)
+            self.cos *= 1.01
         return right(self, *args)
 
     monkeypatch.setattr(LlamaNetwork, "__call__", wrong)
@@ -213,19 +211,15 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("block", [8, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_way_to_a_token_gives_the_same_bits(
-    shape: str, dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_way_to_a_token_gives_the_same_bits(shape: str, dtype: torch.dtype) -> None:
     """Alone, in chunks of any size, below siblings, kept below a commit, and in a batch with others."""
-    monkeypatch.setattr(cpu_attention, "BLOCK", block)
     kind = "MistralConfig" if shape == "windows" else "LlamaConfig"
     network = network_of(Family(kind, SHAPES[shape])).to(dtype)
     model = HuggingFaceModel(network, name="small", max_slots=4, max_len=96)
     assert model.llama is not None
-    if not (model.llama.invariant and cpu_attention.sums_in_order()):
+    if not model.llama.invariant:
         pytest.skip("this machine's products depend on the number of rows")
     rng = np.random.default_rng(1)
     text = rng.integers(2, 90, 40).tolist()
