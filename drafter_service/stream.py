@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from rootward.core.frames import FromDrafter, Grow, HelloAck, Load, NeedSync, Reject
-from rootward.core.merging import joined
+from rootward.core.frames import FromDrafter, Grow, HelloAck, Load, NeedSync, Reject, joined
 
 MOST_UNHEARD = 64  # frames read and not applied yet: one turn of growth takes them all
 MOST_UNSENT = 4  # answers that wait, per tree that may be open

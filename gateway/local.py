@@ -15,15 +15,13 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
 import structlog
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 
 from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
@@ -62,47 +60,29 @@ def redis_binary() -> str:
 def redis_command(port: int, folder: str) -> list[str]:
     """Loopback only, nothing on disk."""
     options = {"--port": str(port), "--bind": "127.0.0.1", "--save": "", "--appendonly": "no", "--dir": folder}
-    return [redis_binary(), *(part for pair in options.items() for part in pair), "--loglevel", "warning"]
+    return [redis_binary(), *(part for pair in options.items() for part in pair), "--loglevel", "notice"]
 
 
-def redis_answers(port: int) -> Callable[[Process], Awaitable[str]]:
-    """Waits until Redis on this port answers PING; RuntimeError when its process ends before."""
-
-    async def wait(process: Process) -> str:
-        while process.returncode is None:
-            if await _ping(port):
-                return f"127.0.0.1:{port}"
-            await asyncio.sleep(ASK_EVERY_S)
-        raise RuntimeError("it ended before it answered")
-
-    return wait
+Ready = Callable[[str], str]  # a line of a process's output -> its address, once it serves; else ""
 
 
-async def _ping(port: int) -> bool:
-    async with Redis(port=port, socket_timeout=1.0, socket_connect_timeout=1.0) as client:
-        try:
-            return bool(await client.ping())
-        except (RedisError, OSError):
-            return False
+def listens(line: str) -> str:
+    """Of a service: "rootward <role> listening on <address>…"."""
+    return line.partition(" listening on ")[2].strip()
+
+
+def redis_ready(port: int) -> Ready:
+    """Of Redis on this port."""
+    return lambda line: f"127.0.0.1:{port}" if "Ready to accept connections" in line else ""
 
 
 class Child:
-    """`run` keeps the process alive until `stop`; `ready` is set while it serves.
+    """`run` keeps the process alive until `stop`; `ready` is set while it serves, which `address_in` reads off its output."""
 
-    `wait_ready` is told the process and returns when it serves; RuntimeError when it will not.
-    """
-
-    def __init__(
-        self,
-        role: str,
-        command: Sequence[str],
-        wait_ready: Callable[[Process], Awaitable[str]],
-        *,
-        log_to: int | None = None,
-    ):
+    def __init__(self, role: str, command: Sequence[str], address_in: Ready, *, log_to: int | None = None):
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
-        self._command, self._wait_ready, self._log_to = list(command), wait_ready, log_to
+        self._command, self._address_in, self._log_to = list(command), address_in, log_to
         self._process: Process | None = None
         self._stopping = False
 
@@ -134,14 +114,15 @@ class Child:
             stderr=self._log_to,
             start_new_session=True,  # Ctrl-C in a terminal reaches us alone, who stop the processes in order
         )
+        assert process.stdout is not None
         served = False
         try:
-            self.address = await self._wait_ready(process)
-            served = True
-            self.ready.set()
-            await _discard(process)
-        except RuntimeError:
-            pass
+            while not served and (line := await process.stdout.readline()):
+                if address := self._address_in(line.decode(errors="replace")):
+                    self.address, served = address, True
+                    self.ready.set()
+            while await process.stdout.read(65536):  # to its end: a full pipe would block the process
+                pass
         finally:
             self.ready.clear()
             await process.wait()
@@ -168,23 +149,6 @@ class Child:
         if self.pid:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-
-
-async def listening_line(process: Process) -> str:
-    """The address in "rootward <role> listening on <address>…"; RuntimeError when the output ends without it."""
-    assert process.stdout is not None
-    while line := await process.stdout.readline():
-        _, found, rest = line.decode(errors="replace").partition(" listening on ")
-        if found:
-            return rest.strip()
-    raise RuntimeError("it ended before it listened")
-
-
-async def _discard(process: Process) -> None:
-    """Read until the output ends, that is until the process does: a full pipe would block it."""
-    assert process.stdout is not None
-    while await process.stdout.read(65536):
-        pass
 
 
 @dataclass(slots=True)
@@ -268,7 +232,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     def service(role: str, module: str, own: list[str], more: str) -> Child:
         shared = ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         command = [sys.executable, "-m", module, *own, *shared, *shlex.split(more)]
-        return Child(role, command, listening_line, log_to=log_to)
+        return Child(role, command, listens, log_to=log_to)
 
     stop = ["--shutdown-timeout-s", str(settings.shutdown_timeout_s)]
     drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
@@ -289,7 +253,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
             service("drafter", "drafter_service", [*of_drafters, "--listen", address], settings.drafter_flags)
             for address in drafters
         ],
-        Child("redis", own_redis, redis_answers(redis_port), log_to=log_to) if own_redis else None,
+        Child("redis", own_redis, redis_ready(redis_port), log_to=log_to) if own_redis else None,
     )
 
 

@@ -25,10 +25,22 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from rootward.backoff import backoff_s, jittered
-from rootward.core.frames import Close, Commit, FromDrafter, Grow, Hello, HelloAck, Load, Open, Reject, ToDrafter
+from rootward.core.frames import (
+    Close,
+    Commit,
+    FromDrafter,
+    Grow,
+    Hello,
+    HelloAck,
+    Load,
+    Open,
+    Reject,
+    ToDrafter,
+    cumulative,
+    opened_at,
+)
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import LivingTree, MalformedFrame, Received
-from rootward.core.merging import cumulative, opened_at
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Role
 from rootward.errors import ServiceError

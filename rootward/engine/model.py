@@ -17,11 +17,10 @@ from rootward.engine.checkpoint import fingerprint, num_bytes, read_network
 from rootward.engine.graphs import Capture, CudaCapture
 from rootward.engine.kv_tree import KvTree
 from rootward.engine.layers import replace_linears
-from rootward.engine.memory import MemoryPlan
 from rootward.engine.parallel import Group, LeadingPass, follow
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention, choose_llama
-from rootward.engine.slots import Size, Slots, kept_rows
+from rootward.engine.slots import MemoryPlan, Size, Slots, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Reduction, Rows

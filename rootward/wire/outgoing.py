@@ -15,8 +15,7 @@ from typing import Any
 
 import grpc
 
-from rootward.core.frames import Close, Commit, Open, ToDrafter
-from rootward.core.merging import cumulative
+from rootward.core.frames import Close, Commit, Open, ToDrafter, cumulative
 from rootward.errors import ServiceError
 from rootward.v1 import drafter_pb2
 from rootward.wire.channel import parts
