@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PROTOS := $(wildcard proto/rootward/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all long contract check proto chart clean
+.PHONY: help install demo test test-all long chaos soak contract check proto chart clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -39,6 +39,12 @@ test-all: test  ## the same, then the slow ones: through the services, kills, de
 
 long: $(STAMP)  ## run the tests that take hours: soak, a hundred kills (ARGS="-k name" to choose)
 	$(BIN)/python -m pytest -m long $(ARGS)
+
+chaos: $(STAMP)  ## failures on purpose under load, with a report (MINUTES=3 STREAMS=9 SEED=1 REPORT=folder)
+	PYTHONPATH=tests $(BIN)/python -m chaos.suite chaos --minutes $(or $(MINUTES),3) --streams $(or $(STREAMS),9) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports)
+
+soak: $(STAMP)  ## load for long, then everything must have been given back (MINUTES=60 STREAMS=200)
+	PYTHONPATH=tests $(BIN)/python -m chaos.suite soak --minutes $(or $(MINUTES),60) --streams $(or $(STREAMS),200) $(if $(SEED),--seed $(SEED)) --report $(or $(REPORT),reports)
 
 contract:  ## run the architecture suite on the oldest, pinned and latest transformers (downloads them)
 	PYTHON="$(PYTHON)" TORCH="$(TORCH)" TORCH_INDEX="$(TORCH_INDEX)" tests/contract/versions.sh

@@ -31,6 +31,7 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "INVALID_VALUE": (400, "invalid_request_error", "invalid_value"),
     "UNSUPPORTED_PARAMETER": (400, "invalid_request_error", "unsupported_parameter"),
     "INVALID_GRAMMAR": (400, "invalid_request_error", "invalid_json_schema"),
+    "POISON_REQUEST": (400, "invalid_request_error", "poison_request"),
     "CONTEXT_LENGTH_EXCEEDED": (400, "invalid_request_error", "context_length_exceeded"),
     "INVALID_API_KEY": (401, "authentication_error", "invalid_api_key"),
     "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),

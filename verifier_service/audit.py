@@ -37,6 +37,7 @@ log = structlog.get_logger("verifier.audit")
 BATCH_DRAWS = 256  # evaluated together: an operation on arrays costs the same for one draw and for many
 SYNC_S = 2.0  # between two exchanges with Redis
 TIMEOUT_S = 2.0
+KEPT_S = 30 * 86400  # after the last exchange: addresses of pods come and go
 CLEARED = "cleared"
 
 
@@ -160,6 +161,7 @@ class DrafterAudit:
                     draws = 0
                     log.warning("drafter_cleared", drafter=name)
                 await self._redis.hset(key, self._worker, audited.to_json())
+                await self._redis.expire(key, KEPT_S)
                 known: Any = await self._redis.hgetall(key)
         except Unavailable as error:
             log.debug("audit_not_saved", drafter=name, error=str(error))

@@ -1,6 +1,7 @@
 """What the `openai` package makes of our refusals: its exception classes, and what it tries again."""
 
 import asyncio
+import importlib
 from contextlib import asynccontextmanager
 
 import openai
@@ -8,6 +9,9 @@ import pytest
 from unit.gateway.service_for_tests import TEXT, at_rest
 from unit.gateway.test_http_api import real_server
 from unit.gateway.verifier_for_tests import SpellingVerifier
+
+from gateway.http_errors import _KINDS
+from rootward.errors import ServiceError
 
 WANTED = {"model": "demo", "prompt": "a", "max_tokens": 50}
 
@@ -133,3 +137,15 @@ async def test_the_deadline_of_the_request():
         with pytest.raises(openai.APITimeoutError):
             await client.with_options(timeout=0.1).completions.create(**WANTED)
         await at_rest(service, verifier)
+
+
+def test_every_refusal_has_a_status_of_its_own():
+    """500 is for our own mistakes: no kind of error is answered so because nobody thought of it."""
+    importlib.import_module("gateway.generation")
+
+    def kinds(error):
+        return {error}.union(*map(kinds, error.__subclasses__()))
+
+    reasons = {kind.reason for kind in kinds(ServiceError)} - {ServiceError.reason}
+    assert "POISON_REQUEST" in reasons
+    assert reasons <= set(_KINDS)

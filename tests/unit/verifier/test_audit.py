@@ -24,6 +24,7 @@ class FakeRedis:
 
     def __init__(self) -> None:
         self.hashes: dict[str, dict[str, str]] = {}
+        self.ends: dict[str, int] = {}
         self.away = False
 
     def _hash(self, key: str) -> dict[str, str]:
@@ -39,6 +40,9 @@ class FakeRedis:
 
     async def hset(self, key: str, field: str, value: str) -> None:
         self._hash(key)[field] = value
+
+    async def expire(self, key: str, seconds: int) -> None:
+        self.ends[key] = seconds
 
     async def hincrby(self, key: str, field: str, amount: int) -> None:
         self._hash(key)[field] = str(int(self._hash(key).get(field, 0)) + amount)
@@ -100,6 +104,7 @@ async def test_a_restart_of_the_verifier_does_not_launder_a_record():
     second.observe(DRAFTER, drawn_by("honest", np.random.default_rng(1), 0))
     await exchanged(second)
     assert not second.trusts(DRAFTER, "default")
+    assert redis.ends.keys() == redis.hashes.keys()  # those of addresses that nobody has any more are forgotten
 
 
 async def test_evidence_of_several_verifiers_adds_up():

@@ -1,0 +1,233 @@
+"""The audit of drafters on a real pair: draws until the alarm for each cheat, false alarms, and cost.
+
+    python -m benchmarks.audit --json results.json
+
+A verifier audits a drafter process over gRPC while sessions decode at temperature 1. Each cheat (`benchmarks.dishonest`) runs until it is
+caught, several times. The rows of an honest drafter are kept, and draws from them, honest and not, are simulated in great number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from benchmarks.dishonest import FAVOUR
+from benchmarks.services import address_of
+from rootward import demo
+from rootward.core.arrays import Floats, Ints
+from rootward.core.audit import ALPHA, Draws, Record
+from rootward.core.requests import DraftMode, Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.engine.loading import load_model
+from rootward.engine.verify import ForestLaw
+from rootward.wire.clients import RemoteDrafter
+from verifier_service import audit
+from verifier_service.service import VerifierService
+from verifier_service.settings import Policy
+
+CHEATS = ("argmax", "argmax:0.05", "temperature:0.5", "temperature:0.8", "best-of:2", "peek", "boost:0.1")
+SESSIONS, TOKENS = 8, 128
+MOST_DRAWS = 60_000  # of a run through the services
+BATCH = 256  # draws evaluated together, as verifiers do
+DRAWS = ForestLaw.draws
+WIDTH = 64  # atoms of a row that are kept
+
+
+class Verifier:
+    """A verifier in this process under load, with the draws that its audit sees."""
+
+    def __init__(self, service: VerifierService, prompts: list[tuple[int, ...]]) -> None:
+        self.service, self._prompts, self._numbers = service, itertools.cycle(prompts), itertools.count()
+        self.seen: list[Draws] | None = None
+        self.draws_at_alarm = 0
+        self.audit_s, self.rounds = 0.0, 0
+        observe = service.audit.observe
+
+        def timed_observe(drafter: str, new: Draws) -> None:
+            with self._timed():
+                observe(drafter, new)
+            self.rounds += 1
+            if self.record.caught and not self.draws_at_alarm:
+                self.draws_at_alarm = self.record.record.num_draws
+            if self.seen is not None and len(new):
+                self.seen.append(new)
+
+        def timed_draws(law: ForestLaw) -> list[Draws]:
+            with self._timed():
+                return DRAWS(law)
+
+        service.audit.observe = timed_observe  # type: ignore[method-assign, assignment]
+        ForestLaw.draws = timed_draws  # type: ignore[method-assign, assignment]
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.audit_s += time.perf_counter() - began
+
+    @property
+    def record(self) -> audit.Audited:
+        return self.service.audit._drafters.get("d") or audit.Audited()
+
+    async def load(self, num_draws: int) -> int:
+        """Sessions until the drafter is caught or so many draws were seen. The number of draws."""
+        self.service.audit._drafters.clear()
+        self.draws_at_alarm = 0
+
+        async def one_after_another() -> None:
+            while not self.record.caught and self.record.record.num_draws < num_draws:
+                number = next(self._numbers)
+                wish = Speculation(SpeculationMode.REQUIRED, Rule.TRAVERSAL, DraftMode.SAMPLED)
+                wanted = VerifierRequest(
+                    f"r{number}", next(self._prompts), Sampling(1.0), Stopping(TOKENS), wish, seed=number
+                )
+                async for _ in self.service.generate(wanted):
+                    if self.record.caught:
+                        break
+
+        await asyncio.gather(*(one_after_another() for _ in range(SESSIONS)))
+        return self.draws_at_alarm or self.record.record.num_draws
+
+
+async def through_services(runs: int, honest_draws: int) -> tuple[dict[str, Any], list[Draws]]:
+    paths = demo.paths()
+    tokenizer = Tokenizer.from_file(str(paths.target / "tokenizer.json"))
+    prompts = [tuple(tokenizer.encode(text).ids[:64]) for text in demo.prompts()]
+    model = load_model(str(paths.target), max_slots=SESSIONS)
+    results: dict[str, Any] = {}
+    for cheat in ("honest", *CHEATS):
+        async with AsyncExitStack() as stack:
+            command = (
+                ["-m", "drafter_service"] if cheat == "honest" else ["-m", "benchmarks.dishonest", "--cheat", cheat]
+            )
+            if cheat in ("peek", "best-of:2"):
+                command += ["--target", str(paths.target)]
+            command += ["--model", str(paths.draft), "--listen", "127.0.0.1:0"]
+            address = await stack.enter_async_context(address_of(sys.executable, *command))
+            drafter = await stack.enter_async_context(RemoteDrafter(address))
+            policy = Policy(draft_wait_s=5.0)
+            service = VerifierService(model, {"d": drafter}, worker="audited", incarnation=1, policy=policy)
+            verifier = Verifier(await stack.enter_async_context(service), prompts)
+            while not service.pool.up:
+                await asyncio.sleep(0.05)
+            if cheat == "honest":
+                verifier.seen = []
+                await verifier.load(256)  # warm
+                verifier.audit_s, verifier.rounds, before_s = 0.0, 0, step_seconds(service)
+                num = await verifier.load(honest_draws)
+                steps_s = step_seconds(service) - before_s
+                results[cheat] = {
+                    "draws": num,
+                    "caught": verifier.record.caught,
+                    "log_wealth": verifier.record.record.log_wealth,
+                    "rounds": verifier.rounds,
+                    "audit_us_a_round": 1e6 * verifier.audit_s / verifier.rounds,
+                    "audit_share_of_steps": verifier.audit_s / steps_s,
+                }
+                rows = verifier.seen
+            else:
+                found = [await verifier.load(MOST_DRAWS) for _ in range(runs)]
+                results[cheat] = {"draws": found, "median": float(np.median(found)), "caught": verifier.record.caught}
+            print(cheat, results[cheat], flush=True)
+    return results, rows
+
+
+def step_seconds(service: VerifierService) -> float:
+    samples = (s for family in service.metrics.registry.collect() for s in family.samples)
+    return sum(s.value for s in samples if s.name == "rootward_step_duration_seconds_sum")
+
+
+def kept(rows: list[Draws]) -> Draws:
+    """All rows as arrays of one width, of the largest atoms first; atoms beyond it are left out with their mass."""
+
+    def of(one: Draws) -> tuple[Any, Any, Any]:
+        order = np.argsort(-one.q, axis=1, kind="stable")[:, :WIDTH]
+        parts = (np.take_along_axis(a, order, axis=1) for a in (one.ids, one.q, one.offered))
+        pads = ((0, 0), (0, WIDTH - order.shape[1]))
+        ids, q, offered = (np.pad(p, pads, constant_values=c) for p, c in zip(parts, (-1, 0, 0), strict=True))
+        return ids, q / q.sum(axis=1, keepdims=True), offered
+
+    ids, q, offered = (np.concatenate(parts) for parts in zip(*map(of, rows), strict=True))
+    return Draws(ids, q, offered, np.zeros(len(ids), dtype=np.int64))
+
+
+def drawn(rng: np.random.Generator, weight: Floats) -> Ints:
+    cumulative = weight.cumsum(axis=1)
+    return np.asarray((cumulative < rng.random((len(weight), 1)) * cumulative[:, -1:]).sum(axis=1)).clip(max=WIDTH - 1)
+
+
+def cheated(cheat: str, rows: Draws, rng: np.random.Generator) -> Ints:
+    """Columns as a drafter with this cheat draws them, see `benchmarks.dishonest`."""
+    name, _, value = cheat.partition(":")
+    column, q = drawn(rng, rows.q), rows.q
+    if name == "argmax":
+        return np.where(rng.random(len(rows)) < float(value or 1), q.argmax(axis=1), column)
+    if name == "temperature":
+        return drawn(rng, q ** (1 / float(value)))
+    if name == "best-of":
+        ratio = np.divide(rows.offered, q, out=np.zeros_like(q), where=q > 0)
+        both = np.stack([column, *(drawn(rng, q) for _ in range(int(value) - 1))], axis=1)
+        best = np.take_along_axis(ratio, both, axis=1).argmax(axis=1)
+        return np.asarray(np.take_along_axis(both, best[:, None], axis=1)[:, 0])
+    if name == "peek":
+        return drawn(rng, np.where(q > 0, rows.offered + 1e-12, 0.0))
+    if name == "boost":
+        return drawn(rng, q * np.where(rows.ids % 1000 < 1000 * float(value), FAVOUR, 1.0))
+    return column
+
+
+def simulated(rows: Draws, cheat: str, rng: np.random.Generator, *, most: int, batch: int) -> tuple[int, Record]:
+    """(draws until the alarm or `most`, record). The rows come in their order from a random one on."""
+    record, begin = Record(), int(rng.integers(len(rows)))
+    while record.num_draws < most and not record.caught():
+        at = (begin + record.num_draws + np.arange(batch)) % len(rows)
+        part = Draws(rows.ids[at], rows.q[at], rows.offered[at], np.zeros(batch, dtype=np.int64))
+        record.observe(Draws(part.ids, part.q, part.offered, cheated(cheat, part, rng)))
+    return record.num_draws, record
+
+
+def offline(rows: Draws, *, honest_draws: int, runs: int) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    num, record = simulated(rows, "honest", rng, most=honest_draws, batch=BATCH)
+    results: dict[str, Any] = {"honest": {"draws": num, "caught": record.caught(), "log_wealth": record.log_wealth}}
+    for cheat in CHEATS:
+        found = [simulated(rows, cheat, rng, most=MOST_DRAWS, batch=8)[0] for _ in range(runs)]
+        results[cheat] = {"median": float(np.median(found)), "ninth decile": float(np.quantile(found, 0.9))}
+        print("offline", cheat, results[cheat], flush=True)
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5, help="of each cheat through the services")
+    parser.add_argument("--honest-draws", type=int, default=30_000, help="through the services")
+    parser.add_argument("--offline-draws", type=int, default=2_000_000, help="honest ones from the rows seen there")
+    parser.add_argument("--offline-runs", type=int, default=31, help="of each cheat")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    audit.BATCH_DRAWS = 8  # the resolution of the numbers here; verifiers evaluate 256 at once
+    services, rows = asyncio.run(through_services(given.runs, given.honest_draws))
+    stored = kept(rows)
+    results = {
+        "alpha": ALPHA,
+        "services": services,
+        "rows": len(stored),
+        "offline": offline(stored, honest_draws=given.offline_draws, runs=given.offline_runs),
+    }
+    print(json.dumps(results, indent=1))
+    if given.json:
+        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
