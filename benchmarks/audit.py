@@ -136,6 +136,7 @@ async def through_services(runs: int, honest_draws: int) -> tuple[dict[str, Any]
                 }
                 rows = verifier.seen
             else:
+                audit.BATCH_DRAWS = 8  # the resolution of the numbers; as it is for the cost
                 found = [await verifier.load(MOST_DRAWS) for _ in range(runs)]
                 results[cheat] = {"draws": found, "median": float(np.median(found)), "caught": verifier.record.caught}
             print(cheat, results[cheat], flush=True)
@@ -215,7 +216,6 @@ def main() -> None:
     parser.add_argument("--offline-runs", type=int, default=31, help="of each cheat")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    audit.BATCH_DRAWS = 8  # the resolution of the numbers here; verifiers evaluate 256 at once
     services, rows = asyncio.run(through_services(given.runs, given.honest_draws))
     stored = kept(rows)
     results = {
