@@ -2,9 +2,11 @@
 
 import asyncio
 import itertools
+import random
 import tempfile
 
 import pytest
+from redis.asyncio import Redis
 from unit.gateway.redis_for_tests import redis_server, running
 from unit.gateway.service_for_tests import IDS, TEXT, collect, serving
 
@@ -253,3 +255,22 @@ async def test_poison_is_remembered_for_its_time(store, name):
     await store.add_poison(f"{name}-short", 0.01)
     await asyncio.sleep(1.1)  # a store in memory looks once a second
     assert not await store.is_poison(f"{name}-short")
+
+
+@pytest.mark.parametrize(("num_top", "most"), [(None, 10.5), (0, 37), (5, 176), (20, 600)])
+async def test_a_request_keeps_what_the_page_says(redis_url, name, num_top, most):
+    """docs/operations/redis.md: bytes of Redis for each token of output."""
+    rng, store, num_tokens = random.Random(0), open_store(redis_url), 1000
+    lease = await store.begin(name, "h" * 32, 5, ABOUT)
+    for at in range(0, num_tokens, 10):
+        tokens = tuple(rng.randrange(49152) for _ in range(10))
+        top = [tuple((rng.randrange(49152), float(-rng.expovariate(0.2))) for _ in range(num_top or 0)) for _ in tokens]
+        logprobs = () if num_top is None else tuple(TokenLogprob(-rng.expovariate(1), pairs) for pairs in top)
+        assert await store.write([Write(lease, at, Run(tokens, (True,) * 10, logprobs))], 5) == [at + 10]
+    async with Redis.from_url(redis_url) as client:
+        keys = [key async for key in client.scan_iter(f"*{{{name}}}*")]
+        sizes = [await client.memory_usage(key, samples=0) for key in keys]
+        assert all([await client.pttl(key) > 0 for key in keys])
+    await store.close()
+    assert len(keys) == 4
+    assert 0.8 * most < sum(sizes) / num_tokens < most
