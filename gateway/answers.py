@@ -10,8 +10,8 @@ from itertools import accumulate
 from typing import ClassVar, Protocol
 
 from gateway.choices import Tally
-from gateway.requests import Delta, Ending, GenerateRequest, Seen, Usage
-from gateway.schemas import VERIFICATIONS, GenerationBody
+from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest, Seen, Usage
+from gateway.schemas import GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span
 from gateway.tools import CallFormat, CallParser
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob

@@ -8,7 +8,9 @@ from urllib.parse import quote
 
 from gateway.tokenizer import Span
 from rootward.core.requests import (
+    DraftMode,
     FinishReason,
+    Rule,
     Sampling,
     Speculation,
     SpeculationStats,
@@ -16,6 +18,15 @@ from rootward.core.requests import (
     TokenLogprob,
     VerifiedTree,
 )
+
+# Name of a verification -> the rule, and the trees that it needs.
+VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
+    "traversal": (Rule.TRAVERSAL, None),
+    "coupled": (Rule.MATCH, DraftMode.COUPLED),
+    "token": (Rule.TOKEN, None),
+    "block": (Rule.BLOCK, None),
+    "multi_step": (Rule.MULTI_STEP, None),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,16 +27,14 @@ from pydantic_core import PydanticCustomError
 
 from gateway.auth import tenant
 from gateway.planning import refusing
-from gateway.requests import Chat, GenerateRequest, Resume
+from gateway.requests import VERIFICATIONS, Chat, GenerateRequest, Resume
 from gateway.tools import CallFormat, Function, forced_schema
 from rootward.core.requests import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    DraftMode,
     DraftStrategy,
     FinishReason,
     Form,
-    Rule,
     Sampling,
     Speculation,
     SpeculationMode,
@@ -50,14 +48,6 @@ MAX_MESSAGES = 4096  # of a conversation
 MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
-
-VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
-    "traversal": (Rule.TRAVERSAL, None),
-    "coupled": (Rule.MATCH, DraftMode.COUPLED),
-    "token": (Rule.TOKEN, None),
-    "block": (Rule.BLOCK, None),
-    "multi_step": (Rule.MULTI_STEP, None),
-}
 
 
 def refused(fix: str, *, unsupported: bool = False) -> PydanticCustomError:

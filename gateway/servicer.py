@@ -14,17 +14,18 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
 import rootward
 from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
-from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, Usage
+from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.router import Upstream
 from gateway.service import GatewayService
 from gateway.tokenizer import Span
-from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode, TokenLogprob
+from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
@@ -55,20 +56,6 @@ FEATURES = (
     "text_ends",
     "watch",
 )
-_MODES = {
-    generate_pb2.Speculation.MODE_UNSPECIFIED: SpeculationMode.AUTO,
-    generate_pb2.Speculation.AUTO: SpeculationMode.AUTO,
-    generate_pb2.Speculation.DISABLED: SpeculationMode.DISABLED,
-    generate_pb2.Speculation.REQUIRED: SpeculationMode.REQUIRED,
-}
-_VERIFICATIONS: dict[int, tuple[Rule | None, DraftMode | None]] = {
-    generate_pb2.Speculation.VERIFICATION_UNSPECIFIED: (None, None),
-    generate_pb2.Speculation.TRAVERSAL: (Rule.TRAVERSAL, None),
-    generate_pb2.Speculation.COUPLED: (Rule.MATCH, DraftMode.COUPLED),
-    generate_pb2.Speculation.TOKEN: (Rule.TOKEN, None),
-    generate_pb2.Speculation.BLOCK: (Rule.BLOCK, None),
-    generate_pb2.Speculation.MULTI_STEP: (Rule.MULTI_STEP, None),
-}
 
 
 def register(models: Models, server: RpcServer, *, shutdown_timeout_s: float) -> None:
@@ -430,18 +417,23 @@ def _resume(message: generate_pb2.GenerateRequest) -> Resume | None:
 
 
 def _speculation(message: generate_pb2.Speculation) -> Speculation:
-    mode, verification = _MODES.get(message.mode), _VERIFICATIONS.get(message.verification)
-    if mode is None:
-        raise InvalidRequest("speculation.mode", message.mode, "is unknown; use AUTO, DISABLED or REQUIRED")
-    if verification is None:
-        fix = "is unknown; use TRAVERSAL, COUPLED, TOKEN, BLOCK or MULTI_STEP"
-        raise InvalidRequest("speculation.verification", message.verification, fix)
+    mode = _enum_name(generate_pb2.Speculation.Mode, "speculation.mode", message.mode)
+    verification = _enum_name(generate_pb2.Speculation.Verification, "speculation.verification", message.verification)
     sizes = {
         name: getattr(message, name) if message.HasField(name) else None
         for name in ("num_draft_tokens", "max_depth", "topk")
     }
     strategy = DraftStrategy.parse(message.draft_strategy) if message.draft_strategy else None
-    return Speculation(mode, *verification, **sizes, drafter=message.drafter, strategy=strategy)
+    rule, law = VERIFICATIONS[verification] if verification else (None, None)
+    return Speculation(SpeculationMode(mode or "auto"), rule, law, **sizes, drafter=message.drafter, strategy=strategy)
+
+
+def _enum_name(kind: Any, field: str, number: int) -> str:
+    """In small letters, "" for the unspecified 0. InvalidRequest for a number without a name."""
+    names = {value: "" if value == 0 else name.lower() for name, value in kind.items()}
+    if number not in names:
+        raise InvalidRequest(field, number, f"is unknown; use {', '.join(n.upper() for n in names.values() if n)}")
+    return names[number]
 
 
 def _chat_message(message: generate_pb2.ChatMessage) -> dict[str, str]:

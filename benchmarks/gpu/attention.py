@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from rootward.engine.paged import PagedContext, paged_reference
+from rootward.engine.paged import PagedContext
 from rootward.engine.triton_attention import Buffers, Plan, make_plan, tree_attention
+from tests.support.paged_reference import paged_reference
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16
 BATCHES, LENGTHS, WIDTHS = (1, 2, 4, 8, 16, 32), (2048, 8192), (1, 16, 32)

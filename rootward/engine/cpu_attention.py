@@ -80,7 +80,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H, D]: what `paged_reference` says. query [N, H, D]; rows of no entry are padding and become 0."""
+    """[N, H, D]: what `paged_reference` of the tests says. query [N, H, D]; rows of no entry are padding and become 0."""
     if layer.keys.dtype not in cpu_kernels.SERVED:
         raise TypeError(f"attention on the CPU reads float32 and bfloat16, not {layer.keys.dtype}")
     num, heads, _ = query.shape

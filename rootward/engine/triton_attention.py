@@ -1,4 +1,4 @@
-"""Paged tree attention on a GPU: what `paged_reference` computes, in two kernel launches and without a host synchronisation.
+"""Paged tree attention on a GPU: what `paged_reference` of the tests computes, in two kernel launches and without a host synchronisation.
 
 The prefix of every entry is cut into pieces, the tree is one more; each is a partial softmax, and a second kernel merges them by their
 log-sum-exp. Shapes and grids depend on padded sizes and on `max_length` only, so a launch can be captured in a CUDA graph (after one
@@ -73,7 +73,7 @@ def tree_attention(
 ) -> torch.Tensor:
     """Attention of every row over its prefix and the nodes it sees. Returns [B, Q, H, D_v] in the type of `query`.
 
-    query [B, H, Q, D]; keys [C, H_kv, D], values [C, H_kv, D_v], all of one type; sinks [H]. See `paged_reference`. The sums
+    query [B, H, Q, D]; keys [C, H_kv, D], values [C, H_kv, D_v], all of one type; sinks [H]. See `paged_reference` of the tests. The sums
     are float32; a row that sees nothing gets zeros. ValueError if shapes or types do not fit.
     """
     _check(query, keys, values, context, sinks)

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.paged_reference import paged_reference
 
-from rootward.engine.paged import PagedContext, paged_reference
+from rootward.engine.paged import PagedContext
 from rootward.engine.triton_attention import Plan, tree_attention
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.paged_reference import paged_reference
 
 from rootward.engine import cpu_kernels
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
 from rootward.engine.cpu_attention import VisibleKeys, attend
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.paged import PagedContext, paged_reference
+from rootward.engine.paged import PagedContext
 from rootward.engine.slots import Size, Slots
 from rootward.ports import COMMITTED, Rows
 
