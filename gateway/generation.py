@@ -159,6 +159,7 @@ class Generation:
         self._prefilled: Prefilled | None = None  # of the first attempt: to later ones more of the prompt may be cached
         self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
         self._num_sent = 0
+        self._process = ""  # of the verifier that was chosen last
         self._failed: set[str] = set()
         self._fruitless = 0  # attempts in a row without a token
         self._deaths = 0  # of verifiers before the first token
@@ -215,9 +216,11 @@ class Generation:
             raise self._interrupted(f"no verifier is ready ({reason})")
         self._metrics.routed(choice.outcome)
         self._ledger.note(self._entry, verifier=choice.name)
-        self._ledger.computed(self._plan.first, (), choice.name)
+        upstream = self._upstreams.get(choice.name)
+        self._process = upstream.holder
+        self._ledger.computed(self._plan.first, (), self._process)
         self._watched.sent(choice.name, self._entry.epoch)
-        return self._upstreams.get(choice.name)
+        return upstream
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
         """Runs of one verifier, until aborted or the deadline. Unavailable when it ends without a finish."""
@@ -319,8 +322,8 @@ class Generation:
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )
-        if (verifier := self._entry.fields.get("verifier")) is not None:
-            self._ledger.computed(self._plan.first, self._entry.tokens, verifier, request.session_id)
+        if self._process:
+            self._ledger.computed(self._plan.first, self._entry.tokens, self._process)
         self._ledger.note(self._entry, finish=finish_to_field(Finish(ending.reason, None, ending.stats)))
         return self._delta(spans, ending, rounds)
 

@@ -7,9 +7,8 @@
     rw:req:{id}:epoch   counter  fencing: the highest epoch given out
     rw:req:{id}:lease   string   holder that drives the request now; expires unless renewed
     rw:req:{id}:log     list     committed output in order, several tokens an item (`Run` as JSON)
-    rw:session:{id}     hash     several turns of one conversation: verifier, number of tokens it held
-    rw:kv:M:K           zset     verifiers that hold the KV of a prompt block, by the second at which that was last seen; M is the
-                                 fingerprint of the model, K the chained hash of the block (a hint; the verifier's own cache decides)
+    rw:kv:M:K           zset     processes of verifiers that hold the KV of a prefix, by the second at which that was last known; M is
+                                 the fingerprint of the model, K a hash of the prefix (a hint, see `router`)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
     rw:poison:{content} string   a request of this content (fingerprint of the model and a hash) ended two verifiers
 
@@ -32,6 +31,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoScriptError
 
 from gateway.admission import Rate
+from gateway.router import Holders
 from gateway.session_store import (
     KEPT_AFTER_END_S,
     RETENTION_S,
@@ -188,11 +188,8 @@ class RedisStore:
         key = f"{self._prefix}:req:{{{request_id}}}"
         return [key, f"{key}:epoch", f"{key}:lease", f"{key}:log"]
 
-    def _session_key(self, session_id: str) -> str:
-        return f"{self._prefix}:session:{{{session_id}}}"
-
-    def _block_key(self, model: str, block: str) -> str:
-        return f"{self._prefix}:kv:{model}:{block}"
+    def _hint_key(self, model: str, key: str) -> str:
+        return f"{self._prefix}:kv:{model}:{key}"
 
     def _poison_key(self, content: str) -> str:
         return f"{self._prefix}:poison:{content}"
@@ -200,7 +197,7 @@ class RedisStore:
     async def ping(self) -> None:
         """Ask for a key: on a cluster that needs all of it, unlike PING."""
         async with self._answering():
-            await self._client.exists(self._session_key(""))
+            await self._client.exists(self._request_keys("")[0])
 
     async def begin(
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
@@ -264,37 +261,32 @@ class RedisStore:
             items: Any = await self._client.lrange(log, 0, -1)
         return Record(dict(fields), Run.joined(items))
 
-    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
-        key = self._session_key(session_id)
-        async with self._answering():
-            pipeline: Any = self._client.pipeline(transaction=False)
-            pipeline.hset(key, mapping=dict(fields))
-            pipeline.pexpire(key, _ms(ttl_s))
-            await pipeline.execute()
-
-    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
-        if not held:
+    async def put_hints(
+        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
+    ) -> None:
+        if not held and not gone:
             return
         now_s = self._clock.wall()
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
-            for verifier, keys in held.items():
-                for key in (self._block_key(model, block) for block in keys):
-                    pipeline.zadd(key, {verifier: now_s})
+            for process, keys in gone.items():
+                for key in keys:
+                    pipeline.zrem(self._hint_key(model, key), process)
+            for process, keys in held.items():
+                for key in (self._hint_key(model, key) for key in keys):
+                    pipeline.zadd(key, {process: now_s})
                     pipeline.zremrangebyscore(key, "-inf", now_s - ttl_s)
                     pipeline.pexpire(key, _ms(ttl_s))
             await pipeline.execute()
 
-    async def hints(
-        self, model: str, keys: Sequence[str], session_id: str
-    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
+    async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
+        now_s = self._clock.wall()
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
-            pipeline.hgetall(self._session_key(session_id))
-            for block in keys:
-                pipeline.zrange(self._block_key(model, block), 0, -1, withscores=True)
-            session, *holders = await pipeline.execute()
-        return [{str(name): float(at) for name, at in found} for found in holders], dict(session)
+            for key in keys:
+                pipeline.zrange(self._hint_key(model, key), 0, -1, withscores=True)
+            found = await pipeline.execute()
+        return [{str(process): now_s - float(at) for process, at in holders} for holders in found]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         async with self._answering():

@@ -5,9 +5,10 @@
 Load is requests per session slot. KV that is already computed saves prefill, the more the longer it is, but it is never worth more than
 `KV_WORTH` of a verifier's slots: a warm cache does not draw all requests to one verifier.
 
-Which verifier holds which prompt is known by hashes of prompt blocks, which gateways share through the session store. A block is `BLOCK`
-tokens and everything before them, so one key stands for a whole prefix; the key also depends on the model and on the tenant, who shares
-cached prefixes with nobody. These are hints: the verifier's own cache decides.
+Which verifier holds which prompt is known by hashes of prefixes, which gateways share through the session store. Prefixes have fixed
+lengths, four in each doubling (`prefix_lengths`), so a long prompt has few keys. A key also depends on the model, the tenant and the cache
+salt, as cached prefixes do. A hint names the process that computed the prefix and is true until that process ends or evicts the prefix:
+verifiers tell how long unused text stays in their cache (`kv_evicted_age_s`), and older hints are withdrawn.
 
 Verifiers are listed or discovered, and asked for their state once a second.
 """
@@ -22,9 +23,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from itertools import takewhile
 
 import structlog
 
+from rootward.core.requests import VerifierRequest
 from rootward.engine.prefix_keys import chain, first_key
 from rootward.errors import RootwardError
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
@@ -35,10 +38,10 @@ log = structlog.get_logger()
 KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
 HALF_WORTH_TOKENS = 128  # so many tokens are worth half of it
 RECENTLY_LOST_COST = 0.5  # of a verifier that was lost a moment ago
-BLOCK = 32  # tokens
-MAX_BLOCKS = 64  # of one prompt that are looked at
-MAX_KNOWN = 65536  # blocks this gateway remembers
-TTL_S = 300.0
+BLOCK = 32  # tokens; lengths of prefixes are multiples of it
+MAX_KNOWN = 65536  # prefixes this gateway remembers
+TTL_S = 1800.0  # of a hint that is not used
+PUBLISHED_S = 10.0  # the least time between two publications of one hint
 RECENTLY_LOST_S = 10.0  # after a loss, others are preferred
 HURRY_S = 0.1  # between questions while a request waits for a verifier
 
@@ -107,59 +110,92 @@ def _score(key: str, name: str) -> bytes:
     return hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
 
 
-Holders = Mapping[str, float]  # verifier → when it was last known to hold a block, in seconds
+Holders = Mapping[
+    str, float
+]  # process of a verifier (`Upstream.holder`) → seconds since it was last known to hold a prefix
+IsHeld = Callable[[str, float], bool | None]  # (process, seconds) → whether the hint is true; None: unknown
 
 
-def block_keys(fingerprint: str, tenant: str, prompt: Sequence[int]) -> list[str]:
-    """Keys of the full blocks of a prompt, the shortest prefix first."""
-    count = min(len(prompt) // BLOCK, MAX_BLOCKS)
-    return [key.hex() for key in chain(first_key(fingerprint, tenant), prompt, BLOCK, count)] if count else []
+def _lengths() -> Iterator[int]:
+    length = step = BLOCK
+    while True:
+        yield length
+        step *= 2 if length == 8 * step else 1
+        length += step
 
 
-def tokens_held(holders: Sequence[Holders]) -> dict[str, int]:
-    """Tokens of a prompt that each verifier holds, from who holds its blocks in order: a prefix without a gap counts."""
+def prefix_lengths(num_tokens: int) -> list[int]:
+    """Lengths of the prefixes of a text that have keys, the shortest first: every block up to 8, then four in each doubling."""
+    return list(takewhile(lambda length: length <= num_tokens, _lengths()))
+
+
+def prefix_keys(fingerprint: str, request: VerifierRequest, output: Sequence[int] = ()) -> list[str]:
+    """Keys of the prefixes of its prompt and output, by `prefix_lengths`."""
+    text = (*request.prompt, *output)
+    lengths = prefix_lengths(len(text))
+    if not lengths:
+        return []
+    shared = repr((request.tenant, request.cache_salt)) if request.cache_salt else request.tenant
+    blocks = chain(first_key(fingerprint, shared), text, BLOCK, lengths[-1] // BLOCK)
+    return [blocks[length // BLOCK - 1].hex() for length in lengths]
+
+
+def tokens_held(holders: Sequence[Holders], is_held: IsHeld) -> dict[str, int]:
+    """Tokens of a prompt that each verifier holds, from the hints on its prefixes, the shortest first."""
     held: dict[str, int] = {}
-    for number, names in enumerate(holders):
-        for name in names:
-            if held.get(name, 0) == number * BLOCK:
-                held[name] = (number + 1) * BLOCK
+    for length, hints in zip(_lengths(), holders, strict=False):
+        for process, age_s in hints.items():
+            if is_held(process, age_s):
+                held[process.rpartition("@")[0]] = length
     return held
 
 
 class Prefixes:
-    """Who holds which blocks, as far as this gateway knows itself. `now` is in seconds. `unpublished`: not yet in the session store."""
+    """Which process of a verifier holds which prefixes, as far as this gateway knows itself. `now` is in seconds.
+
+    unpublished   process → keys: not yet in the session store
+    withdrawn     process → keys: in the session store, and true no more
+    """
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
         self._known: OrderedDict[str, dict[str, float]] = OrderedDict()  # least recently used first
-        self.unpublished: dict[str, list[str]] = {}  # verifier → keys
+        self._published: dict[tuple[str, str], float] = {}
+        self.unpublished: dict[str, list[str]] = {}
+        self.withdrawn: dict[str, list[str]] = {}
 
-    def sent(self, keys: Sequence[str], verifier: str) -> None:
-        """A prompt of these blocks went to a verifier, so it holds them soon."""
-        fresh = self._now()
+    def sent(self, keys: Sequence[str], process: str) -> None:
+        """A prompt of these prefixes went to a verifier, so it holds them soon."""
+        now = self._now()
         for key in keys:
-            holders = self._known.setdefault(key, {})
-            if fresh - holders.get(verifier, -TTL_S) > TTL_S / 2:
-                self.unpublished.setdefault(verifier, []).append(key)
-                holders[verifier] = fresh
+            self._known.setdefault(key, {})[process] = now
             self._known.move_to_end(key)
+            if now - self._published.get((key, process), -math.inf) >= PUBLISHED_S:
+                self._published[key, process] = now
+                self.unpublished.setdefault(process, []).append(key)
         while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            key, processes = self._known.popitem(last=False)
+            for process in processes:
+                self._published.pop((key, process), None)
 
     def holders(self, keys: Sequence[str]) -> list[Holders]:
-        """Of each block."""
-        oldest = self._now() - TTL_S
-        found = (self._known.get(key, {}) for key in keys)
-        return [{name: at for name, at in holders.items() if at > oldest} for holders in found]
+        """Of each prefix."""
+        now = self._now()
+        return [{process: now - at for process, at in self._known.get(key, {}).items()} for key in keys]
 
-    def forget(self, verifier: str) -> None:
-        """It has restarted, and holds nothing."""
-        for holders in self._known.values():
-            holders.pop(verifier, None)
-        self.unpublished.pop(verifier, None)
+    def withdraw(self, keys: Sequence[str], holders: Sequence[Holders], is_held: IsHeld) -> None:
+        """Forget the hints among these that are true no more, here and in the session store."""
+        for key, hints in zip(keys, holders, strict=True):
+            for process, age_s in hints.items():
+                if is_held(process, age_s) is False:
+                    self._known.get(key, {}).pop(process, None)
+                    self._published.pop((key, process), None)
+                    self.withdrawn.setdefault(process, []).append(key)
 
-    def take_unpublished(self) -> dict[str, list[str]]:
-        taken, self.unpublished = self.unpublished, {}
+    def take_changes(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """(unpublished, withdrawn), which are the caller's then."""
+        taken = self.unpublished, self.withdrawn
+        self.unpublished, self.withdrawn = {}, {}
         return taken
 
 
@@ -175,6 +211,7 @@ class Upstream:
     listed: bool = True  # discovery knows it, and not as one that leaves
     num_in_flight: int = 0
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
+    told_at: float = 0.0  # when `info` came, on the loop's clock
 
     @property
     def ready(self) -> bool:
@@ -184,6 +221,16 @@ class Upstream:
     def incarnation(self) -> int:
         """Of its process, as it last said; 0 = it has not answered yet."""
         return self.info.incarnation if self.info else 0
+
+    @property
+    def holder(self) -> str:
+        """Its process, as hints name it."""
+        return f"{self.name}@{self.incarnation:x}"
+
+    def kept_s(self, now: float) -> float:
+        """Text that was in use within so many seconds is in its cache."""
+        age_s = self.info.stats.get("kv_evicted_age_s", math.inf) if self.info else 0.0
+        return min(age_s + now - self.told_at, TTL_S)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -227,9 +274,6 @@ class Upstreams:
         self._hurry = asyncio.Event()
         self._polled = asyncio.Event()  # set, and replaced, after every round of questions
         self.model: ModelInfo | None = None
-        self.on_restart: Callable[[str], None] = lambda name: (
-            None
-        )  # called with the name of a verifier that has restarted
         self.mismatch = ""  # why a verifier does not fit, for people
 
     def __iter__(self) -> Iterator[Upstream]:
@@ -241,6 +285,15 @@ class Upstreams:
 
     def get(self, name: str) -> Upstream:
         return self._upstreams[name]
+
+    def is_held(self, process: str, age_s: float) -> bool | None:
+        """Whether a process still holds what it held so many seconds ago. None: it is newer than what is known of its verifier."""
+        upstream, now = self._upstreams.get(process.rpartition("@")[0]), asyncio.get_running_loop().time()
+        if upstream is None or upstream.info is None:
+            return None
+        if upstream.holder != process:
+            return False if age_s > now - upstream.told_at else None
+        return age_s <= upstream.kept_s(now)
 
     def choose(
         self, key: str, *, held: Mapping[str, int] | None = None, avoid: Collection[str] = frozenset()
@@ -336,8 +389,7 @@ class Upstreams:
             return
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
-        if upstream.info and upstream.info.incarnation != info.incarnation:
-            self.on_restart(upstream.name)
+        upstream.told_at = asyncio.get_running_loop().time()
         upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
 
     def _fits(self, name: str, model: ModelInfo) -> bool:

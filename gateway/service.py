@@ -108,7 +108,6 @@ class GatewayService:
         )
         self._store, self._clock = store, SystemClock()
         self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
-        upstreams.on_restart = self._ledger.prefixes.forget
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
         self._poison = PoisonList(loop_time, self._ledger)
@@ -388,7 +387,7 @@ class GatewayService:
         self, plan: Plan, entry: Entry, record: Record, cutoff: Cutoff, watched: WatchedRequest
     ) -> Generation:
         request = plan.request
-        held = await self._ledger.held(plan.first, request.session_id)
+        held = await self._ledger.held(plan.first, self.upstreams.is_held)
         if known := record.fields.get("verifier"):
             held[known] = len(plan.first.prompt) + len(entry.tokens)
         detokenizer = self.tokenizer.detokenizer(plan.first.prompt, skip_special_tokens=request.skip_special_tokens)

@@ -22,8 +22,8 @@ import structlog
 
 from gateway.admission import Buckets, Rate, out_of_tokens
 from gateway.planning import Plan
-from gateway.requests import Resume, as_chosen, of_tenant
-from gateway.router import BLOCK, TTL_S, Prefixes, block_keys, tokens_held
+from gateway.requests import Resume, as_chosen
+from gateway.router import TTL_S, Holders, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from rootward.core.requests import Finish, FinishReason, Rule, SpeculationStats, TokenLogprob, VerifierRequest
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
@@ -35,7 +35,6 @@ KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
-SESSION_TTL_S = 3600.0
 DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
 WRITING_SHARE = 0.1  # of the time at most
 LONGEST_PAUSE_S = 1.0
@@ -133,15 +132,13 @@ class Store(Protocol):
 
     async def record(self, request_id: str) -> Record: ...
 
-    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None: ...
+    async def put_hints(
+        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
+    ) -> None:
+        """Process of a verifier → keys of prefixes whose KV it holds, and of those that it holds no more."""
 
-    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
-        """Verifier → keys of prompt blocks whose KV it holds."""
-
-    async def hints(
-        self, model: str, keys: Sequence[str], session_id: str
-    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
-        """(who holds each of these blocks, what is known of the session), in one round trip."""
+    async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
+        """Who holds each of these prefixes, in one round trip."""
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         """From the tenant's bucket, see `Buckets.take`."""
@@ -170,7 +167,6 @@ class MemoryStore:
     def __init__(self, *, now: Callable[[], float] = time.monotonic, retention_s: float = RETENTION_S):
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Kept] = {}
-        self._sessions: dict[str, tuple[float, dict[str, str]]] = {}
         self._poison: dict[str, float] = {}
         self._buckets = Buckets(now)
         self._look_again = 0.0
@@ -235,19 +231,13 @@ class MemoryStore:
         kept = self._requests.get(request_id)
         return Record(dict(kept.fields), kept.log) if kept else Record()
 
-    async def put_session(self, session_id: str, fields: Mapping[str, str], ttl_s: float) -> None:
-        _, known = self._sessions.get(session_id, (0.0, {}))
-        self._sessions[session_id] = (self._now() + ttl_s, {**known, **fields})
-
-    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+    async def put_hints(
+        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
+    ) -> None:
         """Whoever asks a store in memory is who would have told it."""
 
-    async def hints(
-        self, model: str, keys: Sequence[str], session_id: str
-    ) -> tuple[list[Mapping[str, float]], dict[str, str]]:
-        self._forget_expired()
-        until, fields = self._sessions.get(session_id, (0.0, {}))
-        return [], dict(fields) if self._now() < until else {}
+    async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
+        return [{} for _ in keys]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
         return self._buckets.take(tenant, cost, rate)
@@ -283,8 +273,6 @@ class MemoryStore:
         self._look_again = now + FORGET_EVERY_S
         for request_id in [i for i, kept in self._requests.items() if kept.expires <= now and kept.epoch]:
             del self._requests[request_id]
-        for session_id in [i for i, (until, _) in self._sessions.items() if until <= now]:
-            del self._sessions[session_id]
         self._poison = {content: until for content, until in self._poison.items() if until > now}
 
 
@@ -411,7 +399,6 @@ class Ledger:
         self._own_buckets = Buckets(now)
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
-        self._sessions: dict[str, dict[str, str]] = {}
         self._dirty = asyncio.Event()
         self._writing = asyncio.Lock()
         self._down = False
@@ -539,30 +526,25 @@ class Ledger:
             await self.flush()
         return not entry.lost
 
-    def computed(self, request: VerifierRequest, output: Sequence[int], verifier: str, session_id: str = "") -> None:
-        """A verifier holds the KV of this prompt and output, or does so soon."""
-        text = (*request.prompt, *output)
-        self.prefixes.sent(block_keys(self._model(), request.tenant, text), verifier)
-        if session_id:
-            self._sessions[of_tenant(request.tenant, session_id)] = {"verifier": verifier, "tokens": str(len(text))}
+    def computed(self, request: VerifierRequest, output: Sequence[int], process: str) -> None:
+        """This process of a verifier holds the KV of this prompt and output, or does so soon."""
+        self.prefixes.sent(prefix_keys(self._model(), request, output), process)
         self._dirty.set()
 
-    async def held(self, request: VerifierRequest, session_id: str = "") -> dict[str, int]:
-        """Tokens of a prompt that each verifier is thought to hold. Hints only: what the store knows is not waited for long."""
-        keys = block_keys(self._model(), request.tenant, request.prompt)
-        found = tokens_held(self.prefixes.holders(keys))
-        session_id = of_tenant(request.tenant, session_id) if session_id else ""
-        session = self._sessions.get(session_id, {})
-        if max(found.values(), default=0) < len(keys) * BLOCK or (session_id and not session):
+    async def held(self, request: VerifierRequest, is_held: IsHeld) -> dict[str, int]:
+        """Tokens of a prompt that each verifier is thought to hold. What the store knows is not waited for long."""
+        keys = prefix_keys(self._model(), request)
+        own = self.prefixes.holders(keys)
+        found = tokens_held(own, is_held)
+        self.prefixes.withdraw(keys, own, is_held)
+        if keys and max(found.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
             with suppress(StoreUnavailable, TimeoutError):
                 self._must_be_up()
                 async with asyncio.timeout(HINT_S):
-                    holders, session = await self._store.hints(self._model(), keys, session_id)
-                for name, tokens in tokens_held(holders).items():
+                    shared = await self._store.hints(self._model(), keys)
+                for name, tokens in tokens_held(shared, is_held).items():
                     found[name] = max(tokens, found.get(name, 0))
-        if session:
-            own = min(int(session["tokens"]), len(request.prompt))
-            found[session["verifier"]] = max(own, found.get(session["verifier"], 0))
+                self.prefixes.withdraw(keys, shared, is_held)
         return found
 
     async def run(self) -> None:
@@ -587,12 +569,7 @@ class Ledger:
                 if self._down:
                     await self._store.ping()  # there may be nothing to write that would show whether it is back
                 await self._write([entry for entry in self._entries if self._is_due(entry)])
-                await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
-                while self._sessions:
-                    session_id, fields = next(iter(self._sessions.items()))
-                    await self._store.put_session(session_id, fields, SESSION_TTL_S)
-                    if self._sessions.get(session_id) is fields:
-                        del self._sessions[session_id]
+                await self._store.put_hints(self._model(), *self.prefixes.take_changes(), TTL_S)
             except StoreUnavailable:
                 self._mark_down()
                 too_old = self._now() - KEPT_AFTER_END_S

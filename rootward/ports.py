@@ -103,6 +103,10 @@ class LanguageModel(Protocol):
     def num_free_blocks(self) -> int:
         """Blocks that forwards can still take, those kept only because their content may be asked for again included."""
 
+    @property
+    def evicted_age_s(self) -> float:
+        """Committed text that was in use within so many seconds can still be found by `open`; inf: all of it."""
+
     def blocks_needed(self, slot: int, num_rows: int) -> int:
         """Blocks that forwarding so many new nodes of this slot takes at most; exact for chains. A slot that has just been
         opened and a prompt of n tokens: ⌈n / block_size⌉ − length / block_size."""

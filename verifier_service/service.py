@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -160,7 +161,9 @@ class VerifierService:
     def _stats(self) -> dict[str, float]:
         speedup = self.engine.rounds.controller.speedup
         gauges = {**self.pool.gauges(), **self.slots.gauges(), **self.audit.gauges()}
-        return {"spec_decode_speedup_estimate": speedup, **gauges}
+        age_s = self.model.evicted_age_s
+        evicted = {"kv_evicted_age_s": age_s} if math.isfinite(age_s) else {}
+        return {"spec_decode_speedup_estimate": speedup, **gauges, **evicted}
 
     @property
     def ended(self) -> asyncio.Task[None] | None:

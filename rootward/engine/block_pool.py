@@ -9,8 +9,10 @@ Conservation law: held + idle + free = num_blocks, and the references of a block
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,12 +22,15 @@ EVICT_AT_ONCE = 16  # idle blocks forgotten together: what replaces them lies in
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int):
+    def __init__(self, num_blocks: int, now: Callable[[], float] = time.monotonic):
+        """now: a clock in seconds."""
         self.num_blocks = num_blocks
+        self._now = now
+        self._evicted_until = -math.inf  # when the last forgotten block became idle
         self._free = np.ones(num_blocks, dtype=np.bool_)
         self._num_free = num_blocks
         self._references = np.zeros(num_blocks, dtype=np.int64)
-        self._idle: OrderedDict[int, None] = OrderedDict()  # idle longest first
+        self._idle: OrderedDict[int, float] = OrderedDict()  # since when; idle longest first
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
 
@@ -33,6 +38,11 @@ class BlockPool:
     def num_available(self) -> int:
         """Blocks that `take` can give: free and idle ones."""
         return self._num_free + len(self._idle)
+
+    @property
+    def evicted_age_s(self) -> float:
+        """Content that was in use within so many seconds is still held, older content may be forgotten; inf: nothing was forgotten yet."""
+        return self._now() - self._evicted_until
 
     def take(self, num: int, start: int) -> list[int]:
         """Hold `num` blocks, preferably `start` and those that follow. KvFull if there are too few; nothing changes then."""
@@ -70,7 +80,7 @@ class BlockPool:
             if self._references[block]:
                 continue
             if block in self._key:
-                self._idle[block] = None
+                self._idle[block] = self._now()
             else:
                 self._free[block] = True
                 self._num_free += 1
@@ -91,7 +101,7 @@ class BlockPool:
 
     def _forget(self, num: int) -> None:
         for _ in range(num):
-            block, _none = self._idle.popitem(last=False)
+            block, self._evicted_until = self._idle.popitem(last=False)
             del self._by_key[self._key.pop(block)]
             self._free[block] = True
         self._num_free += num

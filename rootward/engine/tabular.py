@@ -115,6 +115,10 @@ class TabularModel:
     def num_free_blocks(self) -> int:
         return self._slots.pool.num_available
 
+    @property
+    def evicted_age_s(self) -> float:
+        return self._slots.pool.evicted_age_s
+
     def blocks_needed(self, slot: int, num_rows: int) -> int:
         return self._slots.blocks_needed(slot, num_rows)
 

@@ -40,7 +40,7 @@ def run(*tokens: int) -> Run:
 
 
 async def works(store: RedisStore, name: str) -> Lease:
-    """A request's life, many requests in one write, a session, hints and a bucket."""
+    """A request's life, many requests in one write, hints and a bucket."""
     leases = [await store.begin(f"{name}-{i}", "a", 30, ABOUT) for i in range(8)]
     assert await store.write([Write(lease, 0, run(1, 2)) for lease in leases], 30) == [2] * 8
     again, record = await store.take_over(f"{name}-0", "b", 30, "d")
@@ -49,11 +49,9 @@ async def works(store: RedisStore, name: str) -> Lease:
     assert await store.write([last, Write(leases[0])], 30) == [3, -1]
     assert (await store.take_over(f"{name}-0", "c", 30, "d"))[0] is None
     assert (await store.next_epoch(leases[1], 30)).epoch == 2
-    await store.put_session(name, {"verifier": "v", "tokens": "9"}, 30)
-    await store.put_hints(name, {"v": [f"k{i}" for i in range(5)], "w": ["k0"]}, 30)
-    holders, session = await store.hints(name, ["k0", "k4", "k9"], name)
-    assert [set(h) for h in holders] == [{"v", "w"}, {"v"}, set()]
-    assert session["verifier"] == "v"
+    await store.put_hints(name, {"v": [f"k{i}" for i in range(5)], "w": ["k0", "k4"]}, {}, 30)
+    await store.put_hints(name, {}, {"w": ["k4"]}, 30)
+    assert [set(h) for h in await store.hints(name, ["k0", "k4", "k9"])] == [{"v", "w"}, {"v"}, set()]
     assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) == 0
     assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) > 0
     return leases[2]

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from gateway.router import BLOCK, Prefixes, VerifierView, block_keys, choose, tokens_held
+from gateway.router import BLOCK, Prefixes, VerifierView, choose, prefix_keys, tokens_held
+from rootward.core.requests import VerifierRequest
+from rootward.engine.prefix_keys import chain, first_key
 
 PREFILL_TOKENS_PER_S, DECODE_TOKENS_PER_S = 4000.0, 40.0
 SLOTS, CACHE_BLOCKS = 8, 1200
@@ -52,12 +54,12 @@ class Simulated:
     name: str
     running: int = 0
     line: list[tuple[float, Asked]] = field(default_factory=list)
-    cache: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    cache: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
     def view(self) -> VerifierView:
         return VerifierView(self.name, True, self.running, len(self.line), SLOTS)
 
-    def prefill(self, keys: Sequence[str]) -> int:
+    def prefill(self, keys: Sequence[bytes]) -> int:
         """Tokens found in the cache; all of them are in it afterwards."""
         found = next((i for i, key in enumerate(keys) if key not in self.cache), len(keys))
         for key in keys:
@@ -105,7 +107,7 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
     def start(verifier: Simulated, came_s: float, asked: Asked) -> None:
         nonlocal num_found, num_tokens
         verifier.running += 1
-        found = verifier.prefill(block_keys("m", "", asked.prompt))
+        found = verifier.prefill(chain(first_key("m", ""), asked.prompt, BLOCK, len(asked.prompt) // BLOCK))
         num_found, num_tokens = num_found + found, num_tokens + len(asked.prompt)
         first_s = now + (len(asked.prompt) - found) / PREFILL_TOKENS_PER_S
         firsts.append(first_s - came_s)
@@ -114,10 +116,10 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
     while events:
         now, _, name, asked = heapq.heappop(events)
         if asked is not None:
-            keys = block_keys("m", "", asked.prompt)
+            keys = prefix_keys("m", VerifierRequest("r", asked.prompt))
             views = [v.view() for v in verifiers.values()]
-            name = policy(views, asked, tokens_held(hints.holders(keys)))
-            hints.sent(keys, name)
+            name = policy(views, asked, tokens_held(hints.holders(keys), lambda process, age_s: True))
+            hints.sent(keys, f"{name}@1")
             counts[name] += 1
             verifiers[name].line.append((now, asked))
         else:

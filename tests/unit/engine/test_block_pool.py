@@ -111,3 +111,19 @@ def test_tables_know_where_cells_lie() -> None:
     assert table.cut(0) == [8, 7, 6, 5]
     table.extend([1])
     assert table.extents(0, 4) == [(4, 4)]
+
+
+def test_what_was_in_use_since_the_last_eviction_is_still_held():
+    time = [0.0]
+    pool = BlockPool(2, lambda: time[0])
+    for at_s, key in ((10.0, b"a"), (20.0, b"b")):
+        (block,) = pool.take(1, 0)
+        pool.register(block, key)
+        time[0] = at_s
+        pool.give_back([block])
+    time[0] = 50.0
+    assert pool.evicted_age_s == float("inf")
+    pool._forget(1)
+    assert pool.evicted_age_s == 40.0  # the block that became idle at 10
+    assert pool.share([b"b"])
+    assert not pool.share([b"a"])

@@ -7,7 +7,7 @@ import pytest
 from unit.gateway.redis_for_tests import redis_server
 
 from gateway.redis_store import open_store
-from gateway.router import BLOCK, TTL_S, Prefixes, tokens_held
+from gateway.router import PUBLISHED_S, TTL_S, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from gateway.session_store import Ledger, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
@@ -191,46 +191,70 @@ async def test_the_loop_writes_and_sleeps_when_there_is_nothing(store, ledger):
     loop.cancel()
 
 
+def held(process, age_s):
+    return age_s < TTL_S
+
+
 async def test_who_computed_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
     stores = [open_store(redis_url) for _ in range(2)]
     one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))
-    one.computed(prompt, (7,) * 40, "v1", "talk")
-    assert await one.held(prompt, "talk") == {"v1": 100}
-    assert await one.held(prompt) == {"v1": 96}
-    assert await two.held(prompt, "talk") == {}
+    one.computed(prompt, (7,) * 40, "v1:1@5")
+    assert await one.held(prompt, held) == {"v1:1": 96}
+    assert await two.held(prompt, held) == {}
     await one.flush()
-    assert await two.held(prompt, "talk") == {"v1": 100}
-    assert await two.held(prompt) == {"v1": 96}
+    assert await two.held(prompt, held) == {"v1:1": 96}
     longer = replace(prompt, prompt=(*prompt.prompt, *(7,) * 40, 8, 9))
-    assert await two.held(longer) == {"v1": 128}
-    assert await two.held(replace(longer, tenant="other")) == {}
-    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2")
-    assert await two.held(prompt) == {"v1": 96, "v2": 64}
+    assert await two.held(longer, held) == {"v1:1": 128}
+    assert await two.held(replace(longer, tenant="other"), held) == {}
+    assert await two.held(replace(longer, cache_salt="other"), held) == {}
+    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6")
+    assert await two.held(prompt, held) == {"v1:1": 96, "v2:1": 64}
+
+    # A restart: whoever sees the hint withdraws it, for all.
+    assert await two.held(prompt, lambda process, age_s: process != "v1:1@5") == {"v2:1": 64}
+    await two.flush()
+    three = Ledger(stores[0], now=asyncio.get_running_loop().time, model=lambda: "m")
+    assert await three.held(prompt, held) == {"v2:1": 64}
     for store in stores:
         await store.close()
 
 
 async def test_hints_are_not_waited_for_when_the_store_is_gone(store, ledger):
     store.dead = True
-    assert await ledger.held(VerifierRequest("r", tuple(range(100))), "talk") == {}
+    assert await ledger.held(VerifierRequest("r", tuple(range(100))), held) == {}
 
 
-def test_prefixes_without_a_gap_count():
-    assert tokens_held([{"a": 1, "b": 1}, {"b": 1, "c": 1}, {"a": 1, "b": 1}]) == {"a": BLOCK, "b": 3 * BLOCK}
+def test_long_prompts_have_few_keys_of_fixed_lengths():
+    assert prefix_lengths(31) == []
+    assert prefix_lengths(600) == [32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512]
+    assert len(prefix_lengths(131_072)) == 44
+    for longest in (500, 5_000, 50_000):  # what is not covered is less than a fifth
+        assert prefix_lengths(longest)[-1] > 0.8 * longest
+    keys = prefix_keys("m", VerifierRequest("r", tuple(range(5_000))))
+    assert len(keys) == len(prefix_lengths(5_000))
+    assert prefix_keys("m", VerifierRequest("r", tuple(range(700)))) == keys[: len(prefix_lengths(700))]
+    assert not set(keys) & set(prefix_keys("m", VerifierRequest("r", tuple(range(5_000)), cache_salt="s")))
 
 
-def test_hints_of_one_gateway_end_and_are_published_again():
+def test_the_longest_prefix_that_is_held_counts():
+    hints = [{"a:1@1": 1, "b:1@1": 1}, {"b:1@1": 1, "c:1@1": 1}, {"a:1@1": TTL_S + 1, "b:1@1": 1}]
+    assert tokens_held(hints, held) == {"a:1": 32, "b:1": 96, "c:1": 64}
+
+
+def test_hints_are_published_now_and_then_and_withdrawn_once():
     time = [0.0]
     prefixes = Prefixes(lambda: time[0])
-    prefixes.sent(["k"], "v1")
-    assert prefixes.take_unpublished() == {"v1": ["k"]}
-    prefixes.sent(["k"], "v1")
-    assert prefixes.take_unpublished() == {}
-    time[0] = TTL_S * 0.6
-    prefixes.sent(["k"], "v1")
-    assert prefixes.take_unpublished() == {"v1": ["k"]}
-    time[0] = TTL_S * 1.5
-    assert prefixes.holders(["k"]) == [{"v1": TTL_S * 0.6}]
-    time[0] = TTL_S * 1.7
-    assert prefixes.holders(["k"]) == [{}]
+    prefixes.sent(["k"], "v@1")
+    assert prefixes.take_changes() == ({"v@1": ["k"]}, {})
+    time[0] = 0.9 * PUBLISHED_S
+    prefixes.sent(["k"], "v@1")
+    assert prefixes.take_changes() == ({}, {})
+    assert prefixes.holders(["k"]) == [{"v@1": 0}]  # the age that counts here is that of the last use
+    time[0] = 1.5 * PUBLISHED_S
+    prefixes.sent(["k"], "v@1")
+    assert prefixes.take_changes() == ({"v@1": ["k"]}, {})
+    prefixes.withdraw(["k"], prefixes.holders(["k"]), lambda process, age_s: None)
+    assert prefixes.take_changes() == ({}, {})
+    prefixes.withdraw(["k"], prefixes.holders(["k"]), lambda process, age_s: False)
+    assert (prefixes.take_changes(), prefixes.holders(["k"])) == (({}, {"v@1": ["k"]}), [{}])

@@ -172,19 +172,6 @@ async def test_a_new_run_under_a_known_id_begins_with_an_empty_log(store, name):
     assert await write(store, new, 0, 4) == 1
 
 
-async def session(store, name):
-    return (await store.hints("m", [], name))[1]
-
-
-async def test_sessions_keep_fields_for_their_time(store, name):
-    assert await session(store, name) == {}
-    await store.put_session(name, {"verifier": "v1", "tokens": "7"}, 5)
-    await store.put_session(name, {"verifier": "v2"}, 0.05)
-    assert await session(store, name) == {"verifier": "v2", "tokens": "7"}
-    await asyncio.sleep(0.1)
-    assert await session(store, name) == {}
-
-
 async def test_one_of_many_racing_holders_wins(store, name):
     begun = (store.begin(name, f"h{i}", 5, ABOUT) for i in range(20))
     results = await asyncio.gather(*begun, return_exceptions=True)
@@ -196,10 +183,9 @@ async def test_every_redis_key_has_a_prefix_and_a_time_to_live(redis_url, name, 
     store = open_store(redis_url, prefix=prefix)
     lease = await store.begin(name, "a", 5, ABOUT)
     await write(store, lease, 0, 1)
-    await store.put_session(name, {"verifier": "v"}, 5)
-    await store.put_hints(name, {"v": ["k"]}, 5)
+    await store.put_hints(name, {"v": ["k"]}, {}, 5)
     keys = [k async for k in store._client.scan_iter(match=f"*{name}*")]
-    assert len(keys) == 6
+    assert len(keys) == 5
     assert all(key.startswith(f"{prefix}:") for key in keys)
     assert all([await store._client.pttl(k) > 0 for k in keys])
     await store.close()

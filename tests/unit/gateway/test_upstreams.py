@@ -10,7 +10,7 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.requests import GenerateRequest
-from gateway.router import Upstreams
+from gateway.router import TTL_S, Upstreams
 from gateway.service import GatewayService, Limits
 from gateway.session_store import MemoryStore
 from gateway.settings import GatewaySettings
@@ -90,21 +90,31 @@ async def test_one_that_has_gone_ends_what_it_runs():
         await until(lambda: made["a:1"].closed)
 
 
-async def test_a_verifier_that_started_anew_holds_nothing():
-    class Restarting(Dialled):
-        incarnation = 1
+async def test_hints_are_withdrawn_when_a_verifier_evicts_or_restarts():
+    class Evicting(Dialled):
+        incarnation, stats = 1, {}
 
         async def get_info(self):
             info = await super().get_info()
-            return type(info)(info.model, incarnation=self.incarnation, max_sessions=4)
+            return type(info)(info.model, incarnation=self.incarnation, max_sessions=4, stats=self.stats)
 
-    told, verifier = [], Restarting()
-    upstreams = Upstreams({"a": verifier})
-    upstreams.on_restart = told.append
-    for incarnation in (1, 1, 2, 2):
-        verifier.incarnation = incarnation
-        await upstreams.poll()
-    assert told == ["a"]
+    verifier = Evicting()
+    upstreams = Upstreams({"a:1": verifier})
+    assert upstreams.is_held("a:1@1", 5.0) is None  # nobody has answered yet
+    await upstreams.poll()
+    process = upstreams.get("a:1").holder
+    assert process == "a:1@1"
+    assert upstreams.is_held(process, TTL_S - 1) is True
+    assert upstreams.is_held(process, TTL_S + 9) is False
+    verifier.stats = {"kv_evicted_age_s": 30.0}  # what was not used for longer may be gone
+    await upstreams.poll()
+    assert (upstreams.is_held(process, 29.0), upstreams.is_held(process, 35.0)) == (True, False)
+    verifier.incarnation = 2
+    await upstreams.poll()
+    assert upstreams.is_held(process, 5.0) is False
+    assert upstreams.is_held("a:1@2", 5.0) is True
+    assert upstreams.is_held("a:1@3", -1.0) is None  # newer than what this gateway has heard
+    assert upstreams.is_held("elsewhere:1@2", 5.0) is None
 
 
 def test_where_verifiers_are_is_a_setting():

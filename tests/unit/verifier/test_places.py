@@ -18,6 +18,7 @@ class CountedSlots:
         self.room = 2
         self.num_blocks = self.num_free_blocks = self.num_free_slots = 4
         self.known = 0
+        self.evicted_age_s = float("inf")
 
     def open(self, tokens, *, salt: str) -> int:
         slot = min(set(range(9)) - self.open_slots)
