@@ -38,6 +38,7 @@ SLOW = (  # beginnings of "file::test"
     "integration/test_refused_callers.py",
     "integration/test_slow_clients.py",
     "integration/test_tensor_parallel.py",
+    "integration/test_train_draft_runs.py",
     "integration/test_upgrades.py",
     "integration/test_verifier_under_pressure.py",
     "statistical/test_golden.py",

@@ -14,11 +14,13 @@ class Budget:
     With minutes a slow machine takes fewer steps through the same schedule; with steps a run can be repeated.
     """
 
-    def __init__(self, minutes: float, steps: int | None = None) -> None:
+    def __init__(
+        self, minutes: float, steps: int | None = None, *, seconds_done: float = 0.0, steps_done: int = 0
+    ) -> None:
         self._seconds = minutes * 60
         self._steps = steps
-        self._start = time.monotonic()
-        self.steps_done = 0
+        self._start = time.monotonic() - seconds_done
+        self.steps_done = steps_done
 
     def elapsed_s(self) -> float:
         """Seconds spent, pauses left out."""

@@ -14,9 +14,10 @@ from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
-from rootward.cli.serve import serve
+from rootward.cli.serve import OWN_FLAGS, serve
 from rootward.cli.status import status
 from rootward.cli.top import top
+from rootward.cli.train_draft import train_draft
 from rootward.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -83,6 +84,7 @@ def version() -> None:
 app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
+app.command("train-draft", context_settings=OWN_FLAGS)(train_draft)
 app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)

@@ -1,0 +1,87 @@
+"""Training of draft heads: the unrolled form equals drafting one token at a time, the loss has the gradient of its formula, files are as
+published.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from training.draft_head import DraftHead, _rotate
+from training.overlap import overlap_loss
+
+HIDDEN, LENGTH, STEPS = 16, 9, 4
+CONFIG = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "num_aux_hidden_states": 3,
+}
+
+
+@pytest.fixture
+def head() -> DraftHead:
+    torch.manual_seed(0)
+    head = DraftHead(CONFIG, torch.tensor([1, 4, 7])).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    return head
+
+
+def drafted(head: DraftHead, states: torch.Tensor, embeddings: torch.Tensor, base: int) -> list[torch.Tensor]:
+    """Outputs of a chain that begins at `base`, one token at a time with a cache: the reading that a server has of the format."""
+    layer, attention = head.midlayer, head.midlayer.self_attn
+    keys, values, outputs = [], [], []
+    current = None
+    for t in range(base + STEPS):
+        feature = head.fc(states[t]) if t <= base else current
+        both = torch.cat([layer.input_layernorm(embeddings[t]), layer.hidden_norm(feature)])
+        angle = t / 10000.0 ** (torch.arange(0, 4, 2).double() / 4)
+        cos, sin = angle.cos(), angle.sin()
+        query = _rotate(attention.q_proj(both).view(4, 4), cos, sin)
+        keys.append(_rotate(attention.k_proj(both).view(2, 4), cos, sin))
+        values.append(attention.v_proj(both).view(2, 4))
+        key, value = (torch.stack(x).repeat_interleave(2, 1) for x in (keys, values))
+        weights = (torch.einsum("hd,thd->ht", query, key) / 2).softmax(-1)
+        residual = feature + attention.o_proj(torch.einsum("ht,thd->hd", weights, value).flatten())
+        current = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        if t >= base:
+            outputs.append(head.norm(current))
+    return outputs
+
+
+def test_unrolled_steps_equal_drafting_one_token_at_a_time(head: DraftHead) -> None:
+    states, embeddings = torch.randn(2, LENGTH, 3 * HIDDEN).double(), torch.randn(2, LENGTH, HIDDEN).double()
+    answer = torch.zeros(2, LENGTH, dtype=torch.bool)
+    answer[0, 2:] = True
+    answer[1, 4:] = True
+    steps = [
+        torch.zeros(2, LENGTH, HIDDEN).double().masked_scatter(answer[..., None], out)
+        for out in head.unroll(states, embeddings, answer, STEPS)
+    ]
+    for chat, first in ((0, 2), (1, 4)):
+        for base in range(first, LENGTH - STEPS):
+            for k, expected in enumerate(drafted(head, states[chat], embeddings[chat], base)):
+                torch.testing.assert_close(steps[k][chat, base + k], expected)
+
+
+@pytest.mark.parametrize("tv", [0.0, 0.7])
+def test_loss_has_the_value_and_gradient_of_its_formula(tv: float) -> None:
+    torch.manual_seed(1)
+    drafts = torch.randn(2, 300, HIDDEN).double().requires_grad_()
+    target, rows = torch.randn(300, HIDDEN).double(), torch.randn(11, HIDDEN).double()
+    weights = (torch.rand(300) < 0.8).double()[None] * torch.tensor([[0.5], [0.2]]).double()
+    loss, means = overlap_loss(drafts, target, rows, weights=weights, tv=tv)
+    (gradient,) = torch.autograd.grad(loss, drafts)
+
+    p, q = functional.linear(target, rows).softmax(-1), functional.linear(drafts, rows).softmax(-1)
+    overlap = torch.minimum(p, q).sum(-1)
+    kl = (p * (p / q).log()).sum(-1)
+    expected = (weights * (kl + tv * (1 - overlap))).sum()
+    (expected_gradient,) = torch.autograd.grad(expected, drafts)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, expected_gradient)
+    torch.testing.assert_close(means[0, 1], overlap[0][weights[0] > 0].mean())

@@ -1,0 +1,224 @@
+"""Chats that a target writes itself, with the hidden states that a draft head reads, in one pass.
+
+Every slot of a batch runs one chat: a user turn drawn from the model, the markers between the turns, an answer at temperature 0 or 1. A
+slot whose chat ends starts the next one at once, behind the system prompt that its KV cache still holds; so no row of a batch is padding.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedTokenizerBase
+
+USER_TOP_P = 0.95
+USER_CANDIDATES = 256  # the nucleus is looked for among so many likeliest tokens
+MAX_USER_TOKENS = 100
+MIN_USER_TOKENS = 4
+MAX_ANSWER_TOKENS = 300
+
+
+@dataclass(slots=True)
+class Chat:
+    """Token ids `[n]`, the positions where the user's text and the answer start, and hidden states `[n, layers + 1, hidden]` (the last:
+    after the final norm).
+    """
+
+    ids: torch.Tensor
+    user_start: int
+    answer_start: int
+    temperature: float
+    hidden: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Slot:
+    ids: list[int]
+    position: int  # of the token that runs next
+    user_start: int
+    answer_start: int  # 0 while the user's turn is drawn
+    temperature: float
+
+
+class _SlotCache:
+    """Keys and values of every slot at fixed addresses, written in place (a DynamicCache copies all of them at each token)."""
+
+    def __init__(self, config: Any, num_slots: int, length: int, device: torch.device, dtype: torch.dtype) -> None:
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (num_slots, config.num_key_value_heads, length, head_dim)
+        self._layers = [
+            (torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype))
+            for _ in range(config.num_hidden_layers)
+        ]
+        self._rows = torch.arange(num_slots, device=device)
+        self.positions = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self.length = 1
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one token's keys and values `[slots, heads, 1, dim]` of a layer; returns all of that layer."""
+        stored_keys, stored_values = self._layers[layer]
+        stored_keys[self._rows, :, self.positions] = keys[:, :, 0]
+        stored_values[self._rows, :, self.positions] = values[:, :, 0]
+        return stored_keys[:, :, : self.length], stored_values[:, :, : self.length]
+
+    def get_seq_length(self, *_: Any) -> int:
+        """The length that transformers asks for; positions are given explicitly."""
+        return self.length
+
+
+def _grouped_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one token a slot; the query heads of a KV head are its queries, so keys are read once and never repeated."""
+    batch, heads, _one, dim = query.shape
+    grouped = query.view(batch, key.shape[1], heads // key.shape[1], dim)
+    mixed = nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, scale=scaling)
+    return mixed.reshape(batch, 1, heads, dim), None
+
+
+def _draw_user(logits: torch.Tensor) -> torch.Tensor:
+    values, tokens = logits.topk(min(USER_CANDIDATES, logits.shape[-1]), dim=-1)
+    p = values.softmax(-1)
+    p = p.masked_fill(p.cumsum(-1) - p > USER_TOP_P, 0.0)
+    return tokens.gather(-1, torch.multinomial(p, 1))[:, 0]
+
+
+def _draw(logits: torch.Tensor) -> torch.Tensor:
+    """Inverse transform: one uniform number a row (multinomial draws one for every token of the vocabulary)."""
+    total = logits.double().softmax(-1).cumsum(-1)
+    u = torch.rand(len(logits), 1, dtype=total.dtype, device=total.device) * total[:, -1:]
+    return torch.searchsorted(total, u)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+class ChatSampler:
+    """Endless chats from a target; `layers` names the hidden states by the layer whose input they are."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        layers: tuple[int, ...],
+        num_slots: int,
+        seed: int,
+        prompts: list[str] | None = None,
+    ) -> None:
+        AttentionInterface.register("rootward_slots", _grouped_attention)
+        model.config._attn_implementation = "rootward_slots"
+        torch.manual_seed(seed)
+        self._model = model
+        self._random = random.Random(seed)
+        self._layers = layers
+        self._tokenizer = tokenizer
+        self._prefix, self._suffix = turn_markers(tokenizer)
+        ends = model.generation_config.eos_token_id
+        self._stops = set(ends) if isinstance(ends, list) else {ends}
+        texts = [tokenizer(text, add_special_tokens=False).input_ids[:MAX_USER_TOKENS] for text in prompts or ()]
+        self._given = None if prompts is None else [(text, temperature) for text in texts for temperature in (0.0, 1.0)]
+        self._num_taken = 0
+        self._max_length = len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + MAX_ANSWER_TOKENS + 1
+        parameter = next(model.parameters())
+        self._cache = _SlotCache(model.config, num_slots, self._max_length, parameter.device, parameter.dtype)
+        self._hidden = torch.zeros(
+            num_slots, self._max_length, len(layers) + 1, model.config.hidden_size, dtype=torch.bfloat16
+        )
+        self._slots: list[_Slot | None] = [self._begin(position=0) for _ in range(num_slots)]
+
+    @property
+    def progress(self) -> float:
+        """The share of the given prompts that are answered."""
+        running = sum(slot is not None for slot in self._slots)
+        return (self._num_taken - running) / len(self._given) if self._given else 0.0
+
+    @torch.inference_mode()
+    def chats(self) -> Iterator[list[Chat]]:
+        """The chats that ended at each token step, often none; for ever, or until all prompts are answered."""
+        device = self._cache.positions.device
+        row = torch.arange(len(self._slots))
+        while any(self._slots):
+            positions = torch.tensor([slot.position if slot else 0 for slot in self._slots], device=device)
+            tokens = torch.tensor([slot.ids[slot.position] if slot else 0 for slot in self._slots], device=device)
+            self._cache.positions = positions
+            self._cache.length = int(positions.max()) + 1
+            mask = torch.arange(self._cache.length, device=device)[None] <= positions[:, None]
+            output = self._model.model(
+                tokens[:, None],
+                attention_mask=mask[:, None, None],
+                position_ids=positions[:, None],
+                past_key_values=self._cache,
+                use_cache=True,
+                output_hidden_states=True,
+            )
+            last = output.last_hidden_state[:, 0]
+            states = [output.hidden_states[layer][:, 0] for layer in self._layers]
+            self._hidden[row, positions.cpu()] = torch.stack([*states, last], 1).to(self._hidden)
+            yield self._advance(last)
+
+    def _advance(self, last: torch.Tensor) -> list[Chat]:
+        drawing = {i: slot for i, slot in enumerate(self._slots) if slot and slot.position + 1 == len(slot.ids)}
+        users = [i for i, slot in drawing.items() if not slot.answer_start]
+        warm = [i for i, slot in drawing.items() if slot.answer_start and slot.temperature > 0]
+        greedy = [i for i, slot in drawing.items() if slot.answer_start and slot.temperature == 0]
+        for rows, draw in ((users, _draw_user), (warm, _draw), (greedy, lambda logits: logits.argmax(-1))):
+            if rows:
+                for i, token in zip(rows, draw(self._model.lm_head(last[rows]).float()).tolist(), strict=True):
+                    drawing[i].ids.append(token)
+        for slot in self._slots:
+            if slot:
+                slot.position += 1
+        ended = []
+        for i, slot in drawing.items():
+            if slot.answer_start:
+                if slot.ids[-1] in self._stops or len(slot.ids) - slot.answer_start >= MAX_ANSWER_TOKENS:
+                    ended.append(self._chat(i, slot))
+                    self._slots[i] = self._begin(position=len(self._prefix) - 1)
+            elif slot.ids[-1] == self._suffix[0]:
+                slot.ids += self._suffix[1:]
+                slot.answer_start = len(slot.ids)
+                if slot.answer_start < slot.user_start + MIN_USER_TOKENS + len(self._suffix):
+                    self._slots[i] = self._begin(position=len(self._prefix) - 1)
+            elif len(slot.ids) - slot.user_start > MAX_USER_TOKENS:
+                self._slots[i] = self._begin(position=len(self._prefix) - 1)
+        return ended
+
+    def _chat(self, i: int, slot: _Slot) -> Chat:
+        n = slot.position  # the last token was not run
+        ids = torch.tensor(slot.ids[:n], dtype=torch.int32)
+        return Chat(ids, slot.user_start, slot.answer_start, slot.temperature, self._hidden[i, :n].clone())
+
+    def _begin(self, *, position: int) -> _Slot | None:
+        """A new chat of a slot that has run `position` tokens of the text before the user's; None when all prompts are taken."""
+        user_start = len(self._prefix)
+        if self._given is None:
+            temperature = float(self._random.random() < 0.5)
+            return _Slot(
+                list(self._prefix), position=position, user_start=user_start, answer_start=0, temperature=temperature
+            )
+        if self._num_taken == len(self._given):
+            return None
+        text, temperature = self._given[self._num_taken]
+        self._num_taken += 1
+        ids = [*self._prefix, *text, *self._suffix]
+        return _Slot(ids, position=position, user_start=user_start, answer_start=len(ids), temperature=temperature)
+
+
+def turn_markers(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids before the user's text, and those between it and the answer."""
+    probe = "\u2402"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": probe}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = text.split(probe)
+    return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))  # type: ignore[return-value]

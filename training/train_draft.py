@@ -1,0 +1,418 @@
+"""Train a draft head for a target: `python -m training.train_draft TARGET --out FOLDER`, also as `rootward train-draft`.
+
+Text that the target writes itself, with its hidden states (chats); a head of one layer in the published format of EAGLE-3 (training);
+simulated acceptance on chats that training never saw (report). Each phase goes on where an interrupted run stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from rootward import demo
+from training.budget import Budget, learning_rate
+from training.chat_store import ChatStore, write_chunk
+from training.chats import Chat, ChatSampler
+from training.draft_head import DraftHead, head_config
+from training.head_report import STEPS, acceptance, write_report
+from training.muon import Muon
+from training.overlap import overlap_loss
+from training.progress import Progress
+from training.warm_start import Sample, warm_start
+
+log = logging.getLogger("training.train_draft")
+CHUNK_TOKENS = 25_000
+HELD_OUT_SHARE = 0.04
+STEP_DECAY = 0.8  # weight of an unrolled step relative to the one before
+CHECKPOINT_S = 120.0
+WARM_START_TOKENS = 60_000
+WATCHED = 30  # held-out chats that are looked at while training
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Indices of chats: whole chats are held out."""
+
+    training: list[int]
+    held_out: list[int]
+
+    @classmethod
+    def of(cls, store: ChatStore, seed: int) -> Split:
+        """A split that stays the same when chats are added: a chat's own number decides."""
+        held_out = [
+            chat for chat in range(len(store)) if random.Random(f"{seed}/{store.key(chat)}").random() < HELD_OUT_SHARE
+        ]
+        kept = set(held_out)
+        return cls([chat for chat in range(len(store)) if chat not in kept], held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The target, frozen, and the layers whose inputs the head reads."""
+
+    model: Any
+    tokenizer: Any
+    layers: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Input embeddings `[V, hidden]`."""
+        weight: torch.Tensor = self.model.get_input_embeddings().weight
+        return weight
+
+    @property
+    def output(self) -> torch.Tensor:
+        """Output matrix `[V, hidden]`."""
+        weight: torch.Tensor = self.model.get_output_embeddings().weight
+        return weight
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="rootward train-draft", description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("target", type=Path, help="folder of the target (Hugging Face format)")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the head")
+    parser.add_argument(
+        "--work", type=Path, default=None, help="folder of text, hidden states and checkpoints; default OUT/work"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=1_000_000, help="tokens of text to sample; 4 bytes x hidden size x 4 on disk each"
+    )
+    parser.add_argument("--slots", type=int, default=96, help="chats sampled at a time")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        default=None,
+        help='JSON lines {"text": user turn} to answer; without it the target writes them too',
+    )
+    parser.add_argument("--epochs", type=float, default=4.0)
+    parser.add_argument("--minutes", type=float, default=None, help="end training after this time instead")
+    parser.add_argument("--batch-tokens", type=int, default=3000)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--unrolled", type=int, default=4, help="steps that the last part of training unrolls")
+    parser.add_argument("--draft-vocabulary", type=int, default=8192)
+    parser.add_argument(
+        "--layers", type=int, nargs="+", default=None, help="layers whose inputs the head reads; default 2, N/2, N-3"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def load_target(args: argparse.Namespace) -> Target:
+    """The target's weights as they are stored; computed in float32 on processors, where bfloat16 is slower to multiply."""
+    model = (
+        AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
+        .to(args.device)
+        .eval()
+        .requires_grad_(False)
+    )
+    if args.device == "cpu":
+        model = model.float()
+    count = model.config.num_hidden_layers
+    layers = tuple(args.layers or (2, count // 2, count - 3))
+    return Target(model, AutoTokenizer.from_pretrained(args.target), layers, torch.device(args.device))
+
+
+def sample(
+    target: Target, folder: Path, args: argparse.Namespace, *, prompts: list[str] | None, num_tokens: float
+) -> None:
+    """Fill `folder` with chunks of chats until so many tokens are there, or every prompt is answered at both temperatures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = folder / "finished"
+    present = ChatStore(folder, target.model.config.hidden_size).num_tokens
+    if finished.exists() or present >= num_tokens:
+        return
+    chunks = sorted(folder.glob("*.safetensors"))
+    slots = args.slots if prompts is None else min(args.slots, 2 * len(prompts))
+    seed = args.seed + 1000 * len(chunks)  # another text than that of the run before
+    sampler = ChatSampler(
+        target.model, target.tokenizer, layers=target.layers, num_slots=slots, seed=seed, prompts=prompts
+    )
+    progress = Progress(folder.name)
+    waiting: list[Chat] = []
+
+    def flush() -> None:
+        write_chunk(folder / f"chats-{seed}-{present}.safetensors", waiting)
+        waiting.clear()
+
+    for ended in sampler.chats():
+        waiting += ended
+        fresh = sum(len(chat.ids) for chat in waiting)
+        done = present + fresh >= num_tokens
+        progress.step(min(1.0, (present + fresh) / num_tokens) if prompts is None else sampler.progress, 0.0)
+        if fresh >= CHUNK_TOKENS or (waiting and done):
+            flush()
+            present += fresh
+        if done:
+            break
+    if waiting:
+        flush()
+    finished.touch()
+    progress.close()
+
+
+def draft_vocabulary(store: ChatStore, chats: list[int], size: int, vocabulary: int) -> torch.Tensor:
+    """The tokens that answers use most, ascending."""
+    counts = store.token_counts(chats, vocabulary)
+    ranked = counts - torch.arange(vocabulary).double() / vocabulary  # ties: the smaller id first
+    kept = ranked.topk(min(size, vocabulary)).indices.sort().values
+    covered = 100 * counts[kept].sum() / counts.sum()
+    log.info("%d of %d tokens cover %.2f %% of the text", len(kept), vocabulary, covered)
+    return kept
+
+
+def initialise(head: DraftHead, target: Target, store: ChatStore, split: Split, args: argparse.Namespace) -> None:
+    """Weights by least squares on a part of the text."""
+    norm = target.model.model.norm.weight.float()
+
+    def samples() -> Iterator[Sample]:
+        positions = 0
+        for chats in store.batches(split.training, args.batch_tokens, random.Random(args.seed)):
+            batch = store.batch(chats, users=True)
+            ids, hidden, wanted = (tensor.to(target.device) for tensor in (batch.ids, batch.hidden, batch.wanted))
+            embeddings = functional.embedding(ids.roll(-1, 1), target.embedding).float()
+            yield Sample(hidden[:, :, :-1].flatten(2), embeddings, wanted, hidden[:, :, -1].roll(-1, 1)[wanted] / norm)
+            positions += len(chats) * ids.shape[1]
+            if positions > WARM_START_TOKENS:
+                return
+
+    warm_start(head, samples, norm=norm, num_steps=min(3, args.unrolled))
+
+
+def loss_of(
+    head: DraftHead,
+    target: Target,
+    store: ChatStore,
+    chats: list[int],
+    *,
+    num_steps: int,
+    users: bool,
+    tv: float = 0.0,
+    measure_every: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, means `[steps, 3]`) of `overlap_loss` on these chats. users: positions of the user's turn count too (the target wrote it)."""
+    batch = store.batch(chats, users=users)
+    ids, hidden, wanted = (tensor.to(target.device) for tensor in (batch.ids, batch.hidden, batch.wanted))
+    embeddings = functional.embedding(ids.roll(-1, 1), target.embedding).float()
+    rows = wanted.flatten()
+    following = hidden[:, :, -1].roll(-1, 1).flatten(0, 1)[rows]
+    outputs = torch.stack(list(head.unroll(hidden[:, :, :-1].flatten(2), embeddings, wanted, num_steps)))
+    rank = (wanted.long().cumsum(1) - 1)[wanted]
+    steps = torch.arange(num_steps, device=target.device)[:, None]
+    weights = (rank[None] >= steps) * STEP_DECAY**steps / len(rank)
+    return overlap_loss(
+        outputs, following, target.output[head.draft_ids].float(), weights=weights, tv=tv, measure_every=measure_every
+    )
+
+
+def unrolled_steps(progress: float, most: int) -> int:
+    """One step first, which costs least and teaches most, then more."""
+    return 1 if progress < 0.25 else min(2, most) if progress < 0.5 else most
+
+
+class Workers:
+    """Processes that train one head on different batches, started by `torchrun --nproc-per-node N -m training.train_draft ...`; else one."""
+
+    def __init__(self) -> None:
+        self.count = int(os.environ.get("WORLD_SIZE", "1"))
+        self.rank = int(os.environ.get("RANK", "0"))
+        if self.count > 1:
+            distributed.init_process_group("gloo", timeout=timedelta(days=1))
+
+    def wait(self) -> None:
+        """Until all are here."""
+        if self.count > 1:
+            distributed.barrier()
+
+    def first(self, value: float) -> float:
+        """The value of the first process, for all."""
+        if self.count == 1:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64)
+        distributed.broadcast(shared, 0)
+        return shared.item()
+
+    def mean(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace tensors by their means over the processes."""
+        if self.count > 1:
+            for tensor in tensors:
+                distributed.all_reduce(tensor.div_(self.count))
+
+
+@dataclass(slots=True)
+class Run:
+    """State of a training run that a checkpoint keeps."""
+
+    head: DraftHead
+    optimizer: Muon
+    progress: Progress
+    seconds: float = 0.0
+    steps: int = 0
+    visited: int = 0  # positions
+
+    def save(self, path: Path) -> None:
+        """Write the checkpoint, complete or not at all."""
+        state = {
+            "head": self.head.state_dict(),
+            "draft_ids": self.head.draft_ids,
+            "optimizer": self.optimizer.state_dict(),
+            "curves": [self.progress.training, self.progress.held_out],
+            "counts": [self.seconds, self.steps, self.visited],
+        }
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.progress.training, self.progress.held_out = state["curves"]
+        self.seconds, self.steps, self.visited = state["counts"]
+
+
+def train(
+    run: Run, target: Target, store: ChatStore, split: Split, *, args: argparse.Namespace, workers: Workers
+) -> None:
+    """Train the head in place until the budget is spent."""
+    head, progress, checkpoint = run.head, run.progress, args.work / "checkpoint.pt"
+    epoch_steps = len(list(store.batches(split.training, args.batch_tokens, random.Random(0)))) // workers.count
+    total = None if args.minutes else int(args.epochs * epoch_steps)
+    budget = Budget(args.minutes or math.inf, total, seconds_done=run.seconds, steps_done=run.steps)
+    with torch.no_grad():
+        workers.mean([*head.parameters(), head.scale])  # the same bits for all
+    saved = time.monotonic()
+    for chats in _endless(store, split.training, seed=f"{args.seed}/{run.steps}", args=args, workers=workers):
+        done = workers.first(budget.progress())
+        if done >= 1:
+            break
+        steps = unrolled_steps(done, args.unrolled)
+        loss, means = loss_of(head, target, store, chats, num_steps=steps, users=True, measure_every=8)
+        loss.backward()
+        workers.mean(parameter.grad for parameter in head.parameters())
+        run.optimizer.step(learning_rate(args.learning_rate, done))
+        budget.steps_done += 1
+        run.visited += workers.count * sum(store.length(chat) for chat in chats)
+        progress.step(done, means[0, 0].item())
+        if workers.rank == 0 and time.monotonic() - saved > CHECKPOINT_S:
+            saved = time.monotonic()
+            with torch.no_grad():
+                held_out = loss_of(head, target, store, split.held_out[:WATCHED], num_steps=1, users=False)[1]
+            progress.evaluated(budget.steps_done, held_out[0, 0].item())
+            run.seconds, run.steps = budget.elapsed_s(), budget.steps_done
+            run.save(checkpoint)
+            head.save(args.out, target.model.config.vocab_size)
+    progress.close()
+    if workers.rank == 0:
+        run.seconds, run.steps = budget.elapsed_s(), budget.steps_done
+        run.save(checkpoint)
+        head.save(args.out, target.model.config.vocab_size)
+
+
+def _endless(
+    store: ChatStore, chats: list[int], *, seed: str, args: argparse.Namespace, workers: Workers
+) -> Iterator[list[int]]:
+    """Batches of this process, epoch after epoch."""
+    for epoch in itertools.count():
+        groups = list(store.batches(chats, args.batch_tokens, random.Random(f"{seed}/{epoch}")))
+        yield from groups[workers.rank : len(groups) // workers.count * workers.count : workers.count]
+
+
+def main() -> None:
+    """Run all phases."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    disable_progress_bar()
+    args = arguments()
+    args.work = args.work or args.out / "work"
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    target = load_target(args)
+    lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else ()
+    given = [json.loads(line)["text"] for line in lines] or None
+    workers = Workers()
+    if workers.rank == 0:
+        sample(target, args.work / "text", args, prompts=given, num_tokens=args.tokens)
+        sample(target, args.work / "prompts", args, prompts=demo.chats(), num_tokens=math.inf)
+    workers.wait()
+    config = target.model.config
+    store = ChatStore(args.work / "text", config.hidden_size)
+    split = Split.of(store, args.seed)
+    checkpoint = args.work / "checkpoint.pt"
+    state = torch.load(checkpoint, weights_only=True, map_location=target.device) if checkpoint.exists() else None
+    ids = (
+        state["draft_ids"]
+        if state
+        else draft_vocabulary(store, split.training, args.draft_vocabulary, config.vocab_size)
+    )
+    head = DraftHead(head_config(config, len(ids), target.layers), ids).to(target.device)
+    run = Run(head, Muon(head.parameters()), Progress("head"))
+    if state:
+        run.load(state)
+    else:
+        initialise(head, target, store, split, args)
+    train(run, target, store, split, args=args, workers=workers)
+    if workers.rank:
+        return
+    prompts = ChatStore(args.work / "prompts", config.hidden_size)
+    measured = {
+        "target": args.target.name,
+        "layers": list(target.layers),
+        "parameters": sum(p.numel() for p in head.parameters()),
+        "vocabulary": len(ids),
+        "command": "rootward train-draft " + " ".join(sys.argv[1:]),
+        "training_tokens": store.num_tokens,
+        "training_chats": len(split.training),
+        "held_out_chats": len(split.held_out),
+        "prompt_chats": len(prompts),
+        "steps": run.steps,
+        "visited_tokens": run.visited,
+        "unrolled": args.unrolled,
+        "processor": torch.cuda.get_device_name() if args.device == "cuda" else processor_name(),
+        "held_out": acceptance(
+            head, partial(loss_of, head, target, store, num_steps=STEPS, users=False), store, split.held_out
+        ),
+        "prompts": acceptance(
+            head,
+            partial(loss_of, head, target, prompts, num_steps=STEPS, users=False),
+            prompts,
+            list(range(len(prompts))),
+        ),
+    }
+    write_report(args.out, measured, run.progress)
+
+
+def processor_name() -> str:
+    """The model name of the processor, as Linux tells it."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+if __name__ == "__main__":
+    main()
