@@ -236,7 +236,7 @@ def unrolled_steps(progress: float, most: int) -> int:
 
 
 class Workers:
-    """Processes that train one head on different batches, started by `torchrun --nproc-per-node N -m training.train_draft ...`; else one."""
+    """Processes that train one head on different batches, started by `torchrun --nproc-per-node N -m training.train_draft`; else one."""
 
     def __init__(self) -> None:
         self.count = int(os.environ.get("WORLD_SIZE", "1"))
