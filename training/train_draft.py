@@ -384,7 +384,7 @@ def main() -> None:
         "layers": list(target.layers),
         "parameters": sum(p.numel() for p in head.parameters()),
         "vocabulary": len(ids),
-        "command": "rootward train-draft " + " ".join(sys.argv[1:]),
+        "command": command(workers),
         "training_tokens": store.num_tokens,
         "training_chats": len(split.training),
         "held_out_chats": len(split.held_out),
@@ -404,6 +404,17 @@ def main() -> None:
         ),
     }
     write_report(args.out, measured, run.progress)
+
+
+def command(workers: Workers) -> str:
+    """The command line, absolute folders by their names."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    start = (
+        "rootward train-draft"
+        if workers.count == 1
+        else f"torchrun --nproc-per-node {workers.count} -m training.train_draft"
+    )
+    return " ".join([start, *words])
 
 
 def processor_name() -> str:
