@@ -99,13 +99,13 @@ class Verifier:
         return self.draws_at_alarm or self.record.record.num_draws
 
 
-async def through_services(runs: int, honest_draws: int) -> tuple[dict[str, Any], list[Draws]]:
+async def through_services(runs: int, honest_draws: int, cheats: list[str]) -> tuple[dict[str, Any], list[Draws]]:
     paths = demo.paths()
     tokenizer = Tokenizer.from_file(str(paths.target / "tokenizer.json"))
     prompts = [tuple(tokenizer.encode(text).ids[:64]) for text in demo.prompts()]
     model = load_model(str(paths.target), max_slots=SESSIONS)
     results: dict[str, Any] = {}
-    for cheat in ("honest", *CHEATS):
+    for cheat in ("honest", *cheats):
         async with AsyncExitStack() as stack:
             command = (
                 ["-m", "drafter_service"] if cheat == "honest" else ["-m", "benchmarks.dishonest", "--cheat", cheat]
@@ -211,12 +211,13 @@ def offline(rows: Draws, *, honest_draws: int, runs: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=5, help="of each cheat through the services")
+    parser.add_argument("--cheats", nargs="*", choices=CHEATS, default=CHEATS, help="through the services")
     parser.add_argument("--honest-draws", type=int, default=30_000, help="through the services")
     parser.add_argument("--offline-draws", type=int, default=2_000_000, help="honest ones from the rows seen there")
     parser.add_argument("--offline-runs", type=int, default=31, help="of each cheat")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    services, rows = asyncio.run(through_services(given.runs, given.honest_draws))
+    services, rows = asyncio.run(through_services(given.runs, given.honest_draws, given.cheats))
     stored = kept(rows)
     results = {
         "alpha": ALPHA,

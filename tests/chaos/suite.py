@@ -72,7 +72,7 @@ class Stand:
     began: float = field(default_factory=time.monotonic)
 
     def of(self, role: str) -> list[str]:
-        return [name for name in self.services if name.startswith(role)]
+        return sorted(name for name in self.services if name.startswith(role))
 
     @property
     def target(self) -> str:
@@ -166,39 +166,23 @@ async def standing(seed: int, *, dishonest: bool, streams: int) -> AsyncIterator
             links.append(await stack.enter_async_context(SlowLink(made.address, seed=len(links))))
             return links[-1].address
 
+        async def all_of(*made: tuple[str, Service]) -> list[str]:
+            """Addresses of links to them; they start together."""
+            return await asyncio.gather(*(add(name, one) for name, one in made))
+
         quick = ("--shutdown-timeout-s", "0.5")
-        drafters = [
-            await add("drafter0", service("drafter_service", "--model", DRAFT, *quick)),
-            await add("drafter1", service("drafter_service", "--model", DRAFT, *quick)),
-        ]
+        common = ("--redis-url", store.url, *quick)
+        honest = [(f"drafter{i}", service("drafter_service", "--model", DRAFT, *quick)) for i in range(2)]
+        cheating = [("drafter2", service("dishonest", "--model", DRAFT, *quick))] if dishonest else []
+        drafters = await all_of(*honest, *cheating)
         mischief = Mischief(seed, most=0)
         remote = await stack.enter_async_context(RemoteDrafter(services["drafter1"].address))
         drafters[1] = await stack.enter_async_context(spoiled_drafter(remote, mischief))
-        if dishonest:
-            drafters.append(await add("drafter2", service("dishonest", "--model", DRAFT, *quick)))
-        common = ("--redis-url", store.url, *quick)
-        verifiers = [
-            await add(
-                f"verifier{i}",
-                service(
-                    "verifier_service",
-                    "--model",
-                    TARGET,
-                    "--drafters",
-                    ",".join(drafters),
-                    "--max-num-seqs",
-                    64,
-                    *common,
-                ),
-            )
-            for i in range(3)
-        ]
-        for i in range(2):
-            limits = ("--max-num-seqs", max(256, streams), "--redispatch-wait-s", 120, "--http-listen", "127.0.0.1:0")
-            await add(
-                f"gateway{i}",
-                service("gateway", "--model", TARGET, "--verifiers", ",".join(verifiers), *limits, *common),
-            )
+        flags = ("--model", TARGET, "--drafters", ",".join(drafters), "--max-num-seqs", 64, *common)
+        verifiers = await all_of(*((f"verifier{i}", service("verifier_service", *flags)) for i in range(3)))
+        limits = ("--max-num-seqs", max(256, streams), "--redispatch-wait-s", 120, "--http-listen", "127.0.0.1:0")
+        flags = ("--model", TARGET, "--verifiers", ",".join(verifiers), *limits, *common)
+        await all_of(*((f"gateway{i}", service("gateway", *flags)) for i in range(2)))
         made = Stand(seed, store, services, links, mischief)
         async with AsyncClient(made.target, timeout=60.0) as client:
             for key in range(NUM_SEEDS + 1):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import IO, Self
 
-START_S = 120.0
+START_S = 240.0
 STOP_S = 20.0
 
 
