@@ -9,7 +9,7 @@ Legend: N nodes (root included).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -111,8 +111,9 @@ class TokenTree:
         return TokenTree(self.token[:num_nodes], self.parent[:num_nodes], self.sampled[:num_nodes])
 
 
+@cache
 def root_only() -> TokenTree:
-    """The empty proposal: a round that decodes one token."""
+    """The empty proposal: a round that decodes one token. One object, since most rounds of plain decoding ask for it several times."""
     return TokenTree([0], [-1], [False])
 
 
