@@ -83,6 +83,7 @@ class Metrics:
         self._running = gauge("num_requests_running", "Requests at verifiers.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a place.")
         self._ready = gauge("upstream_ready", "Verifiers that take requests.")
+        self._store_up = gauge("session_store_up", "1 while the session store answers.")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
         self._itl = histogram("inter_token_latency_seconds", "Between runs of tokens, per token of the run.", BETWEEN)
         self._chunk = histogram("inter_chunk_latency_seconds", "Between runs of tokens, as a client sees it.", BETWEEN)
@@ -97,8 +98,15 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
         self._n = histogram("request_params_n", "What requests set as n.", CHOICES)
 
-    def watch(self, running: Callable[[], float], waiting: Callable[[], float], ready: Callable[[], float]) -> None:
+    def watch(
+        self,
+        running: Callable[[], float],
+        waiting: Callable[[], float],
+        ready: Callable[[], float],
+        store_up: Callable[[], float],
+    ) -> None:
         """Gauges are read when they are asked for."""
+        self._store_up.set_function(store_up)
         self._running.set_function(running)
         self._waiting.set_function(waiting)
         self._ready.set_function(ready)

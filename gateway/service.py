@@ -101,13 +101,14 @@ class GatewayService:
         self.incarnation = secrets.randbits(64)
         self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
         self._id_scope = served_model if beside_others else ""
+        self._store, self._clock = store, SystemClock()
+        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         self.metrics.watch(
             lambda: self.admission.num_running,
             lambda: self.admission.num_waiting,
             lambda: sum(u.ready for u in upstreams),
+            lambda: not self._ledger.down,
         )
-        self._store, self._clock = store, SystemClock()
-        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
         self._poison = PoisonList(loop_time, self._ledger)

@@ -403,6 +403,11 @@ class Ledger:
         self._writing = asyncio.Lock()
         self._down = False
 
+    @property
+    def down(self) -> bool:
+        """The store did not answer lately."""
+        return self._down
+
     async def probe(self) -> None:
         """Ask whether the store answers, so that a gateway that starts without it does not make its first requests wait."""
         try:

@@ -298,6 +298,26 @@ def verifier() -> Schema:
         resources=cpu("1", "2Gi"),
         settings=settings_of(VerifierSettings),
         **on_gpus(),
+        autoscaling=group(
+            "How many verifiers, by sessions and KV memory: see docs/operations/autoscaling.md.",
+            mode=choice("Who decides; `keda` asks Prometheus.", "none", "hpa", "keda"),
+            minReplicas=whole("At least.", 1, 1),
+            maxReplicas=whole("At most: GPUs there are.", 4, 1),
+            targetSessions=share("Share of `max_num_seqs` that running and waiting sessions may fill.", 0.8),
+            targetKV=share("Share of KV memory in use that adds verifiers whatever the sessions say.", 0.85),
+            behavior=free(
+                "As in an HPA v2. One verifier goes at a time: its sessions move, and their KV is computed again.",
+                {
+                    "scaleUp": {"stabilizationWindowSeconds": 30},
+                    "scaleDown": {
+                        "stabilizationWindowSeconds": 600,
+                        "policies": [{"type": "Pods", "value": 1, "periodSeconds": 300}],
+                    },
+                },
+            ),
+            pollingIntervalSeconds=whole("KEDA: between two questions.", 15, 1),
+            cooldownSeconds=whole("KEDA: not used above zero replicas.", 300),
+        ),
         **lifetime(drain(5, 60, 10), pdb(1), startup_failures=180),
     )
 
