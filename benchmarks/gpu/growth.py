@@ -44,43 +44,43 @@ COLUMNS = ("law", "sessions", "context", "recorded", "levels", "rows", "ms", "fl
 
 def opened(model: HuggingFaceModel, law: DraftMode, sessions: int, context: int) -> Grower[int]:
     """Trees below prompts of so many tokens."""
-    garden: Grower[int] = Grower(model, incarnation=1)
+    drafter: Grower[int] = Grower(model, incarnation=1)
     for slot in range(sessions):
         prefix = tuple(np.random.default_rng(slot).integers(0, model.info.vocab_size, context).tolist())
         message = Open(slot, str(slot), 1, prefix, Sampling(), law, slot, 0, ATOMS, NODES, 8, 4)
-        refused = garden.open(slot, message)
+        refused = drafter.open(slot, message)
         if refused is not None:
             raise RuntimeError(refused.reason)
-    return garden
+    return drafter
 
 
-def rounds(garden: Grower[int], device: str, repeats: int) -> tuple[list[float], list[int]]:
+def rounds(drafter: Grower[int], device: str, repeats: int) -> tuple[list[float], list[int]]:
     """Seconds and rows of every level of so many rounds, those of the prompts and of warming up left out."""
-    times, rows, forward = [], [], garden.model.forward
+    times, rows, forward = [], [], drafter.model.forward
 
     def counted(batch: Any, **how: Any) -> Any:
         rows.append(sum(len(entry.node) for entry in batch))
         return forward(batch, **how)
 
-    garden.model.forward = counted  # type: ignore[method-assign]
+    drafter.model.forward = counted  # type: ignore[method-assign]
     for number in range(WARM_UP + repeats):
-        while not garden.idle:
+        while not drafter.idle:
             wait(device)
             start_s, before = time.perf_counter(), len(rows)
-            garden.level()
+            drafter.level()
             wait(device)
             if number >= WARM_UP and len(rows) > before:
                 times.append(time.perf_counter() - start_s)
         if number < WARM_UP:
             rows.clear()
-        for slot, growing in garden.trees.items():
+        for slot, growing in drafter.trees.items():
             tree = growing.tree
             drawn = {node.token for node in tree.nodes.values()}
             token = next(t for t in itertools.count() if t not in drawn)
-            garden.commit(slot, Commit(slot, tree.length, (token,), extend_hash(tree.hash, token)))
-    garden.model.forward = forward  # type: ignore[method-assign]
-    for slot in list(garden.trees):
-        garden.close(slot)
+            drafter.commit(slot, Commit(slot, tree.length, (token,), extend_hash(tree.hash, token)))
+    drafter.model.forward = forward  # type: ignore[method-assign]
+    for slot in list(drafter.trees):
+        drafter.close(slot)
     return times, rows[: len(times)]
 
 

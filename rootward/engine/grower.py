@@ -209,7 +209,7 @@ class Grower(Generic[K]):
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
         self.idle_time.ends()
-        self.trees[key] = self._planted(key, message)
+        self.trees[key] = self._tree_of(key, message)
         self.trees[key].follow_prediction(message.prefix)
         return None
 
@@ -303,7 +303,7 @@ class Grower(Generic[K]):
         for growing, _ in work:
             growing.compute_s += 0.0 if growing.ahead else seconds
 
-    def _planted(self, key: K, message: Open) -> GrowingTree:
+    def _tree_of(self, key: K, message: Open) -> GrowingTree:
         info = self.model.info
         node_cap, ahead_cap = message.caps
         settings = replace(
@@ -336,15 +336,15 @@ class Grower(Generic[K]):
         known = 0 if message.features is None else len(message.features)
         text = list(message.prefix[-max(1, known) if self.feature_size else self.model.length(kv_slot) :])
         owner = self._group(key), message.tenant
-        planted = GrowingTree(message, tree, growth, kv_slot, text, Key(message.seed, message.choice), owner)
-        planted.likely, planted.ranking, planted.nodes = likely, ranking(message.sampling), message.node_cap
+        growing = GrowingTree(message, tree, growth, kv_slot, text, Key(message.seed, message.choice), owner)
+        growing.likely, growing.ranking, growing.nodes = likely, ranking(message.sampling), message.node_cap
         if message.prediction and max(message.prediction) < info.vocab_size and isinstance(strategy, BestFirst):
-            planted.source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
+            growing.source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         if message.sampling.penalised:
-            planted.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
-        planted.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
-        self._add_features(planted, message.features)
-        return planted
+            growing.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
+        growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
+        self._add_features(growing, message.features)
+        return growing
 
     def _add_features(self, growing: GrowingTree, features: Features) -> None:
         """Those of the last pending tokens. Features that are missing are zero: that costs acceptance only."""

@@ -54,12 +54,12 @@ def grower(**model) -> Grower[int]:
     return Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2))
 
 
-def grown(garden: Grower[int]) -> list[tuple[int, Grow]]:
+def grown(drafter: Grower[int]) -> list[tuple[int, Grow]]:
     frames = []
     for _ in range(50):
-        if garden.idle:
+        if drafter.idle:
             return frames
-        frames += garden.level()
+        frames += drafter.level()
     raise AssertionError("growth does not come to rest")
 
 
@@ -95,9 +95,9 @@ STRATEGIES = {  # strategy, mode: nodes by depth of its first tree of at most 8 
 
 @pytest.mark.parametrize(("strategy", "law"), STRATEGIES, ids=str)
 def test_a_verifier_can_replay_what_is_streamed_round_after_round(strategy: str, law: DraftMode) -> None:
-    garden, asked, text = grower(), DraftStrategy.parse(strategy), [1, 2, 3]
-    assert garden.open(1, opening(1, law=law, strategy=asked)) is None
-    mine = garden.trees[1].tree
+    drafter, asked, text = grower(), DraftStrategy.parse(strategy), [1, 2, 3]
+    assert drafter.open(1, opening(1, law=law, strategy=asked)) is None
+    mine = drafter.trees[1].tree
     verifier = LivingTree(
         3,
         hash_of(text),
@@ -108,7 +108,7 @@ def test_a_verifier_can_replay_what_is_streamed_round_after_round(strategy: str,
         chain="chain" in strategy,
     )
     for round_ in range(4):
-        for _, frame in grown(garden):
+        for _, frame in grown(drafter):
             verifier.receive(frame)
         ours, theirs = mine.snapshot(8), verifier.snapshot(8)
         assert ours.tree == theirs.tree
@@ -122,26 +122,26 @@ def test_a_verifier_can_replay_what_is_streamed_round_after_round(strategy: str,
         path = theirs.tree.path(len(verifier) if round_ % 2 else 1)
         run = (*path, round_)
         base, text = len(text), [*text, *run]
-        assert garden.commit(1, Commit(1, base, run, hash_of(text))) == []
+        assert drafter.commit(1, Commit(1, base, run, hash_of(text))) == []
         verifier.commit(run)
-        assert garden.trees[1].tree.snapshot(8).ids == verifier.snapshot(8).ids
-    garden.close(1)
-    garden.model.check_idle()
+        assert drafter.trees[1].tree.snapshot(8).ids == verifier.snapshot(8).ids
+    drafter.close(1)
+    drafter.model.check_idle()
 
 
 def test_what_was_drawn_for_a_tree_that_starts_anew_is_stale_after_the_commit() -> None:
-    garden = grower()
-    garden.open(1, opening(1, strategy=DraftStrategy.parse("rsd_c:2,2")))
+    drafter = grower()
+    drafter.open(1, opening(1, strategy=DraftStrategy.parse("rsd_c:2,2")))
     verifier = LivingTree(3, hash_of((1, 2, 3)), vocab_size=5, node_cap=8, restarts=True)
-    frames = [frame for _, frame in grown(garden)]
+    frames = [frame for _, frame in grown(drafter)]
     first = int(frames[0].token[0])
     verifier.receive(frames[0])
     verifier.commit((first,))
     for frame in frames[1:]:
         assert verifier.receive(frame).kept == 0
     assert len(verifier) == 0
-    garden.commit(1, Commit(1, 3, (first,), hash_of((1, 2, 3, first))))
-    for _, frame in grown(garden):
+    drafter.commit(1, Commit(1, 3, (first,), hash_of((1, 2, 3, first))))
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     assert not verifier.broken
     assert len(verifier) == 6
@@ -157,125 +157,125 @@ def test_a_strategy_that_does_not_make_such_trees_is_refused() -> None:
 def test_a_text_that_is_known_is_not_read_again_unless_it_is_salted_otherwise(
     tenant: int, salt: int, held: bool
 ) -> None:
-    garden, text = grower(block_size=4), tuple(i % 5 for i in range(21))
-    garden.open(1, opening(1, text, tenant=7, cache_salt=9))
-    first = [frame for _, frame in grown(garden)]
-    garden.close(1)
-    garden.open(2, opening(1, (*text, 1, 2), tenant=tenant, cache_salt=salt))
-    assert len(garden.trees[2].pending) == (3 if held else 23)
-    garden.open(3, opening(1, text, tenant=tenant, cache_salt=salt, seed=6))
-    again = [frame for key, frame in grown(garden) if key == 3]
-    garden.close(2)
-    garden.close(3)
+    drafter, text = grower(block_size=4), tuple(i % 5 for i in range(21))
+    drafter.open(1, opening(1, text, tenant=7, cache_salt=9))
+    first = [frame for _, frame in grown(drafter)]
+    drafter.close(1)
+    drafter.open(2, opening(1, (*text, 1, 2), tenant=tenant, cache_salt=salt))
+    assert len(drafter.trees[2].pending) == (3 if held else 23)
+    drafter.open(3, opening(1, text, tenant=tenant, cache_salt=salt, seed=6))
+    again = [frame for key, frame in grown(drafter) if key == 3]
+    drafter.close(2)
+    drafter.close(3)
     whole = {node: row[0].tolist() for frame in first for node, row in frame.rows.items() if node == 0}
     assert {node: row[0].tolist() for frame in again for node, row in frame.rows.items() if node == 0} == whole
-    garden.model.check_idle()
+    drafter.model.check_idle()
 
 
 def test_several_trees_share_every_forward() -> None:
-    garden = grower()
+    drafter = grower()
     for slot in (1, 2, 3):
-        garden.open(slot, opening(slot, (1, slot)))
-    garden.model.forwards = 0
-    frames = grown(garden)
-    assert garden.model.widest == 3
-    assert garden.model.forwards <= 5  # catch-up and four levels, not three times as many
+        drafter.open(slot, opening(slot, (1, slot)))
+    drafter.model.forwards = 0
+    frames = grown(drafter)
+    assert drafter.model.widest == 3
+    assert drafter.model.forwards <= 5  # catch-up and four levels, not three times as many
     assert {key for key, _ in frames} == {1, 2, 3}
 
 
 def test_the_last_frame_says_that_growth_rests() -> None:
-    garden = grower()
-    garden.open(1, opening(1))
-    frames = grown(garden)
+    drafter = grower()
+    drafter.open(1, opening(1))
+    frames = grown(drafter)
     assert [f.at_rest for _, f in frames] == [False] * (len(frames) - 1) + [True]
 
 
 def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
-    garden = grower()
-    garden.open(1, opening(1))
+    drafter = grower()
+    drafter.open(1, opening(1))
     verifier = replica()
-    for _, frame in grown(garden):
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     token = verifier.snapshot(8).tree.token[1]
     kept = verifier.commit([int(token)])
     assert kept != [None]
     before = len(verifier)
-    assert garden.commit(1, Commit(1, 3, (int(token),), verifier.hash)) == []
-    for _, frame in grown(garden):
+    assert drafter.commit(1, Commit(1, 3, (int(token),), verifier.hash)) == []
+    for _, frame in grown(drafter):
         assert verifier.receive(frame).stale == 0
     assert len(verifier) == 8 > before
-    assert verifier.snapshot(8).tree == garden.trees[1].tree.snapshot(8).tree
+    assert verifier.snapshot(8).tree == drafter.trees[1].tree.snapshot(8).tree
 
 
 def test_unsent_growth_leaves_under_the_old_base_before_a_commit() -> None:
-    garden = grower()
-    garden.open(1, opening(1))
-    garden.level()
-    growing = garden.trees[1]
-    growing.growth.draw(garden._words(growing))
-    (unsent,) = garden.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
+    drafter = grower()
+    drafter.open(1, opening(1))
+    drafter.level()
+    growing = drafter.trees[1]
+    growing.growth.draw(drafter._words(growing))
+    (unsent,) = drafter.commit(1, Commit(1, 3, (0,), hash_of((1, 2, 3, 0))))
     assert isinstance(unsent, Grow)
     assert unsent.base_len == 3
 
 
 def test_commits_out_of_step_ask_for_the_prefix_and_repeats_are_ignored() -> None:
-    garden = grower()
-    garden.open(1, opening(1))
+    drafter = grower()
+    drafter.open(1, opening(1))
     good = Commit(1, 3, (4,), hash_of((1, 2, 3, 4)))
-    garden.commit(1, good)
-    assert garden.commit(1, good) == []
+    drafter.commit(1, good)
+    assert drafter.commit(1, good) == []
     lost = [NeedSync(1, 4, hash_of((1, 2, 3, 4)))]
-    assert garden.commit(1, Commit(1, 9, (1,), 0)) == lost
-    assert garden.commit(1, Commit(1, 4, (1,), 0)) == lost
-    assert garden.commit(1, Commit(1, 4, (99,), 0)) == lost
-    assert garden.commit(7, Commit(7, 4, (1,), 0)) == [
+    assert drafter.commit(1, Commit(1, 9, (1,), 0)) == lost
+    assert drafter.commit(1, Commit(1, 4, (1,), 0)) == lost
+    assert drafter.commit(1, Commit(1, 4, (99,), 0)) == lost
+    assert drafter.commit(7, Commit(7, 4, (1,), 0)) == [
         NeedSync(7, 0, 0)
     ]  # nobody should wait for a slot that is not there
 
 
 def test_what_cannot_be_taken_is_refused_with_the_reason() -> None:
-    garden = grower(max_slots=1, max_positions=16)
-    assert "context of 16" in garden.open(1, opening(1, [1] * 16)).reason
-    assert "vocabulary of 5" in garden.open(1, opening(1, (1, 7))).reason
+    drafter = grower(max_slots=1, max_positions=16)
+    assert "context of 16" in drafter.open(1, opening(1, [1] * 16)).reason
+    assert "vocabulary of 5" in drafter.open(1, opening(1, (1, 7))).reason
     for bad in ({"prefix": ()}, {"topk": 0}, {"max_depth": 0}, {"node_cap": 0}, {"node_cap": 10**6}, {"num_atoms": 0}):
-        assert "out of range" in garden.open(1, opening(1, **({"prefix": (1,)} | bad))).reason
-    assert garden.open(1, opening(1)) is None
-    assert garden.open(1, opening(1)).reason.startswith("slot is open")
-    assert garden.open(2, opening(2)).retry_after_ms > 0
-    garden.close(1)
-    assert garden.open(2, opening(2)) is None
+        assert "out of range" in drafter.open(1, opening(1, **({"prefix": (1,)} | bad))).reason
+    assert drafter.open(1, opening(1)) is None
+    assert drafter.open(1, opening(1)).reason.startswith("slot is open")
+    assert drafter.open(2, opening(2)).retry_after_ms > 0
+    drafter.close(1)
+    assert drafter.open(2, opening(2)) is None
 
 
 def test_draws_never_repeat_also_after_reopening_a_request() -> None:
     """The same request opened twice in one process grows two different trees: a draw number is used once."""
     shapes = set()
-    garden = grower()
+    drafter = grower()
     for slot in range(1, 6):
-        garden.open(slot, opening(slot))
-        grown(garden)
-        shapes.add(tuple(garden.trees[slot].tree.snapshot(8).tree.token.tolist()))
-        garden.close(slot)
+        drafter.open(slot, opening(slot))
+        grown(drafter)
+        shapes.add(tuple(drafter.trees[slot].tree.snapshot(8).tree.token.tolist()))
+        drafter.close(slot)
     assert len(shapes) > 1
 
 
 def test_growth_ends_at_the_draft_context() -> None:
-    garden = grower(max_positions=8)
-    garden.open(1, opening(1, [1] * 6))
-    frames = grown(garden)
+    drafter = grower(max_positions=8)
+    drafter.open(1, opening(1, [1] * 6))
+    frames = grown(drafter)
     assert frames[-1][1].at_rest
-    deepest = max(n.depth for n in garden.trees[1].tree.nodes.values())
+    deepest = max(n.depth for n in drafter.trees[1].tree.nodes.values())
     assert deepest < 8
-    garden.commit(1, Commit(1, 6, (0, 1, 2), hash_of([1] * 6 + [0, 1, 2])))
-    assert grown(garden)[-1][1].at_rest
+    drafter.commit(1, Commit(1, 6, (0, 1, 2), hash_of([1] * 6 + [0, 1, 2])))
+    assert grown(drafter)[-1][1].at_rest
 
 
 def test_kv_cells_are_given_back() -> None:
-    garden = grower()
-    garden.open(1, opening(1))
-    grown(garden)
-    garden.close(1)
-    garden.model.check_idle()
-    assert garden.model.num_free_slots == 4
+    drafter = grower()
+    drafter.open(1, opening(1))
+    grown(drafter)
+    drafter.close(1)
+    drafter.model.check_idle()
+    assert drafter.model.num_free_slots == 4
 
 
 @pytest.mark.parametrize(
@@ -283,10 +283,10 @@ def test_kv_cells_are_given_back() -> None:
 )
 def test_tokens_that_the_draft_model_does_not_have_cost_their_own_slot_only(wish: Sampling) -> None:
     """Vocabularies of one tokenizer may be padded to different sizes."""
-    garden = grower()
-    assert garden.open(1, opening(1)) is None
-    refused = garden.open(2, opening(2, sampling=wish))
+    drafter = grower()
+    assert drafter.open(1, opening(1)) is None
+    refused = drafter.open(2, opening(2, sampling=wish))
     assert refused is not None
     assert "token 7" in refused.reason
     assert refused.retry_after_ms == 0
-    assert {key for key, _ in grown(garden)} == {1}
+    assert {key for key, _ in grown(drafter)} == {1}

@@ -27,10 +27,10 @@ def grower(vocab: int = 5) -> Grower[int]:
     return idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2), ahead_budget=BUDGET))
 
 
-def idle(garden: Grower[int]) -> Grower[int]:
+def idle(drafter: Grower[int]) -> Grower[int]:
     """A drafter that has measured long pauses between a round's growth and the next commit."""
-    garden.idle_time.idle_s = 1e9
-    return garden
+    drafter.idle_time.idle_s = 1e9
+    return drafter
 
 
 def ahead(**changes):
@@ -51,27 +51,27 @@ def guesses(tree: LivingTree) -> dict[int, list[int]]:
 
 
 def test_guesses_follow_once_the_tree_rests_and_a_verifier_can_replay_them() -> None:
-    garden, verifier = grower(), replica()
-    assert garden.open(1, ahead()) is None
+    drafter, verifier = grower(), replica()
+    assert drafter.open(1, ahead()) is None
     rested = False
-    for _, frame in grown(garden):
+    for _, frame in grown(drafter):
         assert not frame.guesses.any() or rested or frame.at_rest
         rested |= frame.at_rest
         verifier.receive(frame)
-    mine = garden.trees[1].tree
+    mine = drafter.trees[1].tree
     assert list(verifier.nodes) == list(mine.nodes)
     assert len(verifier) == 4
     assert 6 < verifier.num_ahead <= 24
     assert all(mine.nodes[i].head == ROOT for i in verifier.snapshot(99).ids[1:])
-    garden.model.check_idle()
+    drafter.model.check_idle()
 
 
 def test_a_guess_is_what_the_noise_makes_of_the_row() -> None:
-    garden = grower()
-    garden.open(1, ahead())
-    grown(garden)
-    tree = garden.trees[1].tree
-    row = garden.trees[1].growth.own.rows[tree.root_id]
+    drafter = grower()
+    drafter.open(1, ahead())
+    grown(drafter)
+    tree = drafter.trees[1].tree
+    row = drafter.trees[1].growth.own.rows[tree.root_id]
     drawn = {n.token for n in tree.nodes.values() if n.parent == ROOT and not n.guess}
     order = row.ids[np.argsort(-(np.log(row.law) + bonus_gumbel(BONUS, 1, 3, row.ids)))]
     at_root = guesses(tree)[3]
@@ -79,9 +79,9 @@ def test_a_guess_is_what_the_noise_makes_of_the_row() -> None:
 
 
 def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
-    garden, verifier = grower(), replica()
-    garden.open(1, ahead())
-    for _, frame in grown(garden):
+    drafter, verifier = grower(), replica()
+    drafter.open(1, ahead())
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     guess = next(i for i, n in verifier.nodes.items() if n.guess and n.parent == ROOT)
     below = [i for i, n in verifier.nodes.items() if n.head == guess and i != guess]
@@ -89,30 +89,30 @@ def test_a_commit_to_a_guess_keeps_its_tree_and_drops_the_other_bets() -> None:
     assert verifier.commit([token]) == [guess]
     assert list(verifier.nodes) == below
     assert len(verifier) == len(below) == 3
-    forwards = garden.model.forwards
-    garden.commit(1, Commit(1, 3, (token,), verifier.hash))
-    assert list(garden.trees[1].tree.nodes) == below
-    for _, frame in grown(garden):
+    forwards = drafter.model.forwards
+    drafter.commit(1, Commit(1, 3, (token,), verifier.hash))
+    assert list(drafter.trees[1].tree.nodes) == below
+    for _, frame in grown(drafter):
         assert verifier.receive(frame).stale == 0
-    assert garden.model.forwards > forwards
-    assert verifier.snapshot(99).tree == garden.trees[1].tree.snapshot(99).tree
+    assert drafter.model.forwards > forwards
+    assert verifier.snapshot(99).tree == drafter.trees[1].tree.snapshot(99).tree
     assert len(verifier) == 4
-    garden.close(1)
-    garden.model.check_idle()
+    drafter.close(1)
+    drafter.model.check_idle()
 
 
 def test_at_every_node_of_a_tree_that_hung_below_a_guess_the_noise_chooses() -> None:
     """Rows that were known before the guess turned out right are asked for guesses after it."""
-    garden = grower(vocab=40)
-    garden.open(1, ahead(ahead_cap=48, num_atoms=40))
-    grown(garden)
-    tree = garden.trees[1].tree
+    drafter = grower(vocab=40)
+    drafter.open(1, ahead(ahead_cap=48, num_atoms=40))
+    grown(drafter)
+    tree = drafter.trees[1].tree
     guess = next(n for n in tree.nodes.values() if n.guess and n.parent == ROOT)
-    garden.commit(1, Commit(1, 3, (guess.token,), hash_of((*PREFIX, guess.token))))
-    known_before = garden.trees[1].growth.expanded
-    grown(garden)
+    drafter.commit(1, Commit(1, 3, (guess.token,), hash_of((*PREFIX, guess.token))))
+    known_before = drafter.trees[1].growth.expanded
+    grown(drafter)
     asked = 0
-    for node, row in garden.trees[1].growth.own.rows.items():
+    for node, row in drafter.trees[1].growth.own.rows.items():
         record = tree.at(node)
         children = [tree.nodes[c] for c in record.children]
         drawn, chosen = ([c.token for c in children if c.guess is kind] for kind in (False, True))
@@ -124,9 +124,9 @@ def test_at_every_node_of_a_tree_that_hung_below_a_guess_the_noise_chooses() -> 
 
 def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:
     """Its nodes count as the root's when a commit has walked over it before they arrive."""
-    garden, verifier = grower(), replica(node_cap=2)
-    garden.open(1, ahead(node_cap=2))
-    frames = [frame for _, frame in grown(garden)]
+    drafter, verifier = grower(), replica(node_cap=2)
+    drafter.open(1, ahead(node_cap=2))
+    frames = [frame for _, frame in grown(drafter)]
     while not verifier.num_ahead:
         verifier.receive(frames.pop(0))
     guess = next(n for n in verifier.nodes.values() if n.guess and n.parent == ROOT)
@@ -138,70 +138,70 @@ def test_a_guess_grows_no_larger_a_tree_than_it_may_be_the_root_of() -> None:
 
 def test_rounds_that_were_merged_walk_over_one_guess_each() -> None:
     """A bet on the second round died with the first one, whoever hears of both at once."""
-    garden, verifier = grower(), replica()
-    garden.open(1, ahead())
-    for _, frame in grown(garden):
+    drafter, verifier = grower(), replica()
+    drafter.open(1, ahead())
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     drawn = verifier.snapshot(99)
     first = int(drawn.tree.token[1])
     bet = next(n for n in verifier.nodes.values() if n.guess and n.parent == drawn.ids[1])
     for token in (first, bet.token):  # two plain rounds: the first one's bonus token was drawn and not verified
         verifier.commit([token])
-    garden.commit(1, Commit(1, 3, (first, bet.token), verifier.hash, runs=(1, 1)))
-    assert list(garden.trees[1].tree.nodes) == list(verifier.nodes) == []
-    for _, frame in grown(garden):
+    drafter.commit(1, Commit(1, 3, (first, bet.token), verifier.hash, runs=(1, 1)))
+    assert list(drafter.trees[1].tree.nodes) == list(verifier.nodes) == []
+    for _, frame in grown(drafter):
         assert verifier.receive(frame).stale == 0
     assert len(verifier) == 4
 
 
 def test_kv_is_held_for_living_nodes_only() -> None:
     """Drawn nodes that become the root again and again: predictions below them do not pile up."""
-    garden = grower()
-    garden.open(1, ahead())
-    growing = garden.trees[1]
+    drafter = grower()
+    drafter.open(1, ahead())
+    growing = drafter.trees[1]
     text = list(PREFIX)
     for _ in range(12):
-        grown(garden)
+        grown(drafter)
         tree = growing.tree
         token = int(tree.snapshot(1).tree.token[1])
         base, text = len(text), [*text, token]
-        garden.commit(1, Commit(1, base, (token,), hash_of(text)))
-        held = garden.model.tree(growing.kv_slot).num_uncommitted
+        drafter.commit(1, Commit(1, base, (token,), hash_of(text)))
+        held = drafter.model.tree(growing.kv_slot).num_uncommitted
         assert held <= len(growing.growth.expanded)
-    garden.model.check_idle()
+    drafter.model.check_idle()
 
 
 def test_no_budget_no_work() -> None:
-    garden = grower()
-    garden.open(1, ahead())
-    grown(garden)
-    garden.commit(1, Commit(1, 3, (0,), hash_of((*PREFIX, 0)), node_budget=0))
-    before = garden.model.forwards
-    (rest,) = grown(garden)
+    drafter = grower()
+    drafter.open(1, ahead())
+    grown(drafter)
+    drafter.commit(1, Commit(1, 3, (0,), hash_of((*PREFIX, 0)), node_budget=0))
+    before = drafter.model.forwards
+    (rest,) = grown(drafter)
     assert rest[1].at_rest
-    assert garden.model.forwards == before
-    garden.commit(1, Commit(1, 4, (1, 2), hash_of((*PREFIX, 0, 1, 2)), node_budget=2))
-    grown(garden)
-    assert len(garden.trees[1].tree) == 2
-    assert garden.model.forwards > before
+    assert drafter.model.forwards == before
+    drafter.commit(1, Commit(1, 4, (1, 2), hash_of((*PREFIX, 0, 1, 2)), node_budget=2))
+    grown(drafter)
+    assert len(drafter.trees[1].tree) == 2
+    assert drafter.model.forwards > before
 
 
 def test_the_first_tree_is_no_larger_than_its_verifier_said() -> None:
-    garden = grower()
-    garden.open(1, ahead(node_budget=2, ahead_cap=0))
-    grown(garden)
-    assert len(garden.trees[1].tree) == 2
-    garden.commit(1, Commit(1, 3, (4,), hash_of((*PREFIX, 4)), node_budget=4))
-    grown(garden)
-    assert len(garden.trees[1].tree) == 4
+    drafter = grower()
+    drafter.open(1, ahead(node_budget=2, ahead_cap=0))
+    grown(drafter)
+    assert len(drafter.trees[1].tree) == 2
+    drafter.commit(1, Commit(1, 3, (4,), hash_of((*PREFIX, 4)), node_budget=4))
+    grown(drafter)
+    assert len(drafter.trees[1].tree) == 4
 
 
 @pytest.mark.parametrize("law", [law for law in DraftMode if law is not DraftMode.IID])
 def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
-    garden, verifier = grower(), replica(node_cap=8)
+    drafter, verifier = grower(), replica(node_cap=8)
     wish = {"prediction": (4, 4, 0, 4, 4, 1), "num_prompt": 3, "law": law, "ahead_cap": 0, "node_cap": 8}
-    garden.open(1, ahead(**wish))
-    for _, frame in grown(garden):
+    drafter.open(1, ahead(**wish))
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     first = verifier.snapshot(8).tree
     assert first.token[1] == 4  # before anything else
@@ -210,19 +210,19 @@ def test_the_path_a_client_expects_is_in_the_tree(law: DraftMode) -> None:
     path = (4, 4, 0, 4)  # more has agreed: more is believed
     hash_after = hash_of((*PREFIX, *path))
     verifier.commit(path)
-    garden.commit(1, Commit(1, 3, path, hash_after))
-    for _, frame in grown(garden):
+    drafter.commit(1, Commit(1, 3, path, hash_after))
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     tree = verifier.snapshot(8).tree
     assert (4, 1) in {tree.path(i) for i in range(len(tree))}
 
 
 def test_under_matching_growing_ahead_is_growing_on() -> None:
-    garden = grower()
-    garden.open(1, ahead(law=DraftMode.COUPLED))
-    grown(garden)
-    assert len(garden.trees[1].tree) == 28
-    assert garden.trees[1].tree.num_ahead == 0
+    drafter = grower()
+    drafter.open(1, ahead(law=DraftMode.COUPLED))
+    grown(drafter)
+    assert len(drafter.trees[1].tree) == 28
+    assert drafter.trees[1].tree.num_ahead == 0
 
 
 def test_a_guess_with_nothing_below_it_is_refused() -> None:
@@ -232,15 +232,15 @@ def test_a_guess_with_nothing_below_it_is_refused() -> None:
 
 
 def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_the_bets() -> None:
-    garden, verifier = grower(), replica()
-    garden.open(1, ahead())
-    for _, frame in grown(garden):
+    drafter, verifier = grower(), replica()
+    drafter.open(1, ahead())
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     guess = next(n for n in verifier.nodes.values() if n.guess and n.parent == ROOT)
     verifier.commit([guess.token])
     kept = len(verifier)
-    garden.commit(1, Commit(1, 3, (guess.token,), verifier.hash, node_budget=kept))
-    for _, frame in grown(garden):
+    drafter.commit(1, Commit(1, 3, (guess.token,), verifier.hash, node_budget=kept))
+    for _, frame in grown(drafter):
         assert verifier.receive(frame).stale == 0
     assert len(verifier) == kept < 4
     assert verifier.num_ahead > 6
@@ -251,9 +251,9 @@ def test_what_is_launched_with_the_nodes_that_were_kept_leaves_its_drafter_to_th
 def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth_module, "DRAWS_BEYOND", 6)
     network = Counting(5, seed=3, max_slots=1)
-    garden: Grower[int] = idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2)))
-    garden.open(1, ahead(law=DraftMode.COUPLED, topk=5, max_depth=9))
-    sizes = [len(frame.token) for _, frame in grown(garden)]
+    drafter: Grower[int] = idle(Grower(network, incarnation=9, best_first=BestFirst(draws_per_level=2)))
+    drafter.open(1, ahead(law=DraftMode.COUPLED, topk=5, max_depth=9))
+    sizes = [len(frame.token) for _, frame in grown(drafter)]
     assert sizes[:2] == [2, 2]
     assert max(sizes[2:]) == 6
     assert sum(sizes) == 28
@@ -265,38 +265,38 @@ def test_growth_goes_on_after_a_round_if_pauses_are_longer_than_two_levels(
     law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
 ) -> None:
     clock = FakeClock()
-    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, ahead_budget=BUDGET, clock=clock)
-    garden.idle_time.level_took = lambda seconds: setattr(garden.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
-    garden.open(1, ahead(law=law, bonus_key=bonus_key))
+    drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, ahead_budget=BUDGET, clock=clock)
+    drafter.idle_time.level_took = lambda seconds: setattr(drafter.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
+    drafter.open(1, ahead(law=law, bonus_key=bonus_key))
     text = list(PREFIX)
     for round_ in range(3):
-        nodes = sum(len(frame.token) for _, frame in grown(garden))
-        assert (nodes + len(garden.trees[1].tree.nodes) > 2 * 4 + 4) is (grows and round_ > 0), round_
+        nodes = sum(len(frame.token) for _, frame in grown(drafter))
+        assert (nodes + len(drafter.trees[1].tree.nodes) > 2 * 4 + 4) is (grows and round_ > 0), round_
         asyncio.run(clock.advance(pause_s))
         base, text = len(text), [*text, 4]
-        garden.commit(1, Commit(1, base, (4,), hash_of(text)))
+        drafter.commit(1, Commit(1, base, (4,), hash_of(text)))
 
 
 def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_hold() -> None:
     """The row does not travel, so the noise speaks before it is cut."""
-    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
-    garden.open(1, ahead(law=DraftMode.COUPLED, num_atoms=1, node_cap=1, ahead_cap=0))
-    grown(garden)
-    growing = garden.trees[1]
-    law = garden.model.law(PREFIX)
+    drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
+    drafter.open(1, ahead(law=DraftMode.COUPLED, num_atoms=1, node_cap=1, ahead_cap=0))
+    grown(drafter)
+    growing = drafter.trees[1]
+    law = drafter.model.law(PREFIX)
     best = int(np.argmax(np.log(law) + target_gumbel(growing.key, 3, np.arange(5))))
     assert [n.token for n in growing.tree.nodes.values()] == [best]
 
 
 def test_the_drafter_learns_from_commits_how_far_the_models_are_apart() -> None:
     """The target of a coupled session takes what the draft takes: the pair could not be closer."""
-    garden: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
-    garden.open(1, ahead(law=DraftMode.COUPLED))
-    growing, text = garden.trees[1], list(PREFIX)
+    drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
+    drafter.open(1, ahead(law=DraftMode.COUPLED))
+    growing, text = drafter.trees[1], list(PREFIX)
     before = growing.growth.own.strategy.match_scale
     for _ in range(30):
-        grown(garden)
+        grown(drafter)
         first = growing.tree.snapshot(1).tree
         base, text = len(text), [*text, int(first.token[1])]
-        garden.commit(1, Commit(1, base, (text[-1],), hash_of(text)))
+        drafter.commit(1, Commit(1, base, (text[-1],), hash_of(text)))
     assert growing.growth.own.strategy.match_scale < before

@@ -46,26 +46,26 @@ def openings(kinds: tuple[dict[str, Any], ...]) -> list[Open]:
 
 def growth(model: HuggingFaceModel, opens: list[Open], rounds: int = 5) -> tuple[list[tuple[int, Grow]], int]:
     """The frames of these sessions through some rounds that commit two or three tokens; and how many levels there were."""
-    garden: Grower[int] = Grower(
+    drafter: Grower[int] = Grower(
         model, incarnation=9, best_first=BestFirst(draws_per_level=2), ahead_budget=AheadBudget(share=4)
     )
-    garden.idle_time.idle_s = 1e9  # it grows ahead
+    drafter.idle_time.idle_s = 1e9  # it grows ahead
     frames, levels = [], 0
     for one in opens:
-        assert garden.open(one.slot, one) is None
+        assert drafter.open(one.slot, one) is None
     for number in range(rounds):
-        while not garden.idle:
-            frames += garden.level()
+        while not drafter.idle:
+            frames += drafter.level()
             levels += 1
         for one in opens:
-            tree = garden.trees[one.slot].tree
+            tree = drafter.trees[one.slot].tree
             tokens = [next(iter(tree.nodes.values())).token, 7, 8][: 2 + number % 2]
             hash_ = tree.hash
             for token in tokens:
                 hash_ = extend_hash(hash_, token)
-            garden.commit(one.slot, Commit(one.slot, tree.length, tuple(tokens), hash_))
+            drafter.commit(one.slot, Commit(one.slot, tree.length, tuple(tokens), hash_))
     for one in opens:
-        garden.close(one.slot)
+        drafter.close(one.slot)
     model.check_idle()
     return frames, levels
 

@@ -57,12 +57,12 @@ def lookup(spec: str = "ngram:", **more) -> LookupGrower[tuple[int, int]]:
     )
 
 
-def grown(garden: LookupGrower) -> list[tuple[tuple[int, int], Grow]]:
+def grown(drafter: LookupGrower) -> list[tuple[tuple[int, int], Grow]]:
     frames = []
     for _ in range(100):
-        if garden.idle:
+        if drafter.idle:
             return frames
-        frames += garden.level()
+        frames += drafter.level()
     raise AssertionError("growth does not come to rest")
 
 
@@ -76,9 +76,9 @@ def tokens(tree: LivingTree) -> list[int]:
 
 @pytest.mark.parametrize("law", [law for law in DraftMode if law is not DraftMode.IID])
 def test_a_verifier_can_replay_what_is_streamed_and_every_node_is_chosen(law: DraftMode) -> None:
-    garden = lookup()
-    assert garden.open((0, 1), opening(1, law=law)) is None
-    [(key, frame)] = grown(garden)
+    drafter = lookup()
+    assert drafter.open((0, 1), opening(1, law=law)) is None
+    [(key, frame)] = grown(drafter)
     verifier = replica()
     assert verifier.receive(frame).kept == 8
     assert key == (0, 1)
@@ -89,46 +89,46 @@ def test_a_verifier_can_replay_what_is_streamed_and_every_node_is_chosen(law: Dr
 
 
 def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
-    garden, verifier = lookup(), replica()
-    garden.open((0, 1), opening(1))
-    for _, frame in grown(garden):
+    drafter, verifier = lookup(), replica()
+    drafter.open((0, 1), opening(1))
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     verifier.commit([3, 4])
-    assert garden.commit((0, 1), Commit(1, 10, (3, 4), verifier.hash)) == []
-    [(_, frame)] = grown(garden)
+    assert drafter.commit((0, 1), Commit(1, 10, (3, 4), verifier.hash)) == []
+    [(_, frame)] = grown(drafter)
     assert (frame.base_len, frame.first_node, len(frame.token)) == (12, 9, 2)
     assert verifier.receive(frame).stale == 0
     assert tokens(verifier) == [1, 2, 3, 4, 1, 2, 3, 4]
 
 
 def test_a_commit_off_the_tree_starts_anew() -> None:
-    garden, verifier = lookup(), replica()
-    garden.open((0, 1), opening(1))
-    for _, frame in grown(garden):
+    drafter, verifier = lookup(), replica()
+    drafter.open((0, 1), opening(1))
+    for _, frame in grown(drafter):
         verifier.receive(frame)
     verifier.commit([9])
-    garden.commit((0, 1), Commit(1, 10, (9,), verifier.hash))
-    [(_, frame)] = grown(garden)
+    drafter.commit((0, 1), Commit(1, 10, (9,), verifier.hash))
+    [(_, frame)] = grown(drafter)
     assert frame.at_rest
     assert len(frame.token) == 0  # nothing is known after 9; the verifier must not wait
     verifier.receive(frame)
     verifier.commit([1])
-    garden.commit((0, 1), Commit(1, 11, (1,), verifier.hash))
-    [(_, frame)] = grown(garden)
+    drafter.commit((0, 1), Commit(1, 11, (1,), verifier.hash))
+    [(_, frame)] = grown(drafter)
     verifier.receive(frame)
     assert tokens(verifier)[:3] == [2, 3, 4]
 
 
 def test_commits_out_of_step_ask_for_the_prefix_and_repeats_are_ignored() -> None:
-    garden = lookup()
-    garden.open((0, 1), opening(1, (1, 2, 3)))
+    drafter = lookup()
+    drafter.open((0, 1), opening(1, (1, 2, 3)))
     good = Commit(1, 3, (4,), hash_of((1, 2, 3, 4)))
-    assert garden.commit((0, 1), good) == []
-    assert garden.commit((0, 1), good) == []
+    assert drafter.commit((0, 1), good) == []
+    assert drafter.commit((0, 1), good) == []
     lost = [NeedSync(1, 4, hash_of((1, 2, 3, 4)))]
-    assert garden.commit((0, 1), Commit(1, 9, (1,), 0)) == lost
-    assert garden.commit((0, 1), Commit(1, 4, (1,), 0)) == lost
-    assert garden.commit((0, 7), Commit(7, 4, (1,), 0)) == [NeedSync(7, 0, 0)]
+    assert drafter.commit((0, 1), Commit(1, 9, (1,), 0)) == lost
+    assert drafter.commit((0, 1), Commit(1, 4, (1,), 0)) == lost
+    assert drafter.commit((0, 7), Commit(7, 4, (1,), 0)) == [NeedSync(7, 0, 0)]
 
 
 @pytest.mark.parametrize("spec", ["ngram+recycling:", "random:vocab=4"])
@@ -141,14 +141,14 @@ def test_commits_out_of_step_ask_for_the_prefix_and_repeats_are_ignored() -> Non
 )
 def test_both_replicas_agree_whatever_the_order_of_events(spec: str, text, events) -> None:
     """Commits overtake frames and are merged; frames come late, in order. In the end both hold the same tree."""
-    garden, verifier = lookup(spec), replica(text)
-    garden.open((0, 1), opening(1, text, topk=4))
+    drafter, verifier = lookup(spec), replica(text)
+    drafter.open((0, 1), opening(1, text, topk=4))
     on_the_way: list[Grow] = []
     committed, base = [], len(text)
 
     def send() -> None:
         if committed:
-            assert garden.commit((0, 1), Commit(1, base, tuple(committed), verifier.hash)) == []
+            assert drafter.commit((0, 1), Commit(1, base, tuple(committed), verifier.hash)) == []
 
     def deliver() -> None:
         for frame in on_the_way:
@@ -159,75 +159,75 @@ def test_both_replicas_agree_whatever_the_order_of_events(spec: str, text, event
         if event == "level":
             send()
             committed, base = [], verifier.length
-            on_the_way += [frame for _, frame in garden.level()]
+            on_the_way += [frame for _, frame in drafter.level()]
         elif event == "deliver":
             deliver()
         else:
             verifier.commit(event)
             committed += event
     assert not verifier.broken
-    assert garden.trees[0, 1].tree.snapshot(8).tree == verifier.snapshot(8).tree
-    assert garden.idle
+    assert drafter.trees[0, 1].tree.snapshot(8).tree == verifier.snapshot(8).tree
+    assert drafter.idle
 
 
 def test_what_cannot_be_taken_is_refused_with_the_reason() -> None:
-    garden = lookup()
+    drafter = lookup()
     for bad in ({"prefix": ()}, {"topk": 0}, {"max_depth": 0}, {"node_cap": 0}, {"node_cap": 10**6}, {"num_atoms": 0}):
-        assert "out of range" in garden.open((0, 1), opening(1, **bad)).reason
-    assert "at most 4096" in garden.open((0, 1), opening(1, [1] * 4097)).reason
-    assert garden.open((0, 1), opening(1)) is None
-    assert garden.open((0, 1), opening(1)).reason.startswith("slot is open")
-    garden.close((0, 1))
-    garden.close((0, 1))
-    assert not garden.trees
-    assert garden.idle
+        assert "out of range" in drafter.open((0, 1), opening(1, **bad)).reason
+    assert "at most 4096" in drafter.open((0, 1), opening(1, [1] * 4097)).reason
+    assert drafter.open((0, 1), opening(1)) is None
+    assert drafter.open((0, 1), opening(1)).reason.startswith("slot is open")
+    drafter.close((0, 1))
+    drafter.close((0, 1))
+    assert not drafter.trees
+    assert drafter.idle
 
 
 def test_a_long_prompt_is_fed_in_pieces_while_others_are_served() -> None:
-    garden = lookup(chunk=4)
-    garden.open((0, 1), opening(1, PERIOD * 4))
-    garden.open((0, 2), opening(2, (1, 2, 1)))
-    order = [key for _ in range(20) for key, _ in garden.level()]
+    drafter = lookup(chunk=4)
+    drafter.open((0, 1), opening(1, PERIOD * 4))
+    drafter.open((0, 2), opening(2, (1, 2, 1)))
+    order = [key for _ in range(20) for key, _ in drafter.level()]
     assert order == [(0, 2), (0, 1)]
-    assert garden.idle
+    assert drafter.idle
 
 
 def test_a_level_is_a_bounded_piece_of_work_and_serves_who_waited_longest() -> None:
-    garden = lookup()
+    drafter = lookup()
     for slot in range(20):
-        garden.open((0, slot), opening(slot))
-    levels = [[slot for (_, slot), _ in garden.level()] for _ in range(3)]
+        drafter.open((0, slot), opening(slot))
+    levels = [[slot for (_, slot), _ in drafter.level()] for _ in range(3)]
     assert list(itertools.chain(*levels)) == list(range(20))
     assert max(map(len, levels)) == 8
 
 
 def test_sessions_of_one_verifier_share_a_memory_those_of_two_do_not() -> None:
-    garden = lookup("recycling:")
-    garden.open((0, 1), opening(1, (5, 6, 7)))
-    grown(garden)
-    garden.open((0, 2), opening(2, (5,)))
-    garden.open((1, 1), opening(1, (5,)))
-    trees = {key: frame.token.tolist() for key, frame in grown(garden)}
+    drafter = lookup("recycling:")
+    drafter.open((0, 1), opening(1, (5, 6, 7)))
+    grown(drafter)
+    drafter.open((0, 2), opening(2, (5,)))
+    drafter.open((1, 1), opening(1, (5,)))
+    trees = {key: frame.token.tolist() for key, frame in grown(drafter)}
     assert trees == {(0, 2): [6, 7], (1, 1): []}
 
 
 def test_memories_of_verifiers_that_are_gone_are_dropped() -> None:
-    garden = lookup("recycling:")
+    drafter = lookup("recycling:")
     for stream in range(40):
-        garden.open((stream, 1), opening(1))
-    assert len(garden._memories) == 16
+        drafter.open((stream, 1), opening(1))
+    assert len(drafter._memories) == 16
 
 
 def test_any_source_can_be_served_such_as_a_prediction() -> None:
-    garden = LookupGrower(
+    drafter = LookupGrower(
         ModelInfo("prediction", 0, 4096),
         lambda message, _: Prediction([7, 8, 9], prefix=len(message.prefix)),
         Successors,
         incarnation=9,
         group=lambda key: key[0],
     )
-    garden.open((0, 1), opening(1))
-    [(_, frame)] = grown(garden)
+    drafter.open((0, 1), opening(1))
+    [(_, frame)] = grown(drafter)
     assert frame.token.tolist() == [7, 8, 9]
 
 
