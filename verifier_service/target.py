@@ -43,8 +43,7 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
 
 def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
     """The draft head that `--local-draft head:FOLDER` names; None without one. ConfigurationError if it does not fit."""
-    from rootward.engine.head_model import HeadModel
-    from rootward.engine.heads import load_head
+    from rootward.engine.head_model import load_head_model
     from rootward.engine.model import HuggingFaceModel
 
     if not settings.local_draft.startswith(HEAD) or not model.info.supports_trees:
@@ -54,7 +53,7 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
             "local_draft: a draft head needs a target of transformers in one process; give ngram or none"
         )
     folder = settings.local_draft.removeprefix(HEAD)
-    return HeadModel(load_head(folder, model.network), model.info, name=folder, max_slots=settings.max_num_seqs)
+    return load_head_model(folder, model, max_slots=settings.max_num_seqs)
 
 
 @asynccontextmanager

@@ -17,12 +17,24 @@ import torch
 
 from rootward.engine.atoms import Atoms, reduced, relabelled
 from rootward.engine.batch import Step
-from rootward.engine.heads import Head
+from rootward.engine.heads import Head, Target, load_head
 from rootward.engine.kv_cache import PagedCache
+from rootward.engine.model import HuggingFaceModel
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
+from rootward.errors import ConfigurationError
 from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Reduction, Rows
 
 log = logging.getLogger(__name__)
+
+LEAST_ACCEPTANCE = 0.05  # of the load probe: below, the head belongs to another target
+PROBE_TEXT = """\
+Bread is made from flour, water, salt and yeast. The yeast eats the sugar in the flour and gives off gas, which makes the dough rise.
+After an hour in a warm place the dough is about twice as large as before. It is then shaped, left to rise once more, and baked in a
+hot oven until the crust is brown. Let it cool on a rack before you cut it, because the inside is still setting.
+
+Question: What is the capital of France, and why is it famous?
+Answer: The capital of France is Paris. It is famous for its museums, its food and the Eiffel Tower, which was built in 1889.
+"""
 
 BLOCK_SIZE = 16
 TREE_ROOM = 256  # cells of a slot beyond its context
@@ -186,3 +198,46 @@ class HeadModel:
 
     def check_idle(self) -> None:
         self._slots.check()
+
+
+def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> HeadModel:
+    """The head in this folder for a target, with the reading of its layer ids (inputs of layers, or outputs) that drafts better.
+
+    ConfigurationError: it is no head that fits (`heads.load_head`), or what it drafts is hardly ever what the target says."""
+    head = load_head(path, model.network)
+    tokenizer = model.tokenizer
+    text = list(range(64)) if tokenizer is None else tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
+    text = [token for token in text if token < model.info.vocab_size][: model.info.max_positions]
+    readings = [head.states]
+    num_layers = Target(model.network).num_layers
+    if head.is_eagle3 and max(head.states) + 1 < num_layers:
+        readings.append(tuple(i + 1 for i in head.states))
+    accepted = {}
+    for head.states in readings:
+        accepted[head.states] = acceptance(head, model, text)
+        log.info("%s: acceptance %.2f on %d tokens with states %s", path, accepted[head.states], len(text), head.states)
+    head.states = max(accepted, key=accepted.__getitem__)
+    if accepted[head.states] < LEAST_ACCEPTANCE:
+        raise ConfigurationError(
+            f"head: {path}: acceptance {accepted[head.states]:.2f} on a probe text, below {LEAST_ACCEPTANCE}; "
+            "it was made for another target"
+        )
+    return HeadModel(head, model.info, name=path, max_slots=max_slots)
+
+
+@torch.inference_mode()
+def acceptance(head: Head, model: HuggingFaceModel, text: Sequence[int]) -> float:
+    """Probability that a token which the head draws after a prefix of this text is accepted, mean over prefixes: sum of min(p, q)."""
+    model.expose(head.states)
+    slot = model.open()
+    probe = HeadModel(head, model.info, name="probe", max_slots=1)
+    own = probe.open()
+    try:
+        target = model.forward([Rows.chain(slot, 0, text)])[1:].softmax(-1)
+        features = probe.fuse(model.states)[:-1].float().cpu().numpy()
+        draft = probe.forward([Rows.chain(own, 0, text[1:], features)]).softmax(-1)
+        return float(torch.minimum(target, draft).sum(-1).mean())
+    finally:
+        model.release(slot)
+        model.close(slot)
+        model.expose(())

@@ -255,10 +255,8 @@ def _rotations(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.T
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def load_head(path: str, network: Any, *, shift: int = 0) -> Head:
-    """The head in a folder with config.json and its weights, for this target.
-
-    shift: 0 reads layer ids as inputs of layers, 1 as outputs; published files mean either, and `choose_reading` finds out.
+def load_head(path: str, network: Any) -> Head:
+    """The head in a folder with config.json and its weights, for this target. Layer ids are read as inputs of layers.
 
     ConfigurationError: the file is no head that is known, does not fit the target, or asks for what is not lossless.
     """
@@ -277,16 +275,16 @@ def load_head(path: str, network: Any, *, shift: int = 0) -> Head:
     if layer_types := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise _refusal(f"layer_types: {', '.join(sorted(layer_types))}; heads with full attention are supported")
     weights = _weights(folder)
-    return Head(weights, config, target, _states(raw, weights, target.num_layers, shift))
+    return Head(weights, config, target, _states(raw, weights, target.num_layers))
 
 
-def _states(raw: dict[str, Any], weights: dict[str, torch.Tensor], num_layers: int, shift: int) -> tuple[int, ...]:
+def _states(raw: dict[str, Any], weights: dict[str, torch.Tensor], num_layers: int) -> tuple[int, ...]:
     if "hidden_norm.weight" not in weights:
         return (num_layers,)
     found = raw.get("eagle_aux_hidden_state_layer_ids") or (raw.get("eagle_config") or {}).get(
         "eagle_aux_hidden_state_layer_ids"
     )
-    layers = tuple(int(i) + shift for i in found or (2, num_layers // 2, num_layers - 3))
+    layers = tuple(int(i) for i in found or (2, num_layers // 2, num_layers - 3))
     if min(layers) < 0 or max(layers) >= num_layers:
         raise _refusal(f"eagle_aux_hidden_state_layer_ids: {list(found or layers)}; the target has {num_layers} layers")
     return layers

@@ -16,8 +16,8 @@ from unit.engine import networks
 
 from rootward.core.requests import Sampling
 from rootward.engine.atoms import atoms_of
-from rootward.engine.head_model import HeadModel
-from rootward.engine.heads import Head, load_head
+from rootward.engine.head_model import HeadModel, acceptance, load_head_model
+from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
 from rootward.ports import COMMITTED, Rows
@@ -231,7 +231,36 @@ def test_a_tensor_that_no_known_head_has_is_refused(tmp_path: Path) -> None:
     refused(folder, "adapter.weight")
 
 
-def test_states_of_the_outputs_of_layers_are_one_layer_further(tmp_path: Path) -> None:
+def test_the_load_probe_reads_layer_ids_as_the_head_was_made_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A head that copies the target's last states: right with outputs of layers, wrong with inputs."""
+    model = a_model()
+    folder = eagle3(tmp_path, model.network, draft_ids=DRAFT_IDS, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    head = load_head(str(folder), model.network)
+    accepted = {(1, 2, 3): 0.2, (2, 3, 4): 0.4}
+    monkeypatch.setattr("rootward.engine.head_model.acceptance", lambda head, *_: accepted[head.states])
+    with caplog.at_level("INFO"):
+        assert load_head_model(str(folder), model, max_slots=1).reads == (2, 3, 4)
+    assert "0.40" in caplog.text
+    accepted = dict.fromkeys(accepted, 0.01)
+    with pytest.raises(ConfigurationError, match=r"0\.01.*other target"):
+        load_head_model(str(folder), model, max_slots=1)
+    assert head.states == (1, 2, 3)
+
+
+def test_acceptance_of_the_load_probe_is_the_overlap_of_both_distributions(tmp_path: Path) -> None:
+    model = a_model()
     network = a_target()
-    head: Head = load_head(str(eagle3(tmp_path, network, draft_ids=DRAFT_IDS)), network, shift=1)
-    assert head.states == (3, 4, 4)
+    folder = eagle3(tmp_path, network, draft_ids=DRAFT_IDS)
+    head, reference = load_head(str(folder), model.network), Reference(folder, network)
+    text = [*TEXT, *TEXT, *TEXT]
+    out = network(torch.tensor([text]), output_hidden_states=True)
+    features = reference.fuse(torch.cat([out.hidden_states[i][0] for i in head.states], -1))[:-1]
+    num = len(text) - 1
+    rows, _ = reference.rows(torch.tensor(text[1:]), features, torch.arange(num), torch.ones(num, num).tril().bool())
+    draft, target = rows.softmax(-1), out.logits[0, 1:].softmax(-1)[:, DRAFT_IDS]
+    expected = torch.minimum(draft, target).sum(-1).mean().item()
+    assert acceptance(head, model, text) == pytest.approx(expected, abs=1e-4)
+    model.check_idle()
+    assert not model.llama.exposed
