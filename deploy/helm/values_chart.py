@@ -95,7 +95,15 @@ def placement() -> dict[str, Schema]:
         "priorityClassName": text("Priority class."),
         "runtimeClassName": text("Runtime class, as `nvidia`."),
         "resourceClaims": listed("Dynamic resource claims of the pod (Kubernetes 1.34+)."),
+        "schedulerName": text("Scheduler, if not the cluster's."),
         "podAnnotations": free("Annotations of pods."),
+        "podLabels": free("More labels of pods."),
+        "image": free(
+            "What differs from the part's image, as {repository, tag, digest}: a build for another accelerator."
+        ),
+        "extraVolumes": listed("More volumes of pods."),
+        "extraVolumeMounts": listed("More mounts of the service's container."),
+        "sidecars": listed("More containers of pods; Pod Security restricted holds for them, too."),
         "extraEnv": listed("More variables of the service, as in a container."),
         "serviceAccountAnnotations": free("Annotations of the ServiceAccount."),
     }

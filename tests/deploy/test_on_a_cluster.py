@@ -197,6 +197,27 @@ def test_ipv6_listens_on_every_address(helm):
     }
 
 
+# -- fit --------------------------------------------------------------------------------------------------------------
+
+
+def test_pods_take_what_a_platform_adds(helm):
+    """Volumes, sidecars, labels, a scheduler; and a pool runs another build on another accelerator."""
+    objects = helm.rendered(
+        "verifier:\n  schedulerName: volcano\n  podLabels: {team: ml}\n  extraVolumes: [{name: scratch, emptyDir: {sizeLimit: 1Gi}}]\n"
+        "  extraVolumeMounts: [{name: scratch, mountPath: /scratch}]\n  sidecars: [{name: agent, image: agent:1}]\n"
+        "drafter: {pools: {amd: {image: {tag: rocm}, gpuToleration: false, tolerations: [{key: amd.com/gpu, operator: Exists}],"
+        " resources: {limits: {amd.com/gpu: 1, memory: 1Gi}}}, default: {}}}"
+    )
+    template = named(objects, "Deployment", "rw-rootward-verifier")["spec"]["template"]
+    assert (template["spec"]["schedulerName"], template["metadata"]["labels"]["team"]) == ("volcano", "ml")
+    assert [c["name"] for c in template["spec"]["containers"]] == ["verifier", "agent"]
+    assert "scratch" in {m["name"] for m in template["spec"]["containers"][0]["volumeMounts"]}
+    assert "scratch" in {v["name"] for v in template["spec"]["volumes"]}
+    amd, default = (container_of(objects, f"drafter-{pool}") for pool in ("amd", "default"))
+    assert amd["image"] == default["image"].rpartition(":")[0] + ":rocm"
+    assert amd["resources"]["limits"]["amd.com/gpu"] == 1
+
+
 # -- several models ---------------------------------------------------------------------------------------------------
 
 TWO_MODELS = (

@@ -8,7 +8,7 @@ A Deployment of ours with everything that hangs on it: settings, account, headle
 {{- $root := .root }}
 {{- $v := .v }}
 {{- $name := include "rootward.part" . }}
-{{- $image := index $root.Values.image .image }}
+{{- $image := mustMergeOverwrite (deepCopy (index $root.Values.image .image)) (deepCopy $v.image) }}
 {{- $ref := include "rootward.image" (dict "root" $root "image" $image "registry" $root.Values.global.imageRegistry "ours" true) }}
 {{- $where := .where | default .role }}
 {{- $weights := list }}
@@ -58,6 +58,9 @@ spec:
     metadata:
       labels:
         {{- include "rootward.podLabels" . | nindent 8 }}
+        {{- with $v.podLabels }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       annotations:
         kubectl.kubernetes.io/default-container: {{ .role }}
         checksum/settings: {{ toYaml $settings | sha256sum }}
@@ -78,7 +81,7 @@ spec:
       imagePullSecrets:
         {{- toYaml . | nindent 8 }}
       {{- end }}
-      {{- range $key := list "nodeSelector" "affinity" "priorityClassName" "runtimeClassName" "resourceClaims" }}
+      {{- range $key := list "nodeSelector" "affinity" "priorityClassName" "schedulerName" "runtimeClassName" "resourceClaims" }}
       {{- with get $v $key }}
       {{ $key }}:
         {{- toYaml . | nindent 8 }}
@@ -152,6 +155,12 @@ spec:
             {{- if $root.Values.redis.external.caSecret }}
             - {name: redis-ca, mountPath: /etc/rootward/redis, readOnly: true}
             {{- end }}
+            {{- with $v.extraVolumeMounts }}
+            {{- toYaml . | nindent 12 }}
+            {{- end }}
+        {{- with $v.sidecars }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
       volumes:
         - name: settings
           configMap:
@@ -192,6 +201,9 @@ spec:
         - name: redis-ca
           secret:
             secretName: {{ . }}
+        {{- end }}
+        {{- with $v.extraVolumes }}
+        {{- toYaml . | nindent 8 }}
         {{- end }}
 {{- if and $v.pdb.enabled (gt (int (include "rootward.leastReplicas" $v)) 1) }}
 ---
