@@ -17,10 +17,15 @@ class Progress:
         self._running = 0.0
         self._steps = 0
 
+    def resume(self, steps: int, training: list[tuple[int, float]], held_out: list[tuple[int, float]]) -> None:
+        """Go on with the curves of a run that stopped after so many steps."""
+        self._steps, self.training, self.held_out = steps, training, held_out
+        self._running = training[-1][1] if training else 0.0
+
     def step(self, done: float, loss: float) -> None:
         """Note one training step at this fraction of the phase."""
         self._steps += 1
-        self._running = loss if self._steps == 1 else 0.98 * self._running + 0.02 * loss
+        self._running = loss if not self._running else 0.98 * self._running + 0.02 * loss
         if self._steps % 20 == 0:
             self.training.append((self._steps, self._running))
             last = f"{self.held_out[-1][1]:.3f}" if self.held_out else "-"

@@ -291,8 +291,8 @@ class Run:
         """Continue from a checkpoint."""
         self.head.load_state_dict(state["head"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.progress.training, self.progress.held_out = state["curves"]
         self.seconds, self.steps, self.visited = state["counts"]
+        self.progress.resume(self.steps, *state["curves"])
 
 
 def train(

@@ -23,6 +23,11 @@ def paths() -> DemoPaths:
     return DemoPaths(target=_HERE / "target", draft=_HERE / "draft")
 
 
+def smollm2_head() -> Path:
+    """Where the draft head for SmolLM2-135M-Instruct lies; see its `README.md`."""
+    return _HERE / "smollm2_head"
+
+
 def prompts() -> list[str]:
     """Prompts from files that neither model nor tokenizer ever saw; see `prompts.jsonl` for the source of each."""
     return _texts("prompts.jsonl")
