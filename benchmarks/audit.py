@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +91,10 @@ class Verifier:
                 wanted = VerifierRequest(
                     f"r{number}", next(self._prompts), Sampling(1.0), Stopping(TOKENS), wish, seed=number
                 )
-                async for _ in self.service.generate(wanted):
-                    if self.record.caught:
-                        break
+                async with aclosing(self.service.generate(wanted)) as runs:
+                    async for _ in runs:
+                        if self.record.caught:
+                            break
 
         await asyncio.gather(*(one_after_another() for _ in range(SESSIONS)))
         return self.draws_at_alarm or self.record.record.num_draws

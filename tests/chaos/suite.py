@@ -526,7 +526,7 @@ async def run(name: str, *, minutes: float, streams: int, seed: int, folder: Pat
         held = await check_rest(stand)
         check_growth(stand)
         if folder is not None:
-            stand.broken = list(dict.fromkeys(stand.broken))
+            stand.broken = [f"{line} ({times} times)" for line, times in Counter(stand.broken).items()]
             print(report(stand, name, folder, held, command))
     return stand
 

@@ -1,7 +1,10 @@
 """`python entry.py MODULE flags…`: a service with two weak points for tests of failures.
 
-SIGUSR1 makes its wall clock jump by an hour, forwards and back in turn. A verifier ends with a segmentation fault, before the first token,
-by every prompt that begins with DEADLY: what a bug in native code would do.
+SIGUSR1 makes the wall clock of our code jump by an hour, forwards and back in turn. (Not that of gRPC: it converts monotonic deadlines
+whenever it is asked, so that a jump of the system's clock does not matter, and one that Python sees alone would.)
+
+A verifier ends with a segmentation fault, before the first token, by every prompt that begins with DEADLY: what a bug in native code would
+do.
 """
 
 from __future__ import annotations
@@ -21,13 +24,15 @@ JUMP_S = 3600.0
 
 
 def weaken_clock() -> None:
-    real, offset_s = time.time, 0.0
+    from rootward.clock import SystemClock
+
+    offset_s = 0.0
 
     def jump(*_: object) -> None:
         nonlocal offset_s
         offset_s = JUMP_S - offset_s
 
-    time.time = lambda: real() + offset_s
+    SystemClock.wall = lambda self: time.time() + offset_s
     signal.signal(signal.SIGUSR1, jump)
 
 
