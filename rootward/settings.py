@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,6 +56,17 @@ def ask_for_huge_pages() -> None:
 def user_cache() -> Path:
     """Folder for files that can be downloaded or computed again: $XDG_CACHE_HOME/rootward, by default ~/.cache/rootward."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
+
+
+def keep_compiled_kernels() -> None:
+    """Have numba keep what it compiles in the user's cache; where that cannot be written, in a folder that only this process uses: the
+    files are pickles, so nobody else may write there. To be called before numba is imported."""
+    folder = user_cache() / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a container whose file system is read-only
+        folder = Path(tempfile.mkdtemp(prefix="rootward-kernels-"))
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
 
 
 class ServiceSettings(BaseSettings):

@@ -13,24 +13,18 @@ I intermediate, T float32 or bfloat16.
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-import os
-import tempfile
 from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
 
-from rootward.settings import user_cache
+from rootward.settings import keep_compiled_kernels
 
-try:
-    (user_cache() / "kernels").mkdir(parents=True, exist_ok=True)
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(user_cache() / "kernels"))
-except OSError:  # a container whose file system is read-only
-    os.environ.setdefault("NUMBA_CACHE_DIR", tempfile.gettempdir())
+keep_compiled_kernels()
 
-import numba  # reads the variable when it is imported
-from numba.extending import intrinsic, overload
+import numba  # noqa: E402  # reads the variable when it is imported
+from numba.extending import intrinsic, overload  # noqa: E402
 
 SERVED = (torch.float32, torch.bfloat16)
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
