@@ -351,13 +351,31 @@ def test_policies_refuse_what_nobody_needs(helm):
     assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
 
 
+def test_releases_in_a_namespace_do_not_reach_each_other(helm):
+    done = helm.run("template", "blue", str(CHART), "--namespace", "llm", *REGISTRY)
+    ours, theirs = helm.rendered(""), [o for o in yaml.safe_load_all(done.stdout) if o]
+    both = [*ours, *theirs]
+    for connection in needed("defaults"):
+        assert admitted(both, by_role(ours)[connection.source], by_role(ours)[connection.target], connection.port)
+        if connection.target != "gateway":  # which takes requests from everybody
+            assert not admitted(
+                both, by_role(ours)[connection.source], by_role(theirs)[connection.target], connection.port
+            )
+
+
+def by_role(objects) -> dict[str, dict]:
+    return {p["metadata"]["labels"]["app.kubernetes.io/component"]: p for p in pods(objects).values()}
+
+
 def allowed(objects, connection: Connection) -> bool:
-    """Whether egress of the source and ingress of the target admit it, as NetworkPolicies are defined."""
-    by_role = {p["metadata"]["labels"]["app.kubernetes.io/component"]: p for p in pods(objects).values()}
-    source = by_role[connection.source]
-    target = by_role.get(connection.target)
+    found = by_role(objects)
+    return admitted(objects, found[connection.source], found.get(connection.target), connection.port)
+
+
+def admitted(objects, source, target, port: int) -> bool:
+    """Whether egress of the source and ingress of the target admit it, as NetworkPolicies are defined. target None: an address outside."""
     leaves = any(
-        admits(rule.get("to"), target) and any(p["port"] == connection.port for p in rule["ports"])
+        admits(rule.get("to"), target) and any(p["port"] == port for p in rule["ports"])
         for policy in policies_of(objects, source)
         for rule in policy["spec"].get("egress", [])
     )
@@ -365,8 +383,7 @@ def allowed(objects, connection: Connection) -> bool:
         return leaves
     names = {p["name"]: p["containerPort"] for c in target["spec"]["containers"] for p in c.get("ports", [])}
     enters = any(
-        admits(rule.get("from"), source)
-        and any(names.get(p["port"], p["port"]) == connection.port for p in rule["ports"])
+        admits(rule.get("from"), source) and any(names.get(p["port"], p["port"]) == port for p in rule["ports"])
         for policy in policies_of(objects, target)
         for rule in policy["spec"].get("ingress", [])
     )
