@@ -91,7 +91,7 @@ def share_of_best(world: World, seed: int, rounds: int = ROUNDS) -> tuple[float,
         nodes, _ = kind.begin_round(1, MOST)
         accepted = rng.random(nodes) < world.acceptance(nodes)
         step_s, wait_s = speed * world.step_s(nodes), speed * world.wait_s(nodes)
-        controller.step_time.add(nodes + 1, step_s)
+        controller.step_time.add(nodes + 1, step_s, plain=not nodes)
         wait = wait_s / controller.step_time.speed
         kind.add(1, RoundResult(nodes, nodes, tuple((np.flatnonzero(accepted) + 1).tolist()), wait))
         tokens += world.tokens(nodes)

@@ -267,7 +267,8 @@ class EngineLoop:
         self.pool.flush()  # drafters go on while the next step is planned
         if not plan.prefill:
             seconds = time.monotonic() - start_s - draft_s
-            self.rounds.controller.step_time.add(sum(len(r.tree) for r in rounds), seconds)
+            rows = sum(len(r.tree) for r in rounds)
+            self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
         self.rounds.plan()
 
     def _commit(self, session: Session, done: Round, outcome: Outcome, draft_s: float) -> None:

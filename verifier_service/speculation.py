@@ -42,6 +42,7 @@ DECAY = 0.85  # of a node's acceptance against that of the node before, while no
 PRIOR_ROUNDS = 4  # that such an expectation counts for
 MAX_KINDS = 256  # of rounds that are remembered: requests choose some of what tells them apart
 PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
+SETTLED = 8  # steps after trees begin or end in which the speed changes because of that, not because of what else runs on the machine
 LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
 
 
@@ -51,15 +52,18 @@ class StepTime:
     log seconds = what was measured for that size + speed of the machine. What else runs on a machine changes its speed within seconds,
     what a size costs beside another one hardly changes. So a step of the same size as the one before corrects the speed, and a step of
     another size corrects mostly what is known of that size.
+
+    Plain steps have a speed of their own: a drafter on the same machine takes its share of it only while trees are grown.
     """
 
     def __init__(self, measured: Mapping[int, float] | None = None) -> None:
         """measured: seconds by number of rows."""
         self._log = {rows: math.log(max(seconds, 1e-9)) for rows, seconds in sorted((measured or {}).items())}
         self._changes = dict.fromkeys(self._log, 0)
-        self._speed = 0.0  # logarithm
+        self._speed = {True: 0.0, False: 0.0}  # logarithm, of plain steps and of those with trees
+        self._num_steps = {True: 0, False: 0}
         self._last = 0  # size of the step before
-        self._num_steps = 0
+        self._last_plain, self._num_alike = False, 0  # whether that was plain, and how many like it came in a row
         self._rows: list[int] = []
         self._seconds: list[float] = []
         self._fit()
@@ -70,34 +74,38 @@ class StepTime:
 
     @property
     def speed(self) -> float:
-        """Time of a step of this machine now, over that when its sizes were measured."""
-        return math.exp(self._speed)
+        """Time of a step with trees of this machine now, over that when its sizes were measured."""
+        return math.exp(self._speed[False])
 
-    def seconds(self, rows: int) -> float:
+    def seconds(self, rows: int, *, plain: bool = False) -> float:
         """Expected seconds of a step; 0 while nothing is known. Linear between known sizes, and beyond the largest one."""
-        at = bisect_left(self._rows, rows)
+        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[plain])
         if not at or len(self._rows) == 1:
-            return self._seconds[0] * self.speed if self._rows else 0.0
+            return self._seconds[0] * speed if self._rows else 0.0
         at = min(at, len(self._rows) - 1)
         (low, high), (fast, slow) = self._rows[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
-        return (fast + (slow - fast) * (rows - low) / (high - low)) * self.speed
+        return (fast + (slow - fast) * (rows - low) / (high - low)) * speed
 
-    def add(self, rows: int, seconds: float) -> None:
-        """A step of so many rows took so long."""
+    def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
+        """A step of so many rows took so long. `plain`: without a draft node."""
         size, value = _bucket(rows), math.log(max(seconds, 1e-9))
         if size not in self._log:
-            self._log[size] = math.log(self.seconds(size)) - self._speed if self.known else value
+            self._log[size] = math.log(self.seconds(size, plain=plain)) - self._speed[plain] if self.known else value
             self._log = dict(sorted(self._log.items()))
             self._changes[size] = 0
-        surprise = value - self._log[size] - self._speed
+        surprise = value - self._log[size] - self._speed[plain]
         surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
-        self._num_steps += 1
-        if size != self._last and self._num_steps > 1:
+        self._num_alike = self._num_alike + 1 if plain == self._last_plain else 1
+        self._num_steps[plain] += 1
+        if size != self._last and plain == self._last_plain and self._last:
             self._changes[size] += 1
             self._log[size] += max(QUICK_MEMORY, 1.0 / (self._changes[size] + 1)) * surprise
             surprise *= 0.5
-        self._speed += max(2 * QUICK_MEMORY, 1.0 / self._num_steps) * surprise
-        self._last = size
+        change = max(2 * QUICK_MEMORY, 1.0 / self._num_steps[plain]) * surprise
+        self._speed[plain] += change
+        if self._num_alike > SETTLED or not self._num_steps[not plain]:
+            self._speed[not plain] += change
+        self._last, self._last_plain = size, plain
         self._fit()
 
     def _fit(self) -> None:
@@ -386,7 +394,9 @@ class SpeculationController:
     def _plan_one(self, one: Statistics, count: int, others: Batch, allowed: Sequence[int]) -> None:
         """The best size of one kind while the others keep theirs."""
         tokens = one.expected_tokens(allowed)
-        step_s = {n: self.step_time.seconds(others.rows + count * (n + 1)) for n in allowed}
+        step_s = {
+            n: self.step_time.seconds(others.rows + count * (n + 1), plain=others.plain and not n) for n in allowed
+        }
         committed = {n: others.tokens + count * tokens[n] for n in allowed}
         wait_s = {n: self.step_time.speed * max(others.wait, one.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
@@ -405,7 +415,8 @@ class SpeculationController:
         one.max_nodes = max(best, max(allowed[1:], key=lambda n: committed[n] / step_s[n]))
         if one.active and one.num_plans >= one.next_probe:
             probed = min(allowed[-1], self._probed(one, best))
-            if goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
+            # plain decoding is looked at in any case: it is fast where drafters take the time of the target's machine
+            if not probed or goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
                 one.target_nodes = one.max_nodes = probed
 
     @staticmethod
@@ -423,15 +434,16 @@ class SpeculationController:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Expected tokens, rows and draft wait of some sessions of a step."""
+    """Expected tokens, rows and draft wait of some sessions of a step; `plain`: none of them has a tree."""
 
     tokens: float
     rows: int
     wait: float = 0.0
+    plain: bool = True
 
     def with_sessions(self, one: Statistics, count: int) -> Batch:
         if not one.active:
-            return Batch(self.tokens + count, self.rows + count, self.wait)
+            return Batch(self.tokens + count, self.rows + count, self.wait, self.plain)
         nodes = one.usual_nodes
         wait = max(self.wait, one.draft_wait(nodes))
-        return Batch(self.tokens + count * one.usual_tokens, self.rows + count * (nodes + 1), wait)
+        return Batch(self.tokens + count * one.usual_tokens, self.rows + count * (nodes + 1), wait, plain=False)

@@ -43,7 +43,7 @@ def rounds(
         nodes, _ = one.begin_round(1, 64)
         path = tuple(range(1, min(accepted, nodes) + 1))
         one.add(1, RoundResult(nodes, nodes, path, wait if nodes else 0.0))
-        controller.step_time.add(sessions * (nodes + 1), step_s)
+        controller.step_time.add(sessions * (nodes + 1), step_s, plain=not nodes)
         sizes.append(nodes)
     return sizes
 
@@ -166,6 +166,20 @@ def test_steps_of_alternating_sizes_correct_what_a_size_costs() -> None:
         step_time.add(1, 0.05)
         step_time.add(9, 0.1)
     assert step_time.seconds(9) / step_time.seconds(1) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_drafter_that_slows_the_steps_it_grows_trees_beside_is_not_worth_them() -> None:
+    """One more token a round, of steps that take 2.5 times as long: as long as all steps before this one did, whatever their size."""
+    controller = SpeculationController(StepTime(FLAT))
+    one = controller.of("shared machine")
+    for _ in range(600):
+        controller.plan({one: 1}, most=64)
+        nodes, _ = one.begin_round(1, 64)
+        one.add(1, RoundResult(nodes, nodes, (1,) if nodes else (), 0.0))
+        controller.step_time.add(nodes + 1, 0.125 if nodes else 0.05, plain=not nodes)
+    assert not one.active
+    step_time = controller.step_time
+    assert step_time.seconds(9) / step_time.seconds(1, plain=True) == pytest.approx(2.5, rel=0.1)
 
 
 def test_one_step_that_was_held_up_hardly_counts() -> None:
