@@ -110,11 +110,11 @@ def install_peeking(model: Any) -> None:
     for each row."""
     grower: Any = importlib.import_module("rootward.engine.grower")
     texts: dict[int, list[int]] = {}
-    planted, reroot, expand, rows_of = grower.Grower._planted, grower.Grower._reroot, grower._expand, grower.rows_of
+    tree_of, reroot, expand, rows_of = grower.Grower._tree_of, grower.Grower._reroot, grower._expand, grower.rows_of
     asked: list[Any] = []
 
-    def peeking_planted(self: Any, key: Any, message: Any) -> Any:
-        growing = planted(self, key, message)
+    def peeking_tree_of(self: Any, key: Any, message: Any) -> Any:
+        growing = tree_of(self, key, message)
         texts[id(growing)] = list(message.prefix)
         return growing
 
@@ -130,7 +130,7 @@ def install_peeking(model: Any) -> None:
         rows = rows_of(*about)
         return [peeked(row, _row_of(model, _text(one, texts))) for row, one in zip(rows, asked, strict=True)]
 
-    grower.Grower._planted, grower.Grower._reroot = peeking_planted, peeking_reroot
+    grower.Grower._tree_of, grower.Grower._reroot = peeking_tree_of, peeking_reroot
     grower._expand, grower.rows_of = peeking_expand, peeking_rows
 
 

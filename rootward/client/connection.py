@@ -120,13 +120,15 @@ class Retries:
     async def first(self, attempt: Callable[[float], Awaitable[T]]) -> T:
         """The result of the first attempt that succeeds; it is given the seconds left."""
         deadline = self._deadline = self._deadline or time.monotonic() + self._timeout_s
+        last: APIError | None = None
         while True:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise APITimeoutError("the deadline passed before the server answered")
+                raise last or APITimeoutError("the deadline passed before the server answered")
             try:
                 return await attempt(left_s)
             except APIError as error:
+                last = error
                 wait_s = self._wait_s(error)
                 if wait_s is None or self._left <= 0 or time.monotonic() + wait_s >= deadline:
                     raise

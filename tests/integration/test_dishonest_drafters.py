@@ -88,7 +88,7 @@ async def test_a_drafter_that_peeks_at_the_target_is_caught(cheating, monkeypatc
 
     target, draft = pair()
     for owner, name in (
-        (grower.Grower, "_planted"),
+        (grower.Grower, "_tree_of"),
         (grower.Grower, "_reroot"),
         (grower, "_expand"),
         (grower, "rows_of"),

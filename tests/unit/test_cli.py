@@ -144,7 +144,7 @@ async def test_a_prompt_longer_than_the_context(capsys):
         (["generate", "x", "--logprobs", "2"], 2, "--output json"),
         (["generate", "x", "--json-schema", "/nowhere"], 2, "/nowhere"),
         (["generate", "x", "--url", "http://h:1"], 2, "target: 'http://h:1' has scheme 'http'"),
-        (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "2"], 4, "url: no answer from the server"),
+        (["generate", "x", "--url", "127.0.0.1:1", "--timeout", "5"], 4, "url: no answer from the server"),
         (["status", "--url", "127.0.0.1:1"], 4, "rootward serve all"),
         (["check-pair", "/nowhere", "/nowhere"], 2, "no folder at '/nowhere'"),
     ],
