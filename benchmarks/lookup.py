@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rootward.core.living_tree import LivingTree
-from rootward.core.lookup import Recipe, Shape, Source, extend_tree, parse_recipe
+from rootward.core.lookup import Recipe, Shape, Source, Successors, extend_tree, parse_recipe
 from rootward.core.requests import DraftMode
 from rootward.errors import ConfigurationError
 from rootward.settings import ask_for_huge_pages
@@ -66,7 +66,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     for recipe in recipes:
         for budget in budgets:
-            memory, total = recipe.memory(), Replay()
+            memory, total = Successors(), Replay()
             for prompt, output in texts:
                 shape = Shape(budget, MAX_DEPTH, TOPK)
                 total += replayed(recipe.source(law, memory), prompt, output, shape)

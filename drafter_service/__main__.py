@@ -88,9 +88,8 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
         raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
     incarnation = secrets.randbits(64)
     lookup: LookupGrower[Key] = LookupGrower(
-        ModelInfo(recipe.name, recipe.vocab_size, settings.max_model_len or LONGEST_TEXT),
+        ModelInfo(recipe.name, 0, settings.max_model_len or LONGEST_TEXT),
         lambda message, shared: recipe.source(message.law, shared, message.prediction, message.num_prompt),
-        recipe.memory,
         incarnation=incarnation,
         group=lambda key: key[0],
     )

@@ -398,18 +398,14 @@ def with_model(hello: Hello, info: ModelInfo) -> Terms:
 
 
 def without_model(hello: Hello, info: ModelInfo) -> Terms:
-    """A drafter that looks things up speaks the verifier's vocabulary; `info.vocab_size`: ids it may make up."""
-    if refusal := _protocol(hello):
-        return info, refusal
-    if info.vocab_size > hello.vocab_size:
-        refusal = f"vocab_size: target has {hello.vocab_size}, {info.name} proposes {info.vocab_size}; give it no more"
+    """A drafter that looks things up speaks the verifier's vocabulary: it names tokens that it has seen."""
     as_target = replace(
         info,
         vocab_size=hello.vocab_size,
         max_positions=min(hello.max_positions, info.max_positions),
         tokenizer_hash=hello.tokenizer_hash,
     )
-    return as_target, refusal
+    return as_target, _protocol(hello)
 
 
 def _protocol(hello: Hello) -> str:

@@ -57,7 +57,6 @@ class LookupGrower(Generic[K]):
         self,
         info: ModelInfo,
         sources: Sources,
-        memory: Callable[[], Successors],
         *,
         incarnation: int,
         group: Callable[[K], Hashable],
@@ -68,7 +67,7 @@ class LookupGrower(Generic[K]):
         self.demand = DrafterDemand(rows=0)  # looking up asks for no rows of a draft forward
         self.chunk, self.least_score = chunk, least_score
         self.trees: dict[K, LookupTree] = {}
-        self._sources, self._memories, self._group = sources, Memories(memory), group
+        self._sources, self._memories, self._group = sources, Memories(), group
 
     # -- what a verifier says -----------------------------------------------------------------------------------------
 

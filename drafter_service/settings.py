@@ -14,7 +14,7 @@ class DrafterSettings(WorkerSettings):
 
     model: str = Field(
         description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…; "
-        "without a model: ngram:, recycling:, ngram+recycling:, random:vocab=…"
+        "without a model: ngram:, recycling: or ngram+recycling:"
     )
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     pool: str = Field(

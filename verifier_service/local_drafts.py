@@ -9,7 +9,7 @@ drafter (none, lost, not heard of yet), never by what it has grown. Whether it p
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rootward.core.frames import Open
 from rootward.core.living_tree import LivingTree, Snapshot
@@ -20,9 +20,7 @@ from rootward.core.lookup import (
     Recycling,
     Shape,
     Source,
-    Successors,
     extend_tree,
-    parse_recipe,
 )
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.core.rng import Role
@@ -87,7 +85,7 @@ class LocalDrafts:
         self._policy, self._vocab_size = policy, vocab_size
         self._has_head = policy.local_draft.startswith(HEAD)
         self._recipes = _recipes(policy.local_draft)
-        self._memories = Memories(Successors)  # by salt: as with cached prefixes, who shares them
+        self._memories = Memories()  # by salt: as with cached prefixes, who shares them
         self._controller = controller
 
     @property
@@ -213,5 +211,4 @@ def _recipes(names: str) -> dict[str, Recipe]:
     if names == "none":
         return {}
     names = "ngram" if names.startswith(HEAD) else names
-    found = {name: parse_recipe(f"{name}:") for name in (names, *names.split("+"))}
-    return {name: replace(recipe, name=name) for name, recipe in found.items() if recipe is not None}
+    return {name: Recipe(name, tuple(name.split("+"))) for name in (names, *names.split("+"))}

@@ -9,7 +9,6 @@ verify it, and so may the ratio tests, with one-hot distributions (algorithms.md
 | Ngram | what followed the longest suffix of the text that has occurred before, then shorter ones | prompt lookup |
 | Recycling | the last successors of a token, over all texts of a memory | Token Recycling, 2408.08696 |
 | Prediction | the continuation of a given text, aligned again after a difference | predicted outputs |
-| RandomTokens | pseudo-random tokens | tests of exactness |
 | Merged | what several sources name, each token once, best score first | |
 """
 
@@ -17,11 +16,10 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from rootward.core.frames import extend_hash
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 from rootward.core.suffix_automaton import SuffixAutomaton
@@ -332,35 +330,6 @@ class Prediction:
         return sorted(places, key=lambda at: (at < here, abs(at - here)))
 
 
-FAMILY = 4  # candidates per state
-ACCEPTANCE = 0.5  # pretended
-
-
-class RandomTokens:
-    """Pseudo-random tokens, a function of (seed, text): a drafter that is wrong must change nothing but the speed. State: hash of both."""
-
-    def __init__(self, vocab: int, seed: int = 0) -> None:
-        if vocab < 1:
-            raise ValueError(f"vocab: {vocab}; one token at least")
-        self.vocab = vocab
-        self._state = extend_hash(0, seed)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._state = extend_hash(self._state, token)
-
-    def start(self) -> int:
-        return self._state
-
-    def step(self, state: int, token: int) -> int:
-        return extend_hash(state, token)
-
-    def candidates(self, state: int) -> list[Candidate]:
-        # Negative numbers are no tokens, so these hashes are not those of a longer text.
-        tokens = dict.fromkeys(extend_hash(state, -2 - i) % self.vocab for i in range(FAMILY))
-        return [Candidate(token, ACCEPTANCE * (1.0 - ACCEPTANCE) ** rank) for rank, token in enumerate(tokens)]
-
-
 class Merged:
     """Several sources as one: the union of their candidates, each token with its best score. Ties: the earlier source first."""
 
@@ -389,30 +358,15 @@ class Merged:
 
 # -- from the name of a drafter to its sources -------------------------------------------------------------------------------
 
-Settings = dict[str, Any]
-
-KEYS: dict[str, dict[str, Callable[[str], Any]]] = {
-    "ngram": {"contexts": int},
-    "recycling": {"width": int, "acceptance": float},
-    "random": {"vocab": int, "seed": int},
-}
+SOURCES = ("ngram", "recycling")
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which sources feed a drafter's trees. name: the text it was read from. parts: settings by source."""
+    """Which sources feed a drafter's trees, by their names in SOURCES. name: the text it was read from."""
 
     name: str
-    parts: Mapping[str, Settings]
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that may be proposed without having been seen: 0 unless there is a source of random ones."""
-        return int(self.parts["random"]["vocab"]) if "random" in self.parts else 0
-
-    def memory(self) -> Successors:
-        """What texts may share."""
-        return Successors(self.parts.get("recycling", {}).get("width", WIDTH))
+    sources: tuple[str, ...]
 
     def source(self, law: DraftMode, shared: Successors, prediction: Sequence[int] = (), num_prompt: int = 0) -> Source:
         """Sources for a new text; prediction: the output that the client expects after `num_prompt` tokens.
@@ -421,27 +375,22 @@ class Recipe:
         another's text tells of coins that are still to be used. Under matching nothing can bias, and memories are shared.
         """
         built: list[Source] = [Prediction(prediction, prefix=num_prompt)] if prediction else []
-        for name, settings in self.parts.items():
-            if name == "ngram":
-                built.append(Ngram(**settings))
-            elif name == "random":
-                built.append(RandomTokens(**settings))
-            else:
-                acceptance = settings.get("acceptance", 0.5)
-                own = law not in (DraftMode.TOP_K, DraftMode.COUPLED)
-                built.append(Recycling(self.memory() if own else shared, acceptance, also=[shared] if own else ()))
+        if "ngram" in self.sources:
+            built.append(Ngram())
+        if "recycling" in self.sources:
+            built.append(Recycling(Successors(), also=[shared]) if law.ratio else Recycling(shared))
         return built[0] if len(built) == 1 else Merged(built)
 
 
 class Memories(OrderedDict[Hashable, Successors]):
     """What the texts of a group share, by group: those used last."""
 
-    def __init__(self, new: Callable[[], Successors], most: int = 16) -> None:
+    def __init__(self, most: int = 16) -> None:
         super().__init__()
-        self._new, self._most = new, most
+        self._most = most
 
     def of(self, group: Hashable) -> Successors:
-        memory = self.setdefault(group, self._new())
+        memory = self.setdefault(group, Successors())
         self.move_to_end(group)
         if len(self) > self._most:
             self.popitem(last=False)
@@ -449,35 +398,17 @@ class Memories(OrderedDict[Hashable, Successors]):
 
 
 def parse_recipe(spec: str) -> Recipe | None:
-    """The recipe that a model setting names, such as `ngram+recycling:width=8`; None if it names something else (a folder, a hub name, a
-    table).
+    """The recipe that a model setting names: `ngram:`, `recycling:` or `ngram+recycling:`; None if it names something else (a folder, a hub
+    name, a table).
 
     ValueError: a recipe with a mistake; the message is one line and says what to write.
     """
-    named = [part.partition(":") for part in spec.split("+")]
-    if ":" not in spec or any(name not in KEYS for name, _, _ in named):
+    names, colon, rest = spec.partition(":")
+    sources = tuple(names.split("+"))
+    if not colon or not set(sources) <= set(SOURCES):
         return None
-    parts = {name: _settings(spec, name, text) for name, _, text in named}
-    if len(parts) < len(named):
-        raise ValueError(f"model: {spec!r} names a source twice; name each once")
-    if "random" in parts and "vocab" not in parts["random"]:
-        raise ValueError(f"model: {spec!r} gives no vocab; write for example random:vocab=40")
-    recipe = Recipe(spec, parts)
-    try:
-        recipe.source(DraftMode.TOP_K, recipe.memory())
-    except ValueError as wrong:
-        raise ValueError(f"model: {spec!r}: {wrong}") from wrong
-    return recipe
-
-
-def _settings(spec: str, name: str, text: str) -> Settings:
-    values: Settings = {}
-    for item in filter(None, text.split(",")):
-        key, _, value = item.partition("=")
-        if key not in KEYS[name]:
-            raise ValueError(f"model: {spec!r}: {name} has no setting {key!r}; use {', '.join(KEYS[name])}")
-        try:
-            values[key] = KEYS[name][key](value)
-        except ValueError:
-            raise ValueError(f"model: {key}={value!r} in {spec!r} is not a number") from None
-    return values
+    if rest or len(set(sources)) < len(sources):
+        raise ValueError(
+            f"model: {spec!r} names a source twice or more than sources; write {names.split('+')[0]}: or ngram+recycling:"
+        )
+    return Recipe(spec, sources)

@@ -163,10 +163,10 @@ async def test_what_runs_on_no_cuda_device_cannot_record() -> None:
     for given, why in drafters:
         with pytest.raises(ConfigurationError, match=f"cuda_graphs: .*{why}"):
             await load(DrafterSettings(**given, cuda_graphs=True))
-    recipe = recipe_of("random:vocab=5")
+    recipe = recipe_of("ngram:")
     assert recipe is not None
     with pytest.raises(ConfigurationError, match="cuda_graphs: a drafter without a model"):
-        build_lookup(recipe, DrafterSettings(model="random:vocab=5", cuda_graphs=True))
+        build_lookup(recipe, DrafterSettings(model="ngram:", cuda_graphs=True))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigurationError, match="finds no CUDA device"):
             await load(DrafterSettings(model="draft", device="cuda", cuda_graphs=True))

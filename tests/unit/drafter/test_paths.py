@@ -8,9 +8,10 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_tokens import RandomTokens
 
 from rootward.core.living_tree import LivingTree
-from rootward.core.lookup import Candidate, Ngram, RandomTokens, Shape, extend_tree
+from rootward.core.lookup import Candidate, Ngram, Shape, extend_tree
 
 
 class Table:

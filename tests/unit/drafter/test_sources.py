@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.random_tokens import RandomTokens
 
 from rootward.core.lookup import (
     Merged,
     Ngram,
     Prediction,
-    RandomTokens,
     Recycling,
     Source,
     Successors,
@@ -230,21 +230,10 @@ def test_one_source_follows_what_another_has_named() -> None:
 
 
 def test_recipes_by_name() -> None:
-    kinds = {
-        "ngram:": Ngram,
-        "ngram:contexts=2": Ngram,
-        "recycling:width=3,acceptance=0.6": Recycling,
-        "random:vocab=40,seed=1": RandomTokens,
-        "ngram+recycling:": Merged,
-        "ngram:contexts=1+random:vocab=5": Merged,
-    }
-    for spec, kind in kinds.items():
+    for spec, kind in {"ngram:": Ngram, "recycling:": Recycling, "ngram+recycling:": Merged}.items():
         recipe = parse_recipe(spec)
         assert recipe is not None
-        assert type(recipe.source(DraftMode.TOP_K, recipe.memory())) is kind
-    assert parse_recipe("random:vocab=40").vocab_size == 40
-    assert parse_recipe("ngram:").vocab_size == 0
-    assert parse_recipe("recycling:width=3").memory().width == 3
+        assert type(recipe.source(DraftMode.TOP_K, Successors())) is kind
 
 
 @pytest.mark.parametrize("spec", ["ngram", "tabular:vocab=5", "./folder", "org/model", "ngram+tabular:vocab=3", ""])
@@ -252,21 +241,9 @@ def test_other_models_are_no_recipes(spec: str) -> None:
     assert parse_recipe(spec) is None
 
 
-@pytest.mark.parametrize(
-    ("spec", "word"),
-    [
-        ("ngram:depth=3", "contexts"),
-        ("ngram:contexts=x", "not a number"),
-        ("ngram:contexts=0", "one context at least"),
-        ("recycling:acceptance=1.5", "outside"),
-        ("recycling:width=0", "one successor"),
-        ("random:seed=1", "vocab=40"),
-        ("random:vocab=0", "one token"),
-        ("ngram+ngram:", "once"),
-    ],
-)
-def test_a_recipe_with_a_mistake_says_what_to_write(spec: str, word: str) -> None:
-    with pytest.raises(ValueError, match=word):
+@pytest.mark.parametrize("spec", ["ngram:contexts=3", "ngram+ngram:", "recycling:width=0"])
+def test_a_recipe_with_a_mistake_says_what_to_write(spec: str) -> None:
+    with pytest.raises(ValueError, match=r"write (ngram|recycling): or ngram"):
         parse_recipe(spec)
 
 
@@ -274,6 +251,6 @@ def test_a_recipe_with_a_mistake_says_what_to_write(spec: str, word: str) -> Non
 def test_only_matched_texts_read_what_other_texts_wrote(law: DraftMode) -> None:
     """Under ratio tests another text of the same seed tells of coins that are still to be used; all texts write."""
     recipe = parse_recipe("recycling:")
-    shared = recipe.memory()
+    shared = Successors()
     fed(recipe.source(DraftMode.SAMPLED, shared), [1, 2, 3])
     assert named(fed(recipe.source(law, shared), [1])) == ([2] if law in (DraftMode.TOP_K, DraftMode.COUPLED) else [])
