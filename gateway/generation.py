@@ -13,7 +13,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from hashlib import blake2b
-from itertools import zip_longest
 from typing import Any, TypeVar
 
 import structlog
@@ -154,8 +153,7 @@ class Generation:
         self._now = asyncio.get_running_loop().time
         self._arrived, self._started = watched.arrived, self._now()
         self._first_at: float | None = None
-        self._flags: list[bool] = []  # accepted or bonus, of the running attempt
-        self._lost_stats = SpeculationStats()  # of the attempts before it
+        self._in_one_attempt = True  # so far: one verifier has counted all of it
         self._prefilled: Prefilled | None = None  # of the first attempt: to later ones more of the prompt may be cached
         self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
         self._num_sent = 0
@@ -261,7 +259,6 @@ class Generation:
         if new:
             self._watched.round(known, new.accepted)
             self._ledger.extend(self._entry, new)
-            self._flags += new.accepted
             self._first_at = self._first_at or self._now()
             self._fruitless = 0
         rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
@@ -279,7 +276,7 @@ class Generation:
     def _resumed(self) -> Delta:
         """What was committed before this gateway took over. The whole of it, whatever the client has received."""
         self._first_at = self._now()
-        self._flags += self._entry.accepted
+        self._in_one_attempt = self._ended is not None
         return self._shown(self._entry.output(), self._ended)
 
     def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Seen, ...] = ()) -> Delta:
@@ -333,9 +330,9 @@ class Generation:
         return Usage(len(first.prompt), num_output, self._prefilled.num_cached if self._prefilled else 0, predicted)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
-        reported = finish is not None and finish.stats != SpeculationStats()
-        last = finish.stats if finish is not None and reported else stats_from_flags(self._flags)
-        return replace(sum_of_stats(self._lost_stats, last), seed=self._plan.first.seed)
+        told = finish.stats if finish is not None else SpeculationStats()
+        whole = self._in_one_attempt and told != SpeculationStats()
+        return replace(told if whole else counted(self._entry.accepted, told), seed=self._plan.first.seed)
 
     def _timing(self) -> Timing:
         now, since = self._now(), self._arrived
@@ -344,8 +341,7 @@ class Generation:
 
     async def _recover(self, upstream: Upstream, incarnation: int, error: Unavailable | Overloaded) -> None:
         """After a lost attempt: a new epoch, so that nothing of the old one counts, and a verifier that answers."""
-        self._lost_stats = sum_of_stats(self._lost_stats, stats_from_flags(self._flags))
-        self._flags = []
+        self._in_one_attempt = False
         self._failed.add(upstream.name)
         self._fruitless += 1
         others = any(u.ready and u.name not in self._failed for u in self._upstreams)
@@ -389,8 +385,9 @@ async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:
     return await anext(stream, None)
 
 
-def stats_from_flags(accepted: Sequence[bool]) -> SpeculationStats:
-    """Counts of an attempt that was lost before it reported them, as far as committed tokens tell: every round ends with its bonus token.
+def counted(accepted: Sequence[bool], told: SpeculationStats) -> SpeculationStats:
+    """Counts of a generation that no verifier has counted as a whole, as far as committed tokens tell: every round ends with its bonus
+    token. Names are those that the last verifier told.
 
     A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
     only the accepted ones are counted.
@@ -404,23 +401,15 @@ def stats_from_flags(accepted: Sequence[bool]) -> SpeculationStats:
             length = 0
     if length:  # cut inside a round
         lengths.append(length)
-    histogram = [lengths.count(n) for n in range(max(lengths, default=-1) + 1)]
     num_tree = sum(n > 0 for n in lengths)
-    total = sum(lengths)
-    return SpeculationStats(num_tree, len(lengths) - num_tree, total, total, tuple(histogram))
-
-
-def sum_of_stats(first: SpeculationStats, second: SpeculationStats) -> SpeculationStats:
-    """Both together; names are those of the second."""
-    pairs = zip_longest(first.acceptance_histogram, second.acceptance_histogram, fillvalue=0)
-    return replace(
-        second,
-        num_spec_steps=first.num_spec_steps + second.num_spec_steps,
-        num_plain_steps=first.num_plain_steps + second.num_plain_steps,
-        num_draft_tokens=first.num_draft_tokens + second.num_draft_tokens,
-        num_accepted_draft_tokens=first.num_accepted_draft_tokens + second.num_accepted_draft_tokens,
-        acceptance_histogram=tuple(a + b for a, b in pairs),
-        num_drafter_misses=first.num_drafter_misses + second.num_drafter_misses,
+    return SpeculationStats(
+        num_spec_steps=num_tree,
+        num_plain_steps=len(lengths) - num_tree,
+        num_draft_tokens=sum(lengths),
+        num_accepted_draft_tokens=sum(lengths),
+        acceptance_histogram=tuple(lengths.count(n) for n in range(max(lengths, default=-1) + 1)),
+        drafter=told.drafter,
+        verification=told.verification,
     )
 
 

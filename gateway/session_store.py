@@ -1,6 +1,6 @@
 """The session store: leases, epochs and the committed log of requests, metadata of sessions, and the ledger that writes them.
 
-`Store` says what a store does; `MemoryStore` is one of a single process; `redis_store.py` has the same rules as scripts, so that any
+`MemoryStore` is that of a single process and says what a store does; `redis_store.py` has the same rules as scripts, so that any
 gateway can continue a request of another. The `Ledger` owns the entries of running requests. A generation only marks what is to be
 written; one loop writes it, all requests together and several tokens at a time, never on the path of a token. While the store does not
 answer, requests run on and are written when it answers again.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -28,7 +28,12 @@ from rootward.core.requests import Finish, FinishReason, Rule, SpeculationStats,
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
 
+if TYPE_CHECKING:
+    from gateway.redis_store import RedisStore
+
 log = structlog.get_logger()
+
+Store: TypeAlias = "MemoryStore | RedisStore"
 
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
@@ -105,52 +110,6 @@ class Write:
     total: int = 0
 
 
-class Store(Protocol):
-    """Control plane only: never on the round path. Every call is bounded in time and may raise StoreUnavailable."""
-
-    async def ping(self) -> None:
-        """Whether it answers."""
-
-    async def begin(
-        self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
-    ) -> Lease:
-        """A new run, with the next epoch, at least `least_epoch`, and an empty log. DuplicateRequest if another holder's lease is alive."""
-
-    async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
-        """Go on with a run, whoever drives it now. No lease: the id is unknown (empty record) or the run is finished.
-
-        DuplicateRequest if the run answers a request of another digest."""
-
-    async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
-        """For another attempt of the same holder. StaleEpoch if somebody else drives the request now."""
-
-    async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
-        """Length of each log afterwards; -1: somebody else drives that request now."""
-
-    async def restart(self, lease: Lease) -> None:
-        """Empty the log, if the lease is current."""
-
-    async def record(self, request_id: str) -> Record: ...
-
-    async def put_hints(
-        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
-    ) -> None:
-        """Process of a verifier → keys of prefixes whose KV it holds, and of those that it holds no more."""
-
-    async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
-        """Who holds each of these prefixes, in one round trip."""
-
-    async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
-        """From the tenant's bucket, see `Buckets.take`."""
-
-    async def add_poison(self, content: str, ttl_s: float) -> None:
-        """Remember the hash of a request that verifiers died of."""
-
-    async def is_poison(self, content: str) -> bool: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True)
 class _Kept:
     fields: dict[str, str] = field(default_factory=dict)
@@ -162,7 +121,10 @@ class _Kept:
 
 
 class MemoryStore:
-    """A store of one process: the same rules, nothing survives it. `now` is a monotonic clock in seconds."""
+    """A store of one process; nothing survives it. `now` is a monotonic clock in seconds.
+
+    Control plane only: never on the round path. Every call is bounded in time and may raise StoreUnavailable; here none does.
+    """
 
     def __init__(self, *, now: Callable[[], float] = time.monotonic, retention_s: float = RETENTION_S):
         self._now, self._retention_s = now, retention_s
@@ -172,11 +134,12 @@ class MemoryStore:
         self._look_again = 0.0
 
     async def ping(self) -> None:
-        """It always answers."""
+        """Whether it answers."""
 
     async def begin(
         self, request_id: str, holder: str, ttl_s: float, about: Mapping[str, str], *, least_epoch: int = 1
     ) -> Lease:
+        """A new run, with the next epoch, at least `least_epoch`, and an empty log. DuplicateRequest if another holder's lease is alive."""
         self._forget_expired()
         kept = self._requests.setdefault(request_id, _Kept())
         if self._alive(kept) and kept.holder != holder:
@@ -185,6 +148,9 @@ class MemoryStore:
         return self._grant(request_id, kept, max(kept.epoch + 1, least_epoch), holder, ttl_s)
 
     async def take_over(self, request_id: str, holder: str, ttl_s: float, digest: str) -> tuple[Lease | None, Record]:
+        """Go on with a run, whoever drives it now. No lease: the id is unknown (empty record) or the run is finished.
+
+        DuplicateRequest if the run answers a request of another digest."""
         self._forget_expired()
         kept = self._requests.get(request_id)
         if kept is None or "digest" not in kept.fields:
@@ -197,12 +163,14 @@ class MemoryStore:
         return self._grant(request_id, kept, kept.epoch + 1, holder, ttl_s), record
 
     async def next_epoch(self, lease: Lease, ttl_s: float) -> Lease:
+        """For another attempt of the same holder. StaleEpoch if somebody else drives the request now."""
         kept = self._requests.setdefault(lease.request_id, _Kept())
         if not self._may_drive(kept, lease):
             raise stale(lease.request_id)
         return self._grant(lease.request_id, kept, lease.epoch + 1, lease.holder, ttl_s)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
+        """Length of each log afterwards; -1: somebody else drives that request now."""
         return [self._write(write, ttl_s) for write in writes]
 
     def _write(self, write: Write, ttl_s: float) -> int:
@@ -222,6 +190,7 @@ class MemoryStore:
         return len(kept.log)
 
     async def restart(self, lease: Lease) -> None:
+        """Empty the log, if the lease is current."""
         kept = self._requests.get(lease.request_id)
         if kept is not None and self._alive(kept) and (kept.holder, kept.epoch) == (lease.holder, lease.epoch):
             kept.log = Run()
@@ -234,15 +203,18 @@ class MemoryStore:
     async def put_hints(
         self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
     ) -> None:
-        """Whoever asks a store in memory is who would have told it."""
+        """Process of a verifier → keys of prefixes whose KV it holds, and of those that it holds no more. Here nobody else would ask."""
 
     async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
+        """Who holds each of these prefixes, in one round trip."""
         return [{} for _ in keys]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
+        """From the tenant's bucket, see `Buckets.take`."""
         return self._buckets.take(tenant, cost, rate)
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
+        """Remember the hash of a request that verifiers died of."""
         self._poison[content] = self._now() + ttl_s
 
     async def is_poison(self, content: str) -> bool:
@@ -250,7 +222,7 @@ class MemoryStore:
         return content in self._poison
 
     async def close(self) -> None:
-        """Nothing is held outside this process."""
+        """Let go of its connections."""
 
     def _alive(self, kept: _Kept) -> bool:
         return self._now() < kept.lease_until

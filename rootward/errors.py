@@ -43,7 +43,6 @@ class ServiceError(RootwardError):
 
     status: ClassVar[str] = "INTERNAL"
     reason: ClassVar[str] = "INTERNAL"
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, retry_after_s: float | None = None, metadata: dict[str, str] | None = None):
         super().__init__(message)
@@ -126,7 +125,6 @@ class IncompatiblePair(ServiceError):
 class Overloaded(ServiceError):
     status = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
-    retryable = True
 
 
 class RateLimited(Overloaded):
@@ -138,7 +136,6 @@ class RateLimited(Overloaded):
 class Unavailable(ServiceError):
     status = "UNAVAILABLE"
     reason = "UNAVAILABLE"
-    retryable = True
 
 
 class DeadlineExceeded(ServiceError):

@@ -26,7 +26,7 @@ from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
 from rootward.core.frames import Commit, Features, Grow, NeedSync, Open, Reject, prefix_hash
-from rootward.core.growth import Ahead, AheadBudget, BestFirst, MatchScale, growth_of, shared_order, strategy_of
+from rootward.core.growth import Ahead, AheadBudget, BestFirst, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
 from rootward.core.requests import DraftMode, Sampling
@@ -197,7 +197,6 @@ class Grower(Generic[K]):
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
-        self._match: dict[int, MatchScale] = {}  # by tenths of the temperature, which sets how far the pair is apart
         self._draw_number = 0  # of the last level: counts over the life of the process, so that none is used twice
 
     # -- messages of the verifier -------------------------------------------------------------------------------------
@@ -306,12 +305,7 @@ class Grower(Generic[K]):
     def _tree_of(self, key: K, message: Open) -> GrowingTree:
         info = self.model.info
         node_cap, ahead_cap = message.caps
-        settings = replace(
-            self.best_first,
-            max_depth=message.max_depth,
-            topk=message.topk,
-            match_scale=self._match_scale(message).value,
-        )
+        settings = replace(self.best_first, max_depth=message.max_depth, topk=message.topk)
         strategy = strategy_of(message.strategy, message.law, settings)
         tree = LivingTree(
             len(message.prefix),
@@ -358,7 +352,6 @@ class Grower(Generic[K]):
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is there; the rest becomes text to read."""
-        self._learn(growing, tokens)
         expanded = growing.growth.expanded
         walked = growing.growth.commit(tokens)
         held = 0
@@ -382,18 +375,6 @@ class Grower(Generic[K]):
         }
         growing.told_rest = False
         growing.exhausted = growing.tree.length >= self.model.info.max_positions
-
-    def _match_scale(self, message: Open) -> MatchScale:
-        return self._match.setdefault(round(10 * message.sampling.temperature), MatchScale())
-
-    def _learn(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
-        """How far the models are apart shows in where shared noise makes them differ."""
-        own = growing.growth.own
-        if growing.open.law is DraftMode.COUPLED and isinstance(own.strategy, BestFirst):
-            scale = self._match_scale(growing.open)
-            for perturbed, chosen in own.lessons(tokens):
-                scale.learn(perturbed, chosen)
-            own.strategy = replace(own.strategy, match_scale=scale.value)
 
     # -- one forward --------------------------------------------------------------------------------------------------
 

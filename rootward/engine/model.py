@@ -6,7 +6,7 @@ Legend: T wanted rows, V vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,11 @@ import torch
 from rootward.engine.attention import layer_windows
 from rootward.engine.checkpoint import fingerprint, num_bytes, read_network
 from rootward.engine.graphs import Capture, CudaCapture
-from rootward.engine.kv_tree import KvTree
 from rootward.engine.layers import replace_linears
 from rootward.engine.parallel import Group, LeadingPass, follow
 from rootward.engine.passes import ForwardPass, PathPass, TreePass
 from rootward.engine.probe import choose_attention, choose_llama
-from rootward.engine.slots import MemoryPlan, Size, Slots, kept_rows
+from rootward.engine.slots import MemoryPlan, Size, Slots, SlottedModel, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo, Reduction, Rows
@@ -31,7 +30,7 @@ DEFAULT_MAX_LEN = 8192
 BLOCK_SIZE = 16  # cells of a KV block
 
 
-class HuggingFaceModel:
+class HuggingFaceModel(SlottedModel):
     """Batched forwards over KV trees; or, for a network that the load probe refuses, path by path without a cache.
 
     `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
@@ -163,42 +162,6 @@ class HuggingFaceModel:
         "distribution" if texts may differ where two tokens nearly tie. The distribution of texts is the network's in any case."""
         return "bitwise" if self.llama is not None and self.llama.invariant else "distribution"
 
-    @property
-    def num_free_slots(self) -> int:
-        return self._slots.num_free
-
-    @property
-    def block_size(self) -> int:
-        return self._slots.size.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._slots.size.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._slots.pool.num_available
-
-    @property
-    def evicted_age_s(self) -> float:
-        return self._slots.pool.evicted_age_s
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        return self._slots.blocks_needed(slot, num_rows)
-
-    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
-        return self._slots.open(tokens, salt)
-
-    def close(self, slot: int) -> None:
-        self._slots.close(slot)
-
-    def length(self, slot: int) -> int:
-        return self._slots[slot].length
-
-    def tree(self, slot: int) -> KvTree:
-        """The bookkeeping of a slot, to look at."""
-        return self._slots[slot]
-
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
@@ -230,13 +193,6 @@ class HuggingFaceModel:
     @torch.inference_mode()
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         self._pass.move(self._slots.commit(slot, node, keep_below=keep_below))
-
-    def release(self, slot: int, keep: Collection[int] = ()) -> None:
-        self._slots.release(slot, keep)
-
-    def check_idle(self) -> None:
-        """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""
-        self._slots.check()
 
 
 def _check_device(device: str, cuda_graphs: bool) -> None:

@@ -245,6 +245,55 @@ class Slots:
         self.pool.check([session.table.blocks.tolist() for session in open_])
 
 
+class SlottedModel:
+    """What a `ports.LanguageModel` answers from the bookkeeping of its slots alone."""
+
+    _slots: Slots
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._slots.num_free
+
+    @property
+    def block_size(self) -> int:
+        return self._slots.size.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self._slots.size.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._slots.pool.num_available
+
+    @property
+    def evicted_age_s(self) -> float:
+        return self._slots.pool.evicted_age_s
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        return self._slots.blocks_needed(slot, num_rows)
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
+        return self._slots.open(tokens, salt)
+
+    def close(self, slot: int) -> None:
+        self._slots.close(slot)
+
+    def length(self, slot: int) -> int:
+        return self._slots[slot].length
+
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        self._slots.release(slot, keep)
+
+    def tree(self, slot: int) -> KvTree:
+        """The bookkeeping of a slot, to look at."""
+        return self._slots[slot]
+
+    def check_idle(self) -> None:
+        """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""
+        self._slots.check()
+
+
 def kept_rows(batch: Sequence[Rows], num_logits: Sequence[int] | None) -> list[range]:
     """Per entry the rows whose logits are wanted: so many last ones (None: all)."""
     if num_logits is None:

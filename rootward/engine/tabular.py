@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import product
 
 import numpy as np
@@ -18,15 +18,15 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.engine.atoms import reduced
-from rootward.engine.kv_tree import Ints, KvTree
-from rootward.engine.slots import Entry, Size, Slots, kept_rows
+from rootward.engine.kv_tree import Ints
+from rootward.engine.slots import Entry, Size, Slots, SlottedModel, kept_rows
 from rootward.ports import ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
 MAX_LAID_OUT = 1 << 23  # numbers: 64 MiB
 
 
-class TabularModel:
+class TabularModel(SlottedModel):
     """Log-probabilities float64[V] for every context, a pure function of the arguments.
 
     sharpness  standard deviation of the logits: 0 is uniform, 5 nearly deterministic
@@ -99,38 +99,6 @@ class TabularModel:
     def info(self) -> ModelInfo:
         return self._info
 
-    @property
-    def num_free_slots(self) -> int:
-        return self._slots.num_free
-
-    @property
-    def block_size(self) -> int:
-        return self._slots.size.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._slots.size.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._slots.pool.num_available
-
-    @property
-    def evicted_age_s(self) -> float:
-        return self._slots.pool.evicted_age_s
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        return self._slots.blocks_needed(slot, num_rows)
-
-    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
-        return self._slots.open(tokens, salt)
-
-    def close(self, slot: int) -> None:
-        self._slots.close(slot)
-
-    def length(self, slot: int) -> int:
-        return self._slots[slot].length
-
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
     ) -> torch.Tensor:
@@ -159,15 +127,6 @@ class TabularModel:
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         moves = self._slots.commit(slot, node, keep_below=keep_below)
         self._token[moves.target] = self._token[moves.source]
-
-    def release(self, slot: int, keep: Collection[int] = ()) -> None:
-        self._slots.release(slot, keep)
-
-    def tree(self, slot: int) -> KvTree:
-        return self._slots[slot]
-
-    def check_idle(self) -> None:
-        self._slots.check()
 
     def law(self, context: Sequence[int]) -> NDArray[np.float64]:
         """float64[V]: the exact law of what follows these tokens."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator
-
-import numpy as np
+from collections.abc import Iterable
 
 from rootward.core.arrays import Floats
 from rootward.core.distribution import DraftDistribution, greedy_family
@@ -150,18 +148,6 @@ class Growth:
         for node in mass:
             mass[node] -= sum(mass[c] for c in self.tree.at(node).children if c in mass)
         return {n: max(m, 0.0) for n, m in mass.items() if self.can_continue(self.tree.at(n))}
-
-    def lessons(self, tokens: Iterable[int]) -> Iterator[tuple[Floats, int]]:
-        """What a commit teaches of a coupled tree: at each node that the text went through, log q + noise of the atoms and which of
-        them the target took."""
-        node: int | None = self.root_id
-        for token in tokens:
-            place = self._places.get(node) if node is not None else None
-            if node is None or place is None or place.perturbed is None:
-                return
-            if len(at := np.flatnonzero(place.row.ids == token)):
-                yield place.perturbed, int(at[0])
-            node = next((c for c in self.tree.at(node).children if self.tree.nodes[c].token == token), None)
 
     @property
     def at_rest(self) -> bool:

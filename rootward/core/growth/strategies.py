@@ -45,7 +45,6 @@ class Place:
     score      of the node itself
     order      chosen and coupled trees: the atoms to take, in this order
     chance     of each of them, the probability that the target takes it
-    perturbed  coupled trees: log q + noise of the row's atoms
     reach, total  stochastic beam: probability of the path of the node under the draft; mass of the whole row
     last_time  stochastic beam: arrival time of the last child
     """
@@ -58,7 +57,6 @@ class Place:
     last_drawn: int | None = None
     order: list[int] = field(default_factory=list)
     chance: list[float] = field(default_factory=list)
-    perturbed: Floats | None = None
     reach: float = 1.0
     total: float = 1.0
     last_time: float | None = None
@@ -81,7 +79,6 @@ class Place:
     def insert(self, token: int, chance: float) -> None:
         """The next child is this token, whether or not it is an atom."""
         self.row = self.row.without([token])
-        self.perturbed = None  # nothing is learned from a row that has changed
         if token in self.order[self.rank :]:
             at = self.order.index(token, self.rank)
             del self.order[at], self.chance[at : at + 1]
@@ -131,7 +128,7 @@ class BestFirst:
     acceptance       of a first child, in (0, 1)
     later            of a later child, once all before it have failed, in (0, 1)
     root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
-    match_scale      COUPLED: scale of log p − log q, by which children are scored; 0: by the constant acceptance
+    match_scale      COUPLED: scale of log p − log q, by which children are scored (docs/algorithms/coupled.md)
     least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide
     """
 
@@ -142,7 +139,7 @@ class BestFirst:
     acceptance: float = 0.7
     later: float = 0.2
     root_family: tuple[float, ...] = (0.33, 0.27, 0.11)
-    match_scale: float = 0.0
+    match_scale: float = 0.4
     least_levels: int = 1
 
     restarts = False
@@ -157,8 +154,8 @@ class BestFirst:
         for name in ("max_depth", "topk", "draws_per_level", "least_levels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is below 1")
-        if not 0 <= self.match_scale < math.inf:
-            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, 0 for none")
+        if not 0 < self.match_scale < math.inf:
+            raise ValueError(f"match_scale: {self.match_scale}; give the scale of log p − log q, above 0")
         if self.mode is DraftMode.IID:
             raise ValueError("mode: best-first growth keeps no copies; use the strategy iid:B1,B2,...")
 
@@ -322,10 +319,10 @@ def positive(name: str, numbers: tuple[int, ...]) -> None:
 
 
 def coupled_order(place: Place, noise: Floats, match_scale: float) -> None:
-    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id."""
+    """Order the atoms of a coupled place: the largest log q + noise first, ties to the smaller id. match_scale: 0 gives them no scores."""
     perturbed = np.log(place.row.law) + noise
     order = np.lexsort((place.row.ids, -perturbed))
-    place.order, place.perturbed = place.row.ids[order].tolist(), perturbed
+    place.order = place.row.ids[order].tolist()
     if match_scale:
         place.chance = match_probabilities(perturbed, match_scale)[order].tolist()
 
@@ -342,23 +339,3 @@ def match_probabilities(perturbed: Floats, temperature: float) -> Floats:
     weight = np.exp(scaled - scaled.max())
     law: Floats = weight / weight.sum()
     return law
-
-
-class MatchScale:
-    """The scale of log p − log q that makes the target's choices under shared noise likeliest, of a few; older choices count less."""
-
-    SCALES = np.geomspace(0.1, 1.6, 9)
-
-    def __init__(self, prior: float = 0.4, *, strength: float = 4.0, decay: float = 0.99) -> None:
-        self.decay = decay
-        self._score = -strength * np.log(self.SCALES / prior) ** 2
-
-    @property
-    def value(self) -> float:
-        return float(self.SCALES[int(np.argmax(self._score))])
-
-    def learn(self, perturbed: Floats, chosen: int) -> None:
-        """The target took atom number `chosen`. perturbed float[k]: log q + g, as for `match_probabilities`."""
-        scaled = np.asarray(perturbed, dtype=np.float64)[None, :] / self.SCALES[:, None]
-        scaled -= scaled.max(axis=1, keepdims=True)
-        self._score = self.decay * self._score + scaled[:, chosen] - np.log(np.exp(scaled).sum(axis=1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rootward.core.distribution import DraftDistribution
-from rootward.core.growth import BestFirst, Growth, MatchScale, match_probabilities
+from rootward.core.growth import BestFirst, Growth, match_probabilities
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode
 
@@ -50,12 +50,3 @@ def test_match_probabilities():
     assert match_probabilities([2.0, 1.0], 0.01)[0] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="temperature"):
         match_probabilities([1.0], 0.0)
-
-
-@pytest.mark.parametrize("true", [0.14, 0.4, 1.13])
-def test_the_scale_of_a_pair_is_found_from_what_its_target_takes(true: float) -> None:
-    rng, scale = np.random.default_rng(1), MatchScale()
-    for _ in range(400):
-        perturbed = rng.gumbel(size=12)
-        scale.learn(perturbed, int(np.argmax(perturbed + true * rng.gumbel(size=12))))
-    assert true / 1.5 < scale.value < true * 1.5

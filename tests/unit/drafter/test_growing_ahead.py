@@ -286,17 +286,3 @@ def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_h
     law = drafter.model.law(PREFIX)
     best = int(np.argmax(np.log(law) + target_gumbel(growing.key, 3, np.arange(5))))
     assert [n.token for n in growing.tree.nodes.values()] == [best]
-
-
-def test_the_drafter_learns_from_commits_how_far_the_models_are_apart() -> None:
-    """The target of a coupled session takes what the draft takes: the pair could not be closer."""
-    drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9)
-    drafter.open(1, ahead(law=DraftMode.COUPLED))
-    growing, text = drafter.trees[1], list(PREFIX)
-    before = growing.growth.own.strategy.match_scale
-    for _ in range(30):
-        grown(drafter)
-        first = growing.tree.snapshot(1).tree
-        base, text = len(text), [*text, int(first.token[1])]
-        drafter.commit(1, Commit(1, base, (text[-1],), hash_of(text)))
-    assert growing.growth.own.strategy.match_scale < before
