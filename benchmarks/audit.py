@@ -33,7 +33,7 @@ from rootward.engine.verify import ForestLaw
 from rootward.wire.clients import RemoteDrafter
 from verifier_service import audit
 from verifier_service.service import VerifierService
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 
 CHEATS = ("argmax", "argmax:0.05", "temperature:0.5", "temperature:0.8", "best-of:2", "peek", "boost:0.1")
 SESSIONS, TOKENS = 8, 128
@@ -116,8 +116,10 @@ async def through_services(runs: int, honest_draws: int, cheats: list[str]) -> t
             command += ["--model", str(paths.draft), "--listen", "127.0.0.1:0"]
             address = await stack.enter_async_context(address_of(sys.executable, *command))
             drafter = await stack.enter_async_context(RemoteDrafter(address))
-            policy = Policy(draft_wait_s=5.0)
-            service = VerifierService(model, {"d": drafter}, worker="audited", incarnation=1, policy=policy)
+            settings = VerifierSettings(
+                model="demo", law=DraftMode.SAMPLED, local_draft="none", draft_wait_ms=5000, num_ahead_tokens=0
+            )
+            service = VerifierService(model, {"d": drafter}, worker="audited", incarnation=1, settings=settings)
             verifier = Verifier(await stack.enter_async_context(service), prompts)
             while not service.pool.up:
                 await asyncio.sleep(0.05)

@@ -29,7 +29,7 @@ from verifier_service.audit import TIMEOUT_S
 from verifier_service.metrics import Metrics
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
-from verifier_service.settings import MAX_NODES, Policy, VerifierSettings
+from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import StepTime, measure
 from verifier_service.target import follow_rank, load_local_head, target_model
 
@@ -49,29 +49,13 @@ def build(
     """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread,
     redis, head: as for `VerifierService`."""
     incarnation = secrets.randbits(64)
-    policy = Policy(
-        law=settings.law,
-        num_draft_tokens=settings.num_draft_tokens,
-        max_depth=settings.max_depth,
-        topk=settings.topk,
-        num_ahead_tokens=min(settings.num_ahead_tokens, MAX_NODES - settings.num_draft_tokens),
-        local_draft=settings.local_draft,
-        law_atoms=settings.law_atoms,
-        draft_wait_s=settings.draft_wait_ms / 1e3,
-        zone=settings.zone,
-        untrusted_pools=tuple(settings.untrusted_pools),
-        draft_prior_row_s=settings.draft_prior_row_ms / 1e3,
-        max_rows=settings.max_num_batched_tokens,
-        prefill_chunk=settings.max_num_batched_tokens,
-        max_queued=settings.max_num_queued_reqs,
-    )
     info, metrics = model.info, Metrics()
     return VerifierService(
         model,
         dict(drafters or {}),
         worker=f"verifier-{incarnation:016x}",
         incarnation=incarnation,
-        policy=policy,
+        settings=settings,
         grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
         step_time=step_time,
         sources=sources,
@@ -79,7 +63,6 @@ def build(
         metrics=metrics,
         thread=thread,
         redis=redis,
-        redis_prefix=settings.redis_prefix,
     )
 
 

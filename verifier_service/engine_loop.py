@@ -16,7 +16,6 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
 
 import structlog
 
@@ -33,7 +32,7 @@ from verifier_service.rounds import Rounds
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, SessionView, schedule
 from verifier_service.session import Event, Session
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import StepTime
 
 log = structlog.get_logger("verifier")
@@ -47,7 +46,7 @@ class EngineLoop:
         *,
         model: LanguageModel,
         runner: Runner,
-        policy: Policy,
+        settings: VerifierSettings,
         pool: DrafterPool,
         live: dict[str, Session],
         metrics: Metrics,
@@ -57,11 +56,11 @@ class EngineLoop:
         step_time: StepTime | None = None,
     ) -> None:
         self.audit = audit
-        self.runner, self.policy, self.pool, self.live, self.metrics = runner, policy, pool, live, metrics
-        self.slots = Slots(model, Memory(model, policy.num_draft_tokens))
+        self.runner, self.settings, self.pool, self.live, self.metrics = runner, settings, pool, live, metrics
+        self.slots = Slots(model, Memory(model, settings.num_draft_tokens))
         self.running = self.slots.running
-        self.rounds = Rounds(policy, pool, self.running, step_time)
-        local = policy if model.info.supports_trees else replace(policy, local_draft="none")
+        self.rounds = Rounds(settings, pool, self.running, step_time)
+        local = settings if model.info.supports_trees else settings.model_copy(update={"local_draft": "none"})
         self.local = LocalDrafts(local, model.info.vocab_size, self.rounds.controller)
         self.watchdog = Watchdog()
         self._wake, self._thread = wake, thread
@@ -145,9 +144,9 @@ class EngineLoop:
 
     def _begin_rounds(self) -> None:
         """Fix the sizes of the rounds that begin, look local trees up, and note trees that have all their nodes."""
-        memory, policy = self.slots.memory, self.policy
+        memory, settings = self.slots.memory, self.settings
         prefilling = any(session.prefill_left for session in self._unfinished())
-        rows = policy.max_rows - (policy.prefill_floor if prefilling else 0)
+        rows = settings.max_num_batched_tokens - (settings.prefill_floor if prefilling else 0)
         self.rounds.count(min(rows, memory.free_rows))
         for session in self._unfinished():
             if session.max_nodes is None and (self._joins(session) or not session.prefill_left):
@@ -179,11 +178,11 @@ class EngineLoop:
         )
 
     def _limits(self, now_s: float) -> Limits:
-        policy, memory = self.policy, self.slots.memory
+        settings, memory = self.settings, self.slots.memory
         return Limits(
-            rows=policy.max_rows,
-            chunk=policy.prefill_chunk,
-            floor=policy.prefill_floor,
+            rows=settings.max_num_batched_tokens,
+            chunk=settings.max_num_batched_tokens,
+            floor=settings.prefill_floor,
             free_blocks=memory.free_blocks,
             block_size=memory.block_size,
             step_s=self.rounds.controller.step_time.seconds,
@@ -194,7 +193,7 @@ class EngineLoop:
         return [session for session in self.running.values() if not session.done]
 
     def _joins(self, session: Session) -> bool:
-        return 0 < session.prefill_left <= self.policy.prefill_chunk and session.joins
+        return 0 < session.prefill_left <= self.settings.max_num_batched_tokens and session.joins
 
     # -- run ----------------------------------------------------------------------------------------------------------
 

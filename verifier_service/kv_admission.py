@@ -23,7 +23,7 @@ from rootward.errors import (
 )
 from rootward.ports import LanguageModel, ModelInfo
 from verifier_service.session import Event, Session, check_tokens
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 
 
 class Slots:
@@ -171,8 +171,8 @@ MAX_EPOCHS_REMEMBERED = 65536
 class Admission:
     """`live`: sessions that run or wait, by request id."""
 
-    def __init__(self, info: ModelInfo, policy: Policy) -> None:
-        self._info, self._policy = info, policy
+    def __init__(self, info: ModelInfo, settings: VerifierSettings) -> None:
+        self._info, self._settings = info, settings
         self.live: dict[str, Session] = {}
         self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and the seed of the newest attempt
 
@@ -180,7 +180,7 @@ class Admission:
         """Raises what speaks against the request. closed: why nothing at all is let in, "" if it is not so."""
         if closed:
             raise Unavailable(closed, retry_after_s=1.0)
-        if num_queued >= self._policy.max_queued:
+        if num_queued >= self._settings.max_num_queued_reqs:
             raise Overloaded(f"queue holds {num_queued} requests, its limit", retry_after_s=1.0)
         info, asked = self._info, request.stopping.max_tokens
         check_tokens(request, info.vocab_size, info.eos_ids)

@@ -26,7 +26,7 @@ from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.core.rng import Role
 from verifier_service.head_drafts import Wanted
 from verifier_service.session import Draft, Session
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
@@ -81,10 +81,10 @@ class LocalDraft:
 class LocalDrafts:
     """Of all sessions of a verifier."""
 
-    def __init__(self, policy: Policy, vocab_size: int, controller: SpeculationController) -> None:
-        self._policy, self._vocab_size = policy, vocab_size
-        self._has_head = policy.local_draft.startswith(HEAD)
-        self._recipes = _recipes(policy.local_draft)
+    def __init__(self, settings: VerifierSettings, vocab_size: int, controller: SpeculationController) -> None:
+        self._settings, self._vocab_size = settings, vocab_size
+        self._has_head = settings.local_draft.startswith(HEAD)
+        self._recipes = _recipes(settings.local_draft)
         self._memories = Memories()  # by salt: as with cached prefixes, who shares them
         self._controller = controller
 
@@ -107,7 +107,7 @@ class LocalDrafts:
             opening = self._opening(session)
             statistics = self._controller.of(("head", session.rule, session.mode, session.strategy, *bucket))
             return LocalDraft("head", None, statistics, opening, session.required)
-        recipe = self._recipes.get(wish.drafter or self._policy.local_draft)
+        recipe = self._recipes.get(wish.drafter or self._settings.local_draft)
         if recipe is None or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
             return None
         law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
@@ -117,7 +117,7 @@ class LocalDrafts:
         return LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required)
 
     def _opening(self, session: Session) -> Open:
-        policy, request, wish = self._policy, session.request, session.request.speculation
+        settings, request, wish = self._settings, session.request, session.request.speculation
         return Open(
             slot=0,
             session=request.request_id,
@@ -128,10 +128,10 @@ class LocalDrafts:
             # Only shared noise needs the seed itself.
             seed=request.seed if session.mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
             choice=request.choice,
-            num_atoms=policy.law_atoms,
-            node_cap=policy.num_draft_tokens,
-            max_depth=min(wish.max_depth or policy.max_depth, policy.max_depth),
-            topk=min(wish.topk or policy.topk, policy.topk),
+            num_atoms=settings.law_atoms,
+            node_cap=settings.num_draft_tokens,
+            max_depth=min(wish.max_depth or settings.max_depth, settings.max_depth),
+            topk=min(wish.topk or settings.topk, settings.topk),
             eos_ids=tuple(session.stop_ids),
             num_prompt=len(request.prompt),
             strategy=session.strategy,
@@ -175,13 +175,13 @@ class LocalDrafts:
             session.local.statistics.forget_session(session.number)
 
     def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
-        tokens, policy, wish = session.tokens, self._policy, session.request.speculation
+        tokens, settings, wish = session.tokens, self._settings, session.request.speculation
         source.extend(tokens[local.fed : local.fed + CHUNK])
         local.fed = min(len(tokens), local.fed + CHUNK)
         if local.fed < len(tokens):
             return None
-        depth = min(wish.max_depth or policy.max_depth, policy.max_depth)
-        topk = min(wish.topk or policy.topk, policy.topk)
+        depth = min(wish.max_depth or settings.max_depth, settings.max_depth)
+        topk = min(wish.topk or settings.topk, settings.topk)
         tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
         tree.root.token = tokens[-1]
         found = extend_tree(tree, source, Shape(local.cap, depth, topk, LEAST_SCORE))

@@ -15,7 +15,7 @@ from verifier_service.local_drafts import learn
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import Plan, share
 from verifier_service.session import Draft, Session
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics, StepTime, launch_time
 
 LATE = 1.25  # a tree is awaited for so many times as long as it should take
@@ -25,11 +25,15 @@ class Rounds:
     """`running`: the sessions that share steps, by number."""
 
     def __init__(
-        self, policy: Policy, pool: DrafterPool, running: Mapping[int, Session], step_time: StepTime | None = None
+        self,
+        settings: VerifierSettings,
+        pool: DrafterPool,
+        running: Mapping[int, Session],
+        step_time: StepTime | None = None,
     ) -> None:
-        self.policy, self.pool, self._running = policy, pool, running
+        self.settings, self.pool, self._running = settings, pool, running
         self.controller = SpeculationController(step_time or StepTime())
-        self.load, self.nodes = 1, policy.num_draft_tokens
+        self.load, self.nodes = 1, settings.num_draft_tokens
         self._idle_s = 0.0  # the engine stood idle for so long in all, waiting for something to happen
         self._held_until_s = math.inf  # the end of the wait for others that has begun; infinite: none has
 
@@ -66,7 +70,7 @@ class Rounds:
     @property
     def possible(self) -> int:
         """Nodes that a round may verify now, if its request asks for no fewer and goes on for long enough."""
-        return min(self.policy.num_draft_tokens, self.nodes)
+        return min(self.settings.num_draft_tokens, self.nodes)
 
     def most(self, session: Session) -> int:
         """Nodes that a round of this session may verify now."""
@@ -91,7 +95,7 @@ class Rounds:
     def patience_s(self, session: Session) -> float:
         """How long after the last commit its round is launched, if nothing more arrives. A drafter that still reads the prompt is not
         waited for."""
-        limit_s, draft = self.policy.draft_wait_s, session.draft
+        limit_s, draft = self.settings.draft_wait_s, session.draft
         if session.required:
             return limit_s
         if session.launch_immediately:
@@ -125,7 +129,7 @@ class Rounds:
         last ones are worth their time, and would not stay so if nobody ever saw them."""
         target_nodes = session.target_nodes
         tokens = session.statistics.tokens(target_nodes)
-        verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.policy.draft_wait_s
+        verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.settings.draft_wait_s
         kept = 0 if draft.goes_on else min(len(draft.tree), target_nodes)
         due = {"next_s": draft.pace.first_s, "node_s": draft.pace.node_s}
         return launch_time(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)

@@ -17,7 +17,6 @@ from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.engine.head_model import DraftHead
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
-from rootward.redis_client import KEY_PREFIX
 from rootward.tracing import request_span
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_link import Shape
@@ -28,7 +27,7 @@ from verifier_service.kv_admission import Admission
 from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.session import Session, check_drafter, choose_rule
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import StepTime
 
 log = structlog.get_logger("verifier")
@@ -42,9 +41,9 @@ class VerifierService:
         model: LanguageModel,
         drafters: dict[str, Drafter],
         *,
+        settings: VerifierSettings,
         worker: str,
         incarnation: int,
-        policy: Policy | None = None,
         runner: Runner | None = None,
         grammars: Grammars | None = None,
         step_time: StepTime | None = None,
@@ -54,13 +53,12 @@ class VerifierService:
         thread: ThreadPoolExecutor | None = None,
         redis: Redis | RedisCluster | None = None,
         head: DraftHead | None = None,
-        redis_prefix: str = KEY_PREFIX,
     ) -> None:
         """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
-        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters, under
-        keys that begin with the prefix. head: of the target, for local drafts."""
+        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters.
+        head: of the target, for local drafts."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
-        self.policy = policy or Policy()
+        self.settings = settings
         heads = None if head is None else HeadDrafts(head, incarnation=incarnation)
         self.runner = runner or Runner(model, heads=heads)
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
@@ -68,7 +66,7 @@ class VerifierService:
         self.draining = False
         self._wake = asyncio.Event()
         self.metrics = metrics or Metrics()
-        self.admission = Admission(model.info, self.policy)
+        self.admission = Admission(model.info, settings)
         self._live = self.admission.live
         self._num_sessions = self._num_compiling = 0
         self.pool = DrafterPool(
@@ -77,21 +75,30 @@ class VerifierService:
             self._wake.set,
             sources=sources if model.info.supports_trees else (),
             dial=dial,
-            prior_row_s=self.policy.draft_prior_row_s,
-            zone=self.policy.zone,
-            shape=Shape(*self.policy.shape),
+            prior_row_s=settings.draft_prior_row_ms / 1e3,
+            zone=settings.zone,
+            shape=Shape(
+                atoms=settings.law_atoms,
+                node_cap=settings.num_draft_tokens,
+                max_depth=settings.max_depth,
+                topk=settings.topk,
+                ahead=settings.num_ahead_tokens,
+            ),
             metrics=self.metrics.links,
         )
-        untrusted = self.policy.untrusted_pools
         self.audit = DrafterAudit(
-            self.metrics.registry, worker, untrusted_pools=untrusted, redis=redis, prefix=redis_prefix
+            self.metrics.registry,
+            worker,
+            untrusted_pools=settings.untrusted_pools,
+            redis=redis,
+            prefix=settings.redis_prefix,
         )
         self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._own_thread = thread is None
         self.engine = EngineLoop(
             model=model,
             runner=self.runner,
-            policy=self.policy,
+            settings=settings,
             pool=self.pool,
             live=self._live,
             metrics=self.metrics,
@@ -243,7 +250,7 @@ class VerifierService:
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)
         mode, drafter = request.speculation.mode, request.speculation.drafter
-        rule, law, strategy = choose_rule(request, self.policy.law, self.pool.strategy(drafter))
+        rule, law, strategy = choose_rule(request, self.settings.law, self.pool.strategy(drafter))
         check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
         if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and not self.local.grows(drafter):

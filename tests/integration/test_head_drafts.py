@@ -113,7 +113,7 @@ async def test_a_prompt_longer_than_the_window_is_read_from_its_end(monkeypatch:
     target = target_of()
     prompt = tuple(i % VOCAB for i in range(100))
     wanted = request(prompt=prompt, temperature=0.0, max_tokens=60)
-    async with verifier_of(target, {}, head=TabularHead(target), max_rows=24, prefill_chunk=24) as verifier:
+    async with verifier_of(target, {}, head=TabularHead(target), max_num_batched_tokens=24) as verifier:
         tokens, last = await collect(verifier, wanted)
     assert tokens == greedy_text(target, prompt, 60)
     assert last.finish.stats.block_efficiency > 2.0

@@ -99,7 +99,7 @@ class Gate:
 async def test_a_session_that_loses_its_drafter_goes_on_with_trees_of_its_own() -> None:
     target, draft = tabular_pair(**PERIODIC)
     gate = Gate(drafter_of(draft))
-    async with gate.drafter, verifier_of(target, {"d": gate}, local_draft="ngram", draft_wait_s=0.05) as verifier:
+    async with gate.drafter, verifier_of(target, {"d": gate}, local_draft="ngram", draft_wait_ms=50) as verifier:
         await until(lambda: verifier.pool.up)
         running = asyncio.create_task(collect(verifier, request(temperature=0.0, max_tokens=800)))
         await until(lambda: rounds(verifier, "tree") > 3)

@@ -161,7 +161,7 @@ async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
         mad = await enter(drafter_of(draft, incarnation=2, capacity=SESSIONS))
         address = await enter(spoiled_drafter(mad, mischief))
         drafters = {"honest": honest, "mad": await enter(RemoteDrafter(address))}
-        verifier = await enter(verifier_of(target, drafters, draft_wait_s=0.02))
+        verifier = await enter(verifier_of(target, drafters, draft_wait_ms=20))
         witness = next(link for link in verifier.pool.links if link.name == "honest")
         orphans: list[str] = []
         orphan = witness.orphan
@@ -203,7 +203,7 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         honest = await enter(verifier_of(target, {"d": await enter(RemoteDrafter(server.address))}))
         mad = await enter(
             verifier_of(
-                tabular_pair(slots=SESSIONS)[0], {"d": SpoiledVerifier(server.address, mischief)}, draft_wait_s=0.01
+                tabular_pair(slots=SESSIONS)[0], {"d": SpoiledVerifier(server.address, mischief)}, draft_wait_ms=10
             )
         )
         await until(lambda: honest.pool.up and mad.pool.up)

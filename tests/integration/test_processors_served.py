@@ -240,7 +240,7 @@ class SlowForms:
 
 async def test_a_form_is_compiled_only_for_a_request_that_would_be_let_in() -> None:
     target, draft = tabular_pair()
-    async with in_process(target, draft, max_queued=2) as system:
+    async with in_process(target, draft, max_num_queued_reqs=2) as system:
         system.service.grammars = forms = SlowForms()
         formed = replace(request(), structure=Structure(Form.REGEX, "a"), deadline_s=None)
         with pytest.raises(InvalidRequest, match="prompt"):

@@ -31,7 +31,7 @@ async def test_they_are_the_models_own(remote, chunk):
     target, draft = tabular_pair()
     prompt = (1, 2, 3, 0, 4, 2, 2, 1)
     wanted, law = own_logprobs(target, prompt)
-    async with (over_grpc if remote else in_process)(target, draft, prefill_chunk=chunk) as system:
+    async with (over_grpc if remote else in_process)(target, draft, max_num_batched_tokens=chunk) as system:
         for k in (0, 2):
             told = (await first(system.verifier, request(f"a{k}", prompt, prompt_logprobs=k))).prefilled
             assert told is not None
@@ -50,7 +50,7 @@ async def test_side_by_side_with_other_work():
     target, draft = tabular_pair()
     prompts = [tuple(int(t) for t in np.random.default_rng(i).integers(0, 5, 6 + i)) for i in range(6)]
     wanted = [own_logprobs(target, prompt)[0] for prompt in prompts]
-    async with in_process(target, draft, prefill_chunk=4) as system:
+    async with in_process(target, draft, max_num_batched_tokens=4) as system:
         async with asyncio.TaskGroup() as group:
             others = [group.create_task(collect(system.verifier, request(f"o{i}", (1, 2)))) for i in range(2)]
             asked = [

@@ -66,7 +66,7 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
         for name in ("a", "b"):
             target = TabularModel(6, seed=1, max_slots=SESSIONS)
             remote = await stack.enter_async_context(RemoteDrafter(server.address))
-            shape = {"num_ahead_tokens": 16, "draft_wait_s": 5.0}
+            shape = {"num_ahead_tokens": 16, "draft_wait_ms": 5000}
             verifiers.append(await stack.enter_async_context(verifier_of(target, {name: remote}, **shape)))
         for verifier in verifiers:
             await until(lambda v=verifier: v.pool.up)

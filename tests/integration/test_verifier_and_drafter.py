@@ -248,7 +248,7 @@ class Liar:
 @pytest.mark.parametrize("kind", ["gap", "foreign hash", "token", "dies"])
 async def test_a_lying_drafter_costs_nothing_but_its_trees(kind: str) -> None:
     target, _ = tabular_pair()
-    async with verifier_of(target, {"liar": Liar(kind)}, draft_wait_s=0.02) as verifier:
+    async with verifier_of(target, {"liar": Liar(kind)}, draft_wait_ms=20) as verifier:
         await until(lambda: verifier.pool.up or kind == "dies")
         tokens, _ = await collect(verifier, request(temperature=0.0, mode=SpeculationMode.AUTO))
         assert tokens == greedy_text(target, (1, 2, 3), 40)
@@ -288,7 +288,7 @@ async def test_a_step_that_fails_costs_its_sessions_and_not_the_service() -> Non
 
 async def test_a_drafter_that_cannot_compute_gives_its_trees_up_and_recovers() -> None:
     target, draft = tabular_pair()
-    async with in_process(target, draft, draft_wait_s=0.05) as system:
+    async with in_process(target, draft, draft_wait_ms=50) as system:
         honest = draft.forward
         draft.forward = lambda *a, **k: 1 / 0
         tokens, _ = await collect(system.verifier, request("a", temperature=0.0))

@@ -36,7 +36,7 @@ async def come_and_go(system: System, *, phase: int) -> None:
 async def emitted(rule: str, *, num_requests: int, length: int) -> tuple[float, list[int]]:
     """p value of the texts, and the rounds (with a tree, plain) they took."""
     target, draft = tabular_pair(vocab=VOCAB, noise=1.0, slots=num_requests)
-    shape = {"num_draft_tokens": 6, "topk": 3, "draft_wait_s": PATIENCE_S}
+    shape = {"num_draft_tokens": 6, "topk": 3, "draft_wait_ms": 1e3 * PATIENCE_S}
     async with over_grpc(target, draft, conditions=NEAR, **shape) as system:
         weather = asyncio.create_task(come_and_go(system, phase=10 * num_requests))
         jobs = [

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.rounds import Chooser, Model, V, decide, draw_by, grow_level, put, tail_law
+from support.services import verifier_settings
 
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree, Snapshot
@@ -16,7 +17,6 @@ from rootward.core.requests import DraftMode, Rule, Stopping, VerifierRequest
 from verifier_service.local_drafts import LocalDrafts
 from verifier_service.scheduler import Limits, SessionView, schedule
 from verifier_service.session import Draft, Session
-from verifier_service.settings import Policy as Steps
 from verifier_service.speculation import SpeculationController
 
 PROMPT, LENGTH, CAP = (0, 1, 2, 0, 1), 4, 3
@@ -38,7 +38,9 @@ class Walk:
         self.model, self.law, self.chooser, self.instead = Model(seed), law, chooser, instead
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(LENGTH + CAP + 2))
         self.session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
-        self.ladder = LocalDrafts(Steps(local_draft="ngram"), V, SpeculationController())
+        self.ladder = LocalDrafts(
+            verifier_settings(num_draft_tokens=16, local_draft="ngram"), V, SpeculationController()
+        )
         self.session.local = self.ladder.of(self.session)
         self.session.local.statistics.begin_round = lambda *_: (CAP, CAP)  # type: ignore[method-assign,union-attr]
 

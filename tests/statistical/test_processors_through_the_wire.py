@@ -60,7 +60,7 @@ def p_value(target: TabularModel, texts: list[list[int]]) -> float:
 
 async def texts_of(target: TabularModel, draft: TabularModel, *, num_requests: int, **wish) -> list[list[int]]:
     stopping = Stopping(LENGTH, (STOP,), min_tokens=MIN_TOKENS)
-    async with over_grpc(target, draft, num_draft_tokens=6, topk=3, max_queued=num_requests) as system:
+    async with over_grpc(target, draft, num_draft_tokens=6, topk=3, max_num_queued_reqs=num_requests) as system:
         jobs = [
             replace(request(f"r{i}", PROMPT, stopping=stopping, seed=i, **wish), sampling=SAMPLING)
             for i in range(num_requests)

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
-from support.services import WAIT_S, drafter_of, request, tabular_pair, until
+from support.services import WAIT_S, drafter_of, request, tabular_pair, until, verifier_settings
 
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
@@ -19,7 +19,6 @@ from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
 from verifier_service.service import VerifierService
-from verifier_service.settings import Policy
 
 COUPLED = {"rule": Rule.MATCH, "law": DraftMode.COUPLED}  # the text is a function of target and seed
 LONG = 4000  # tokens: more than a test waits for
@@ -80,14 +79,13 @@ class Cluster:
 
     async def add_verifier(self) -> None:
         sources = self.sources or [("default", self.found)]
-        policy = Policy(num_draft_tokens=8, draft_wait_s=1.0)
         number = len(self.verifiers)
         verifier = VerifierService(
             self.target(),
             {},
             worker=f"v{number}",
             incarnation=number,
-            policy=policy,
+            settings=verifier_settings(),
             sources=sources,
             dial=RemoteDrafter,
         )

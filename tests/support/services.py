@@ -34,7 +34,7 @@ from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
-from verifier_service.settings import Policy
+from verifier_service.settings import VerifierSettings
 
 WAIT_S = 20.0
 
@@ -49,6 +49,12 @@ def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64
     return DrafterService(model, grower, worker=f"drafter-{incarnation}", capacity=capacity)
 
 
+def verifier_settings(**changes) -> VerifierSettings:
+    """Small trees, awaited patiently; nothing grows ahead, and nothing is looked up."""
+    own = {"num_draft_tokens": 8, "draft_wait_ms": 1000.0, "local_draft": "none", "num_ahead_tokens": 0}
+    return VerifierSettings(**({"model": "target", "law": DraftMode.SAMPLED, **own} | changes))
+
+
 def verifier_of(
     model: LanguageModel,
     drafters: dict[str, Drafter],
@@ -60,10 +66,10 @@ def verifier_of(
 ) -> VerifierService:
     heads = None if head is None else HeadDrafts(head, incarnation=3)
     runner = Runner(model, law=decide or forest_law, heads=heads)
-    own = {"num_draft_tokens": 8, "draft_wait_s": 1.0, "local_draft": "none" if head is None else "head:of a test"}
-    rules = Policy(**(own | policy))
+    local_draft = "none" if head is None else "head:of a test"
+    settings = verifier_settings(**({"local_draft": local_draft} | policy))
     return VerifierService(
-        model, drafters, worker="verifier", incarnation=3, policy=rules, runner=runner, metrics=metrics
+        model, drafters, worker="verifier", incarnation=3, settings=settings, runner=runner, metrics=metrics
     )
 
 

@@ -45,7 +45,7 @@ async def test_a_draft_table_with_fewer_rows_drafts_what_it_has() -> None:
     draft = TabularModel(5, seed=1, max_slots=2)
     drafter = drafter_of(draft)
     drafter._agree = lambda hello, info: (info, "")
-    async with drafter, verifier_of(target, {"d": drafter}, draft_wait_s=0.05) as verifier:
+    async with drafter, verifier_of(target, {"d": drafter}, draft_wait_ms=50) as verifier:
         await until(lambda: verifier.pool.up)
         tokens, last = await collect(verifier, request(temperature=0.0, max_tokens=40))
     text = [1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.services import verifier_settings
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
@@ -12,7 +13,6 @@ from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import Plan
 from verifier_service.session import Draft, Session
-from verifier_service.settings import Policy
 from verifier_service.speculation import DraftPace, RoundResult, Statistics, StepTime
 
 
@@ -42,7 +42,7 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(9))
     session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     pool = Pool()
-    rounds = Rounds(Policy(), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
+    rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
     session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), 4, 4
     draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), has_growth=heard)
     rounds.start_round_timer(session)
@@ -58,7 +58,7 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
     step_time = StepTime(dict.fromkeys((1, 2, 4, 8, 16), 1.0))
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(40))
     session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
-    rounds = Rounds(Policy(), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
+    rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
     rounds.count(64)
     session.statistics = rounds.statistics(session)
     session.fed = 1
@@ -74,7 +74,7 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
 def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard: bool) -> None:
     wish = Speculation(SpeculationMode.REQUIRED)
     session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
-    rounds = Rounds(Policy(), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
+    rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
     session.max_nodes, session.target_nodes, session.draft = (
         4,
         4,
@@ -91,7 +91,7 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     """A session whose last commit kept a chain of nodes; the next growth is due after next_s, a step takes 60 ms."""
     step_time = StepTime({1: 0.06, 64: 0.06})
     session = Session(1, VerifierRequest("r", (1, 2), stopping=Stopping(99)), rule, DraftMode.COUPLED, frozenset())
-    rounds = Rounds(Policy(), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
+    rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), Pool(), {1: session}, step_time)  # type: ignore[arg-type]
     tree = LivingTree(2, 0, vocab_size=5)
     parent = 0
     for _ in range(kept):

@@ -73,7 +73,7 @@ async def test_the_first_token_comes_with_the_end_of_the_prompt() -> None:
     target, _ = tabular_pair()
     honest, rows = target.forward, []
     target.forward = lambda batch, **k: rows.append([len(r.node) for r in batch]) or honest(batch, **k)
-    service = verifier_of(target, {}, prefill_chunk=4)
+    service = verifier_of(target, {}, max_num_batched_tokens=4)
     async with service:
         for i, (size, forwards) in enumerate([(1, [1]), (5, [5]), (6, [4, 2]), (10, [4, 4, 2])]):
             rows.clear()
