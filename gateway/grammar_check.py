@@ -4,8 +4,8 @@ The compiler is native code that recurses over references and rules: a schema of
 process with it. The child compiles with a quarter of the stack that a verifier's thread has, and within limits of memory and time. A form
 that crashes it or takes too long is refused as `InvalidGrammar`, and so is one that does not compile.
 
-`python -m gateway.grammar_check` is the child. Frames on its pipes: length (4 bytes, little-endian), JSON. It reads the vocabulary, then
-one form at a time, and writes one answer for each.
+`python -m gateway.grammar_check` is the child. Its pipes carry one JSON object a line. It reads the vocabulary, then one form at a time,
+and writes one answer for each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import asyncio
 import json
 import resource
 import signal
-import struct
 import sys
 import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -22,7 +21,7 @@ from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, BinaryIO
+from typing import Any
 
 import structlog
 
@@ -39,8 +38,7 @@ MEMORY_BYTES = 2 << 30  # address space of the child
 COMPILE_S = 5.0
 START_S = 30.0  # for the child to import its libraries and to read the vocabulary
 MAX_REMEMBERED = 1024  # forms
-
-_LENGTH = struct.Struct("<I")
+MAX_ANSWER = 1 << 20  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +113,9 @@ class GrammarCheck:
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
         if self._child is None or self._child.returncode is not None:
             command = (sys.executable, "-m", "gateway.grammar_check")
-            self._child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+            self._child = await asyncio.create_subprocess_exec(
+                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
+            )
             async with asyncio.timeout(START_S):
                 vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
                 await _exchange(self._child, vocabulary)
@@ -158,27 +158,13 @@ async def _exchange(child: Process, question: dict[str, Any]) -> dict[str, Any]:
     """EOFError when the child ends without an answer."""
     assert child.stdin is not None
     assert child.stdout is not None
-    body = json.dumps(question).encode()
-    child.stdin.write(_LENGTH.pack(len(body)) + body)
+    child.stdin.write(json.dumps(question).encode() + b"\n")
     await child.stdin.drain()
-    (length,) = _LENGTH.unpack(await child.stdout.readexactly(_LENGTH.size))
-    answer: dict[str, Any] = json.loads(await child.stdout.readexactly(length))
+    line = await child.stdout.readline()
+    if not line:
+        raise EOFError
+    answer: dict[str, Any] = json.loads(line)
     return answer
-
-
-def _read(pipe: BinaryIO) -> dict[str, Any] | None:
-    """The next question; None when the gateway has gone."""
-    head = pipe.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    question: dict[str, Any] = json.loads(pipe.read(_LENGTH.unpack(head)[0]))
-    return question
-
-
-def _write(pipe: BinaryIO, answer: dict[str, Any]) -> None:
-    body = json.dumps(answer).encode()
-    pipe.write(_LENGTH.pack(len(body)) + body)
-    pipe.flush()
 
 
 def _serve() -> None:
@@ -186,10 +172,7 @@ def _serve() -> None:
     from rootward.core.tree import root_only
     from rootward.engine.grammar import Grammars, Vocabulary
 
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    given = _read(questions)
-    if given is None:
-        return
+    given: dict[str, Any] = json.loads(sys.stdin.readline())
 
     def vocabulary() -> Vocabulary:
         from llguidance import LLTokenizer
@@ -199,8 +182,9 @@ def _serve() -> None:
         return Vocabulary(tokenizer, given["vocab_size"], end_ids)
 
     grammars = Grammars(vocabulary)
-    _write(answers, {})
-    while (question := _read(questions)) is not None:
+    print("{}", flush=True)
+    for line in sys.stdin:
+        question: dict[str, Any] = json.loads(line)
         error, unsupported = None, False
         signal.setitimer(
             signal.ITIMER_REAL, 2 * COMPILE_S
@@ -210,7 +194,7 @@ def _serve() -> None:
         except InvalidRequest as refused:
             error, unsupported = refused.fix, isinstance(refused, UnsupportedParameter)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(answers, {"error": error, "unsupported": unsupported})
+        print(json.dumps({"error": error, "unsupported": unsupported}), flush=True)
 
 
 def main() -> None:

@@ -101,7 +101,8 @@ return tonumber(ARGV[2]) + 1
 )
 
 # More ARGV: offset, number of tokens, item of the log, state, tokens in all, ms to keep after the end, field, value, …
-# Renews the lease; appends if the log is `offset` long; ends the run if a state is given and the log is whole then.
+# Renews the lease; appends if the log is `offset` long, and at offset 0 replaces it; ends the run if a state is given and the log is
+# whole then.
 # The length of the log afterwards, or -1: somebody else drives the request now.
 WRITE = (
     _HELD
@@ -109,6 +110,10 @@ WRITE = (
 if (holder and holder ~= ARGV[1]) or epoch > tonumber(ARGV[2]) then return -1 end
 grant(ARGV[2])
 local length = tonumber(redis.call('HGET', KEYS[1], 'length') or '0')
+if tonumber(ARGV[5]) == 0 then
+  redis.call('DEL', KEYS[4])
+  length = 0
+end
 if tonumber(ARGV[6]) > 0 and length == tonumber(ARGV[5]) then
   redis.call('RPUSH', KEYS[4], ARGV[7])
   length = length + tonumber(ARGV[6])
@@ -122,17 +127,6 @@ if ARGV[8] ~= '' and length == tonumber(ARGV[9]) then
   expire(ARGV[10])
 end
 return length
-"""
-)
-
-# Empties the log, for a holder whose own record differs from it. 0 = somebody else drives the request now.
-RESTART = (
-    _HELD
-    + """
-if holder ~= ARGV[1] or epoch ~= tonumber(ARGV[2]) then return 0 end
-redis.call('DEL', KEYS[4])
-redis.call('HSET', KEYS[1], 'length', 0)
-return 1
 """
 )
 
@@ -180,8 +174,8 @@ class RedisStore:
         self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
         self._prefix = prefix
         self._retention_ms = _ms(retention_s)
-        scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE, RESTART)
-        self._begin, self._take_over, self._next, self._write, self._restart = map(client.register_script, scripts)
+        scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE)
+        self._begin, self._take_over, self._next, self._write = map(client.register_script, scripts)
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
     def _request_keys(self, request_id: str) -> list[str]:
@@ -249,10 +243,6 @@ class RedisStore:
     def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:
         """What the arguments of every script on a request begin with."""
         return [holder, epoch, _ms(ttl_s), self._retention_ms]
-
-    async def restart(self, lease: Lease) -> None:
-        async with self._answering():
-            await self._restart(self._request_keys(lease.request_id), [lease.holder, lease.epoch])
 
     async def record(self, request_id: str) -> Record:
         key, _, _, log = self._request_keys(request_id)

@@ -99,8 +99,8 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """What is due of one running request: its lease is renewed, `run` appended at `offset`, and, where `state` is not empty, the request
-    is over as soon as the log holds all `total` tokens."""
+    """What is due of one running request: its lease is renewed, `run` appended if the log is `offset` long (at 0 it replaces the log), and,
+    where `state` is not empty, the request is over as soon as the log holds all `total` tokens."""
 
     lease: Lease
     offset: int = 0
@@ -178,6 +178,8 @@ class MemoryStore:
         if not self._may_drive(kept, write.lease):
             return -1
         self._grant(write.lease.request_id, kept, write.lease.epoch, write.lease.holder, ttl_s)
+        if not write.offset:
+            kept.log = Run()
         if write.run and len(kept.log) == write.offset:
             ours = write.run
             kept.log = Run(
@@ -188,12 +190,6 @@ class MemoryStore:
             kept.fields["state"], kept.lease_until = write.state, 0.0
             kept.expires = self._now() + KEPT_AFTER_END_S
         return len(kept.log)
-
-    async def restart(self, lease: Lease) -> None:
-        """Empty the log, if the lease is current."""
-        kept = self._requests.get(lease.request_id)
-        if kept is not None and self._alive(kept) and (kept.holder, kept.epoch) == (lease.holder, lease.epoch):
-            kept.log = Run()
 
     async def record(self, request_id: str) -> Record:
         self._forget_expired()
@@ -570,14 +566,14 @@ class Ledger:
         writes = [self._due(entry) for entry in held]
         for entry, write, length in zip(held, writes, await self._store.write(writes, self._lease_s), strict=True):
             if entry.lease == write.lease:  # otherwise another attempt has begun meanwhile, and this one counts no more
-                await self._written(entry, write, length, asked)
+                self._written(entry, write, length, asked)
 
     def _due(self, entry: Entry) -> Write:
         fields = {name: entry.fields[name] for name in entry.due}
         run = entry.output(entry.recorded)
         return Write(entry.lease, entry.recorded, run, fields, entry.ended, total=len(entry.tokens))
 
-    async def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
+    def _written(self, entry: Entry, write: Write, length: int, asked: float) -> None:
         if length < 0:
             entry.lost = True
             self._dirty.set()
@@ -589,13 +585,9 @@ class Ledger:
             if write.state:
                 self._entries.discard(entry)
             return
-        # The store lost what it had, or has more than was confirmed: go on from there.
+        # The store lost what it had, or has more than was confirmed: all of it once more.
         entry.due |= set(entry.fields)
-        stored = (await self._store.record(entry.lease.request_id)).output.tokens
-        entry.recorded = len(stored)
-        if tuple(entry.tokens[: len(stored)]) != stored:
-            await self._store.restart(entry.lease)
-            entry.recorded = 0
+        entry.recorded = 0
         self._dirty.set()
 
     def _entered(self, entry: Entry) -> Entry:

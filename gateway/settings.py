@@ -6,14 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
-from rootward.discovery.sources import Source, parse_sources
+from rootward.discovery.sources import Source, SourceList, parse_sources
 from rootward.process_settings import ProcessSettings
-from rootward.settings import CommaSeparated, ServiceSettings
+from rootward.settings import ServiceSettings
 from rootward.wire.channel import MAX_REQUEST_BYTES
 from rootward.wire.tls import Certificates, ServerTls
 
@@ -34,14 +34,8 @@ class ServedModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(min_length=1, description="folder or hub name of the target model, for its tokenizer")
-    verifiers: CommaSeparated = Field(min_length=1, description="as the setting of this name")
+    verifiers: SourceList = Field(min_length=1, description="as the setting of this name")
     served_model_name: str = Field("", description="name clients use (default: the last part of model)")
-
-    @field_validator("verifiers")
-    @classmethod
-    def _check(cls, value: list[str]) -> list[str]:
-        parse_sources(value)
-        return value
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -58,7 +52,7 @@ class GatewaySettings(ProcessSettings):
     """Rootward gateway: serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers."""
 
     model: str = Field("", description="folder or hub name of the target model, for its tokenizer; or tabular:…")
-    verifiers: CommaSeparated = Field(
+    verifiers: SourceList = Field(
         default=["127.0.0.1:50052"],
         min_length=1,
         description="host:port, dns:name:port, redis: (the registry) or kubernetes:service, with commas between",
@@ -111,12 +105,6 @@ class GatewaySettings(ProcessSettings):
     request_timeout_s: float = Field(600.0, gt=0, description="longest time of a request")
     redispatch_wait_s: float = Field(30.0, ge=0, description="how long a running request waits for another verifier")
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
-
-    @field_validator("verifiers")
-    @classmethod
-    def _check(cls, value: list[str]) -> list[str]:
-        parse_sources(value)
-        return value
 
     @model_validator(mode="after")
     def _scaler_needs_redis(self) -> Self:

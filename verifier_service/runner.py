@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from rootward.core.audit import Draws
 from rootward.core.living_tree import Row, Snapshot
@@ -23,7 +22,6 @@ from rootward.engine.verify import LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
-Ints = NDArray[np.int64]
 FILL = 1 << 40  # ids of the end of the prefill among the nodes of a round
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from rootward.core.requests import DraftMode
-from rootward.discovery.sources import parse_sources
+from rootward.discovery.sources import SourceList
 from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
@@ -23,7 +23,7 @@ class VerifierSettings(WorkerSettings):
     metrics_compat: Literal["none", "vllm"] = Field(
         "none", description="export metrics of the same meaning under vLLM's names as well"
     )
-    drafters: CommaSeparated = Field(
+    drafters: SourceList = Field(
         default=[],
         description="where drafters are, with commas between: host:port, dns:name:port, redis:[pool], "
         "kubernetes:service[.namespace][:port]; before each POOL= if there are several; none: plain decoding",
@@ -72,12 +72,6 @@ class VerifierSettings(WorkerSettings):
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"
     )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
-
-    @field_validator("drafters")
-    @classmethod
-    def _check(cls, value: list[str]) -> list[str]:
-        parse_sources(value)
-        return value
 
     @field_validator("num_ahead_tokens")
     @classmethod

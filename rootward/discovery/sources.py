@@ -13,12 +13,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 from rootward.discovery.registry import Registry, RegistryDiscovery, open_registry
 from rootward.discovery.static import DnsDiscovery, StaticDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import DEFAULT_POOL, Discovery
 from rootward.redis_client import KEY_PREFIX
+from rootward.settings import CommaSeparated
 
 KINDS = ("static", "dns", "redis", "kubernetes")
 
@@ -35,6 +39,14 @@ class Source:
 def parse_sources(entries: Sequence[str]) -> tuple[Source, ...]:
     """The sources of a setting's entries, checked. ValueError names the entry and how to write it."""
     return tuple(_parse(entry) for entry in entries)
+
+
+def _checked(entries: list[str]) -> list[str]:
+    parse_sources(entries)
+    return entries
+
+
+SourceList = Annotated[CommaSeparated, AfterValidator(_checked)]  # the type of a setting
 
 
 @asynccontextmanager

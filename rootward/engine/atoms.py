@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.arrays import Ints
 from rootward.core.distribution import LARGEST
 from rootward.core.requests import Sampling
 from rootward.ports import Reduction
-
-Ints = NDArray[np.int64]
 
 MOST_CANDIDATES = 4096
 ID = 0xFFFFFFFF  # the low half of a packed number is the token

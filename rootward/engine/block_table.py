@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rootward.engine.kv_tree import Ints
+from rootward.core.arrays import Ints
 
 Extent = tuple[int, int]  # first cell of the storage, number of cells
 

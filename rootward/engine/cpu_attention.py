@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.arrays import Ints
 from rootward.engine import cpu_kernels
-from rootward.engine.kv_tree import Ints
 from rootward.engine.slots import Entry
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.batch import flat_rows, packed_rows
 from rootward.engine.cpu_attention import VisibleKeys
@@ -41,7 +41,6 @@ MAX_GRAPHS = 128
 IDLE_STEPS = 1000
 STEPS_BETWEEN = 250
 MAX_DROPPED = 16  # rows of an entry whose logits nobody wants: a few tokens that a drafter catches up with, no prompt
-Ints = NDArray[np.int64]
 Run = Callable[[], torch.Tensor]
 
 

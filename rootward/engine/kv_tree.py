@@ -14,12 +14,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from rootward.core.arrays import Bools, Ints
 from rootward.ports import COMMITTED
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 NONE: Ints = np.empty(0, np.int64)
 

@@ -18,11 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.arrays import Bools, Ints
 from rootward.core.requests import Sampling
 from rootward.core.tree import TokenTree
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
 
 # Stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty.
 NEVER = -1e30

@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.arrays import Ints
 from rootward.core.requests import Sampling, TokenLogprob
 from rootward.engine.atoms import in_order, likeliest
 from rootward.engine.processors import shifted
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 NUM_CANDIDATES = (256, 1024, 4096)  # the likeliest tokens of a row that top-p looks at before it sorts the whole row
 

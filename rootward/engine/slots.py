@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rootward.core.arrays import Ints
 from rootward.engine.block_pool import BlockPool
 from rootward.engine.block_table import BlockTable
-from rootward.engine.kv_tree import Ints, KvTree, Placement
+from rootward.engine.kv_tree import KvTree, Placement
 from rootward.engine.prefix_keys import chain, first_key, next_key
 from rootward.errors import KvFull
 from rootward.ports import Rows

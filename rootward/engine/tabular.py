@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
-from rootward.engine.kv_tree import Ints
 from rootward.engine.slots import Entry, Size, Slots, SlottedModel, kept_rows
 from rootward.ports import ModelInfo, Reduction, Rows
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import grpc
 import pytest
+from support.fake_clock import FakeClock
 from support.redis import running_redis
 
 from benchmarks.hpa import DEFAULT_UP, Autoscaler, Policy, Rules, Spec, Target
 from gateway.autoscaling import HOLD_S, DemandWatch, ScalerServicer
-from rootward.clock import FakeClock
 from rootward.discovery.registry import Worker, open_registry
 from rootward.v1 import external_scaler_pb2 as pb
 from rootward.v1.external_scaler_pb2_grpc import ExternalScalerStub

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 from support.certificates import Authority, spiffe
+from support.fake_clock import FakeClock
 from unit.gateway.service_for_tests import serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -21,7 +22,6 @@ from gateway.models import Models
 from gateway.servicer import register
 from rootward.cli import main as cli
 from rootward.client import AsyncClient
-from rootward.clock import FakeClock
 from rootward.errors import (
     APIConnectionError,
     APIError,

@@ -7,8 +7,8 @@ import socket
 from contextlib import aclosing
 
 import pytest
+from support.fake_clock import FakeClock
 
-from rootward.clock import FakeClock
 from rootward.discovery.sources import Source, open_sources, parse_sources
 from rootward.discovery.static import DnsDiscovery, StaticDiscovery, addresses_of
 from rootward.errors import ConfigurationError

@@ -6,9 +6,9 @@ import asyncio
 
 import numpy as np
 import pytest
+from support.fake_clock import FakeClock
 from unit.drafter.test_grower import Counting, grown, hash_of, opening
 
-from rootward.clock import FakeClock
 from rootward.core.frames import Commit
 from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.growth import growth as growth_module

@@ -108,7 +108,7 @@ async def test_the_log_grows_only_at_its_end_and_keeps_flags_and_logprobs(store,
     top = (TokenLogprob(-0.5, ((7, -0.25), (8, float("-inf")))), TokenLogprob(-1.0))
     due = Write(lease, 0, Run((7, 8), (True, False), top))
     assert await store.write([due], 5) == [2]
-    assert await write(store, lease, 0, 1) == 2
+    assert await write(store, lease, 1, 1) == 2
     assert await write(store, lease, 3, 1) == 2
     assert await store.write([Write(lease, 2, Run((9,), (True,), top[:1]))], 5) == [3]
     assert (await store.record(name)).output == Run((7, 8, 9), (True, False, True), (*top, top[0]))
@@ -166,10 +166,16 @@ async def test_a_new_run_under_a_known_id_begins_with_an_empty_log(store, name):
     new = await store.begin(name, "b", 5, ABOUT)
     assert "verifier" not in (await store.record(name)).fields
     assert await write(store, new, 0, 3) == 1
-    await store.restart(old)
+    assert await write(store, old, 0, 5) == -1
     assert (await store.record(name)).output == run(3)
-    await store.restart(new)
-    assert await write(store, new, 0, 4) == 1
+
+
+async def test_a_write_at_the_beginning_replaces_the_log(store, name):
+    lease = await store.begin(name, "a", 5, ABOUT)
+    assert await write(store, lease, 0, 1, 2) == 2
+    assert await write(store, lease, 0, 3) == 1
+    assert (await store.record(name)).output == run(3)
+    assert await write(store, lease, 0) == 0
 
 
 async def test_one_of_many_racing_holders_wins(store, name):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.fake_clock import FakeClock
 
-from rootward.clock import FakeClock, SystemClock
+from rootward.clock import SystemClock
 from rootward.watchdog import Watchdog
 
 

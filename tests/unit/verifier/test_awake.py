@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from support.fake_clock import FakeClock
 
-from rootward.clock import FakeClock
 from verifier_service.stall_clock import LOOK_S, MOST_S, StallClock
 
 

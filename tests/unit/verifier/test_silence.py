@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+from support.fake_clock import FakeClock
 from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, session, up
 
-from rootward.clock import FakeClock
 from rootward.core.requests import DraftMode
 from verifier_service.drafter_link import MAX_MISSES, SILENT_S, Link, State
 from verifier_service.stall_clock import StallClock
