@@ -52,7 +52,6 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
     worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
     return DrafterService(
-        model,
         grower,
         worker=worker,
         capacity=seats,
@@ -95,7 +94,7 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     )
     worker = f"drafter-{incarnation:016x}"
     seats = settings.max_num_seqs
-    return DrafterService(lookup, lookup, worker=worker, capacity=seats, agree=without_model, pool=settings.pool)
+    return DrafterService(lookup, worker=worker, capacity=seats, agree=without_model, pool=settings.pool)
 
 
 def recipe_of(spec: str) -> Recipe | None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
@@ -33,10 +33,14 @@ from rootward.core.frames import (
     Reject,
     ToDrafter,
 )
-from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
-from rootward.demand import DemandCollector, DrafterDemand
+from rootward.core.requests import BEST_FIRST, DraftStrategy
+from rootward.demand import DemandCollector
 from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
 from rootward.watchdog import Watchdog
+
+if TYPE_CHECKING:  # a drafter without a model loads no torch
+    from drafter_service.lookup_grower import LookupGrower
+    from rootward.engine.grower import Grower
 
 log = structlog.get_logger("drafter")
 
@@ -54,53 +58,18 @@ UNFAIR = 2  # trees that the fullest verifier must hold more than the one that a
 
 Terms = tuple[ModelInfo, str]  # how the drafter presents itself; why they cannot work together ("" if they can)
 Agree = Callable[[Hello, ModelInfo], Terms]
-
-
-class Described(Protocol):
-    """Has a name, a vocabulary and a context."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-
-class Trees(Protocol):
-    """All living trees of one drafter, by key: `Grower` with a model, `LookupGrower` without one. Everything is called on one thread.
-    `level` does a bounded piece of work, so that commits are never applied late."""
-
-    incarnation: int
-    demand: DrafterDemand  # what was grown, for the autoscaler
-    modes: tuple[DraftMode, ...]
-
-    @property
-    def trees(self) -> Mapping[Key, object]:
-        """The open ones."""
-
-    @property
-    def idle(self) -> bool:
-        """`level` has nothing to do until something is opened or committed."""
-
-    def open(self, key: Key, message: Open) -> Reject | None:
-        """Start a tree; the answer is a Reject when it cannot be taken."""
-
-    def commit(self, key: Key, message: Commit) -> list[Grow | NeedSync]:
-        """The text advanced; the answer: what was drawn under the old base and not sent yet, or a resync request."""
-
-    def close(self, key: Key) -> None:
-        """Forget a tree; a key that is not open is ignored."""
-
-    def level(self) -> list[tuple[Key, Grow]]:
-        """Grow; the frames it makes."""
+# All living trees of one drafter, called on one thread. `level` does a bounded piece of work, so that no commit is applied late.
+Trees: TypeAlias = "Grower[Key] | LookupGrower[Key]"
 
 
 class DrafterService:
     """Implements `ports.Drafter` around whatever grows its trees. Use as an async context manager: it owns the growth loop and its thread.
 
-    model: what the drafter is described as. agree: which verifiers it works with. strategy: that it grows by when a request names none.
+    agree: which verifiers it works with. strategy: that it grows by when a request names none.
     """
 
     def __init__(
         self,
-        model: Described,
         grower: Trees,
         *,
         worker: str,
@@ -110,7 +79,7 @@ class DrafterService:
         pool: str = DEFAULT_POOL,
         strategy: DraftStrategy = BEST_FIRST,
     ) -> None:
-        self.model, self.grower, self.worker, self.pool = model, grower, worker, pool
+        self.grower, self.worker, self.pool = grower, worker, pool
         self.capacity, self.max_atoms, self.strategy = capacity, max_atoms, strategy
         self._agree = agree or with_model
         self.draining = False
@@ -137,7 +106,7 @@ class DrafterService:
 
     @property
     def info(self) -> ModelInfo:
-        return self.model.info
+        return self.grower.info
 
     def describe(self) -> DrafterInfo:
         """What this drafter tells outside a stream."""

@@ -7,12 +7,12 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from gateway.choices import Tally
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest, Seen, Usage
 from gateway.schemas import GenerationBody
-from gateway.tokenizer import REPLACEMENT, Span
+from gateway.tokenizer import REPLACEMENT, Span, Tokenizer
 from gateway.tools import CallFormat, CallParser
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
@@ -20,14 +20,6 @@ from rootward.ports import ModelInfo
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
 
 Json = dict[str, object]
-
-
-class TokenTexts(Protocol):
-    """What a tokenizer knows of single tokens."""
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def token_bytes(self, token: int) -> bytes | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +34,7 @@ class TokenName:
 class TokenNames:
     """Names of tokens, remembered: log-probabilities name the same ones again and again."""
 
-    def __init__(self, tokenizer: TokenTexts, max_size: int = 1 << 16):
+    def __init__(self, tokenizer: Tokenizer, max_size: int = 1 << 16):
         self._tokenizer, self._max_size = tokenizer, max_size
         self._known: dict[int, TokenName] = {}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Generic, Protocol, TypeVar
 
 from rootward.core.requests import Rule, VerifierRequest
 from rootward.errors import (
@@ -33,7 +32,7 @@ class Slots:
         self.model, self.memory = model, memory
         self.running: dict[int, Session] = {}
         self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
-        self._waiting: WaitingLine[Session] = WaitingLine()
+        self._waiting = WaitingLine()
         self._away: dict[int, Session] = {}  # preempted ones: they wait, and may still hold a tree at a drafter
 
     @property
@@ -221,28 +220,12 @@ class Admission:
             del self.live[session.request.request_id]
 
 
-class Applicant(Protocol):
-    """number: order of arrival. done: it has left."""
-
-    number: int
-
-    @property
-    def done(self) -> bool: ...
-    @property
-    def priority(self) -> int: ...
-    @property
-    def tenant(self) -> str: ...
-
-
-A = TypeVar("A", bound=Applicant)
-
-
-class WaitingLine(Generic[A]):
+class WaitingLine:
     """Who gets the next slot: the lowest priority; of those the preempted, by arrival; then the tenant with the fewest running sessions, of
     several the one that was served longest ago; then by arrival. Those that are `done` are passed over and not counted."""
 
     def __init__(self) -> None:
-        self._waiting: dict[int, A] = {}  # by number
+        self._waiting: dict[int, Session] = {}  # by number
         self._preempted: set[int] = set()
         self._served: dict[str, int] = {}  # by tenant that waits: when it was served last, counted in services
         self._num_served = 0
@@ -255,28 +238,28 @@ class WaitingLine(Generic[A]):
         """Those that have never had a slot."""
         return sum(not one.done for number, one in self._waiting.items() if number not in self._preempted)
 
-    def push(self, one: A, *, preempted: bool = False) -> None:
+    def push(self, one: Session, *, preempted: bool = False) -> None:
         self._waiting[one.number] = one
         if preempted:
             self._preempted.add(one.number)
 
-    def discard(self, one: A) -> None:
+    def discard(self, one: Session) -> None:
         """It waits no longer."""
         self._waiting.pop(one.number, None)
         self._preempted.discard(one.number)
 
-    def head(self, running: Iterable[A] = ()) -> A | None:
+    def head(self, running: Iterable[Session] = ()) -> Session | None:
         """The next one, beside those that run."""
         held = Counter(one.tenant for one in running)
 
-        def order(one: A) -> tuple[int, ...]:
+        def order(one: Session) -> tuple[int, ...]:
             if one.number in self._preempted:
                 return one.priority, 0, one.number
             return one.priority, 1, held[one.tenant], self._served.get(one.tenant, 0), one.number
 
         return min((one for one in self._waiting.values() if not one.done), key=order, default=None)
 
-    def pop(self, one: A) -> None:
+    def pop(self, one: Session) -> None:
         """It gets a slot."""
         self.discard(one)
         self._num_served += 1

@@ -34,7 +34,7 @@ from rootward.core.rng import BonusKey, DrawWords, Key, target_gumbel_batch
 from rootward.demand import DrafterDemand
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.processors import History, penalised, shifted
-from rootward.ports import LanguageModel, Reduction, Rows
+from rootward.ports import LanguageModel, ModelInfo, Reduction, Rows
 
 K = TypeVar("K")  # what names a slot of a stream
 
@@ -198,6 +198,10 @@ class Grower(Generic[K]):
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
         self._draw_number = 0  # of the last level: counts over the life of the process, so that none is used twice
+
+    @property
+    def info(self) -> ModelInfo:
+        return self.model.info
 
     # -- messages of the verifier -------------------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class HuggingFaceModel(SlottedModel):
             log.warning("%s; it decodes plainly, without a KV cache", message)
         return model
 
-    def _make_pass(self, config: Any, capture: Capture | None) -> ForwardPass:
+    def _make_pass(self, config: Any, capture: Capture | None) -> ForwardPass | LeadingPass:
         windows = layer_windows(config)
         own: ForwardPass
         if not self.probe_report.ok or windows is None:

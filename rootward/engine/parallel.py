@@ -119,7 +119,7 @@ class LeadingPass:
 
 
 @torch.inference_mode()
-def follow(own: ForwardPass, group: Group) -> None:
+def follow(own: ForwardPass | LeadingPass, group: Group) -> None:
     """A rank other than 0: run what rank 0 runs until it says that it is done (or is gone: RuntimeError)."""
     while True:
         told: tuple[str, Any] | None = group.agreed(None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,25 +31,8 @@ from rootward.ports import Reduction
 OVERHEAD_ROWS = {"cpu": 32}
 
 
-class ForwardPass(Protocol):
-    """Runs the network; told afterwards what becomes of the cells."""
-
-    def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
-        """Logits [T, V] of the wanted rows, in the order of the entries; or what is made of them."""
-
-    def move(self, moves: CellMoves) -> None:
-        """Bring what was committed into place."""
-
-    def expose(self, states: Sequence[int]) -> None:
-        """As `LanguageModel.expose`."""
-
-    @property
-    def states(self) -> torch.Tensor:
-        """As `LanguageModel.states`."""
-
-
 class TreePass:
-    """One forward for all entries, on the KV trees; two where long prompts meet narrow trees.
+    """One forward for all entries, on the KV trees; two where long prompts meet narrow trees. `move` is told what becomes of the cells.
 
     `ragged`: the network can be told entry by entry whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
     `llama`: what computes the same in fewer operations.
@@ -92,6 +75,7 @@ class TreePass:
         return torch.cat([self._states[i] for i in range(len(self._states))])
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
+        """Logits [T, V] of the wanted rows, in the order of the entries; or what is made of them."""
         if self.llama is not None:
             step = Step(entries, kept, self.size, self.device, pad=False)
             return reduced(self.llama(step, self.kv.layers), reduction)
@@ -248,3 +232,6 @@ class PathPass:
     @property
     def states(self) -> torch.Tensor:
         raise RuntimeError("states: a network that is run path by path exposes none")
+
+
+ForwardPass = TreePass | PathPass

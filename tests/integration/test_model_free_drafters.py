@@ -51,7 +51,7 @@ def predicting(text: list[int]) -> DrafterService:
         incarnation=1,
         group=lambda key: key[0],
     )
-    return DrafterService(lookup, lookup, worker="prediction", capacity=8, agree=without_model)
+    return DrafterService(lookup, worker="prediction", capacity=8, agree=without_model)
 
 
 @asynccontextmanager
@@ -227,7 +227,7 @@ async def test_a_memory_must_not_tell_a_session_of_its_own_coins() -> None:
         incarnation=1,
         group=lambda key: key[0],
     )
-    wrong = DrafterService(lookup, lookup, worker="wrong", capacity=8, agree=without_model)
+    wrong = DrafterService(lookup, worker="wrong", capacity=8, agree=without_model)
     assert p(await first_tokens_of_the_second_of_two(lookup_of("recycling:"), target)) > ALPHA
     assert p(await first_tokens_of_the_second_of_two(wrong, target)) < 1e-6
 

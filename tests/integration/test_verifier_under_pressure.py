@@ -62,7 +62,7 @@ async def alone(model: LanguageModel, jobs: Sequence[VerifierRequest]) -> list[l
 async def assert_nothing_is_held(system: System) -> None:
     await until(lambda: not system.service.slots._away, LONG_S)
     await assert_at_rest(system)
-    for model in (system.service.model, system.drafter.model):
+    for model in (system.service.model, system.drafter.grower.model):
         assert model.num_free_blocks == model.num_blocks  # free + kept for their content = all
 
 

@@ -46,7 +46,7 @@ def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -
 
 def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, **policy) -> DrafterService:
     grower = Grower(model, incarnation=incarnation, best_first=BestFirst(**policy))
-    return DrafterService(model, grower, worker=f"drafter-{incarnation}", capacity=capacity)
+    return DrafterService(grower, worker=f"drafter-{incarnation}", capacity=capacity)
 
 
 def verifier_settings(**changes) -> VerifierSettings:
@@ -165,7 +165,7 @@ async def assert_at_rest(system: System) -> None:
     """Nothing is held once nothing runs: slots, trees, KV cells."""
     await until(lambda: not system.service._running and not system.service._live)
     await until(lambda: not system.drafter.grower.trees)
-    for model in (system.service.model, system.drafter.model):
+    for model in (system.service.model, system.drafter.grower.model):
         model.check_idle()
         assert model.num_free_slots == model._slots.num_free
     assert system.service.model.num_free_slots == system.service.max_sessions

@@ -14,7 +14,7 @@ Non-anticipation (algorithms.md, rule L1). In the modes that ratio tests verify,
 randomness alone, never on the token that is about to be drawn or on a later one. Trees that are verified by target matching may be
 scored by anything: by the probability of the path, or by that of a match under the shared noise.
 
-`restarts`: the shape is defined relative to the root of one round, so both sides start a new tree with every commit. Dropping the whole
+A shape that is defined relative to the root of one round `restarts`: both sides start a new tree with every commit. Dropping the whole
 subtree on no ground but the commit itself is allowed (L5).
 """
 
@@ -24,7 +24,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -88,37 +87,37 @@ class Place:
         self.rank += 1
 
 
-class Strategy(Protocol):
-    """See the module's description."""
+class Strategy:
+    """See the module's description.
 
-    @property
-    def mode(self) -> DraftMode: ...
+    restarts      a new tree with every commit
+    whole_levels  children of a level are drawn when all its nodes are expanded, and never later
+    """
 
-    @property
-    def restarts(self) -> bool:
-        """A new tree with every commit."""
+    mode: DraftMode
+    max_depth: int
+    restarts = True
+    whole_levels = False
 
-    @property
-    def whole_levels(self) -> bool:
-        """Children of a level are drawn when all its nodes are expanded, and never later."""
+    def children(self, depth: int) -> int:
+        raise NotImplementedError
 
-    @property
-    def max_depth(self) -> int: ...
+    def family(self, depth: int, num_nodes: int) -> int:
+        return 0
 
-    def children(self, depth: int) -> int: ...
+    def draws(self, num_nodes: int) -> int:
+        return UNLIMITED
 
-    def family(self, depth: int, num_nodes: int) -> int: ...
-
-    def draws(self, num_nodes: int) -> int: ...
-
-    def score(self, place: Place, new_words: NewWords) -> float: ...
+    def score(self, place: Place, new_words: NewWords) -> float:
+        raise NotImplementedError
 
     def family_scores(self, parent_score: float, depth: int) -> list[float]:
         """Of the children of a GREEDY family, in order of trial."""
+        return []
 
 
 @dataclass(frozen=True, slots=True)
-class BestFirst:
+class BestFirst(Strategy):
     """Best-first growth. Under ratio tests the child of rank r is reached with a(r)·Π_{j<r} (1 − a(j)) times the probability of its
     parent, where a is one constant for first children and one for all later ones. Chosen trees are scored by path probability, as in
     "EAGLE-2" (2406.16858); coupled trees by the probability of a match under the shared noise.
@@ -143,7 +142,6 @@ class BestFirst:
     least_levels: int = 1
 
     restarts = False
-    whole_levels = False
 
     def __post_init__(self) -> None:
         for name, value in (("acceptance", self.acceptance), ("later", self.later)):
@@ -185,21 +183,18 @@ class BestFirst:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedShape:
+class FixedShape(Strategy):
     """branching[d] children of every node at depth d, level by level. Covers chains, RSD-C ("Recursive Speculative Decoding",
     2402.14160), copies as in "SpecInfer" (2305.09781), GREEDY families at every node (2502.18779) and fixed top-k trees."""
 
     mode: DraftMode
     branching: tuple[int, ...]
 
-    restarts = True
-    whole_levels = False
-
     def __post_init__(self) -> None:
         positive("branching", self.branching)
 
     @property
-    def max_depth(self) -> int:
+    def max_depth(self) -> int:  # type: ignore[override]  # nobody writes it
         return len(self.branching)
 
     def children(self, depth: int) -> int:
@@ -207,9 +202,6 @@ class FixedShape:
 
     def family(self, depth: int, num_nodes: int) -> int:
         return self.children(depth) if self.mode is DraftMode.GREEDY else 0
-
-    def draws(self, num_nodes: int) -> int:
-        return UNLIMITED
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Shallow places first; of one depth the node that was drawn first."""
@@ -220,7 +212,7 @@ class FixedShape:
 
 
 @dataclass(frozen=True, slots=True)
-class StochasticBeam:
+class StochasticBeam(Strategy):
     """RSD-S ("Recursive Speculative Decoding", 2402.14160): a stochastic beam of `width` nodes per level ("Stochastic Beams and Where to
     Find Them", 1903.06059), run as the race that it is: strings arrive at the rate of their probability, and a level keeps the first
     `width` prefixes that appear. A node's first child appears when the node itself does; the next new child of a node with path
@@ -231,7 +223,6 @@ class StochasticBeam:
     max_depth: int
 
     mode = DraftMode.SAMPLED
-    restarts = True
     whole_levels = True
 
     def __post_init__(self) -> None:
@@ -239,9 +230,6 @@ class StochasticBeam:
 
     def children(self, depth: int) -> int:
         return self.width
-
-    def family(self, depth: int, num_nodes: int) -> int:
-        return 0
 
     def draws(self, num_nodes: int) -> int:
         return self.width
@@ -257,12 +245,9 @@ class StochasticBeam:
             place.last_time += -math.log(uniform) / share if share > 0.0 else math.inf
         return -place.last_time
 
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return []
-
 
 @dataclass(frozen=True, slots=True)
-class Marginals:
+class Marginals(Strategy):
     """The most probable paths under independent positions, chosen ("Accelerating Speculative Decoding with Block Diffusion Draft Trees",
     DDTree, 2604.12989). A block drafter gives one distribution per position; an autoregressive one gives those along its most likely
     path, so a tree of any size takes `max_depth` rows."""
@@ -270,8 +255,6 @@ class Marginals:
     max_depth: int
 
     mode = DraftMode.TOP_K
-    restarts = True
-    whole_levels = False
 
     def __post_init__(self) -> None:
         positive("depth", (self.max_depth,))
@@ -279,18 +262,12 @@ class Marginals:
     def children(self, depth: int) -> int:
         return UNLIMITED
 
-    def family(self, depth: int, num_nodes: int) -> int:
-        return 0
-
     def draws(self, num_nodes: int) -> int:
         return 1
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Log-probability of the path, positions taken as independent."""
         return place.score + math.log(max(place.chance[place.rank], sys.float_info.min))
-
-    def family_scores(self, parent_score: float, depth: int) -> list[float]:
-        return []
 
 
 def strategy_of(asked: DraftStrategy, mode: DraftMode, best_first: BestFirst) -> Strategy:

@@ -119,7 +119,7 @@ async def test_a_level_that_fails_costs_the_trees_and_all_mail_of_its_turn_is_an
         assert not drafter.grower.trees
         peer.say(ToDrafter(opens=(opening(3),)))
         await peer.heard(3, "at rest")
-        drafter.model.check_idle()
+        drafter.grower.model.check_idle()
 
 
 async def test_a_model_that_never_recovers_ends_the_drafter(drafter, monkeypatch) -> None:

@@ -22,20 +22,20 @@ class One:
     number: int = field(default_factory=lambda: next(NUMBERS))
 
 
-def line(*ones: One) -> WaitingLine[One]:
-    waiting: WaitingLine[One] = WaitingLine()
+def line(*ones: One) -> WaitingLine:
+    waiting: WaitingLine = WaitingLine()
     for one in ones:
         waiting.push(one)
     return waiting
 
 
-def served(waiting: WaitingLine[One], running=()) -> One:
+def served(waiting: WaitingLine, running=()) -> One:
     one = waiting.head(running)
     waiting.pop(one)
     return one
 
 
-def drained(waiting: WaitingLine[One]) -> list[One]:
+def drained(waiting: WaitingLine) -> list[One]:
     return [served(waiting) for _ in range(len(waiting))]
 
 
@@ -120,7 +120,7 @@ ONES = st.builds(One, tenant=st.sampled_from("abc"), priority=st.integers(-1, 1)
 @settings(deadline=None)
 @given(st.lists(st.tuples(ONES, st.sampled_from(["push", "front", "pop"])), max_size=30))
 def test_everybody_who_stays_is_served_once(moves: list[tuple[One, str]]) -> None:
-    waiting: WaitingLine[One] = WaitingLine()
+    waiting: WaitingLine = WaitingLine()
     came, left = [], []
     for one, move in moves:
         if move == "pop":
