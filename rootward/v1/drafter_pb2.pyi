@@ -62,47 +62,6 @@ LAW_IID: Law.ValueType  # 5
 Global___Law: _TypeAlias = Law  # noqa: Y015
 
 @_typing.final
-class OpenLongRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    STREAM_FIELD_NUMBER: _builtins.int
-    OPENS_FIELD_NUMBER: _builtins.int
-    stream: _builtins.int
-    """of the Hello"""
-    @_builtins.property
-    def opens(self) -> _containers.RepeatedCompositeFieldContainer[Global___Open]: ...
-    def __init__(
-        self,
-        *,
-        stream: _builtins.int = ...,
-        opens: _abc.Iterable[Global___Open] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["opens", b"opens", "stream", b"stream"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OpenLongRequest: _TypeAlias = OpenLongRequest  # noqa: Y015
-
-@_typing.final
-class OpenLongResponse(_message.Message):
-    """The opens are in the mailbox of the stream: commits to their slots may follow."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OpenLongResponse: _TypeAlias = OpenLongResponse  # noqa: Y015
-
-@_typing.final
 class ToDrafter(_message.Message):
     """One frame of the verifier: everything of one engine step, for all sessions of the pair. Closes are applied first, then commits, then opens."""
 
@@ -192,7 +151,6 @@ class Hello(_message.Message):
     TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_POSITIONS_FIELD_NUMBER: _builtins.int
-    STREAM_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """version of this protocol"""
     worker: _builtins.str
@@ -203,8 +161,6 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     max_positions: _builtins.int
     """in tokens"""
-    stream: _builtins.int
-    """random name of this stream for OpenLong; 0 = none"""
     def __init__(
         self,
         *,
@@ -214,11 +170,10 @@ class Hello(_message.Message):
         tokenizer_hash: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         max_positions: _builtins.int = ...,
-        stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_positions", b"max_positions", "protocol", b"protocol", "stream", b"stream", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_positions", b"max_positions", "protocol", b"protocol", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

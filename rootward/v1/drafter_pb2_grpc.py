@@ -39,11 +39,6 @@ class DrafterStub:
                 request_serializer=rootward_dot_v1_dot_drafter__pb2.ToDrafter.SerializeToString,
                 response_deserializer=rootward_dot_v1_dot_drafter__pb2.FromDrafter.FromString,
                 _registered_method=True)
-        self.OpenLong = channel.unary_unary(
-                '/rootward.v1.Drafter/OpenLong',
-                request_serializer=rootward_dot_v1_dot_drafter__pb2.OpenLongRequest.SerializeToString,
-                response_deserializer=rootward_dot_v1_dot_drafter__pb2.OpenLongResponse.FromString,
-                _registered_method=True)
         self.GetInfo = channel.unary_unary(
                 '/rootward.v1.Drafter/GetInfo',
                 request_serializer=rootward_dot_v1_dot_drafter__pb2.GetDrafterInfoRequest.SerializeToString,
@@ -56,13 +51,6 @@ class DrafterServicer:
 
     def Session(self, request_iterator, context):
         """The verifier dials; its first frame carries `hello`, the drafter's first one `ack`. No deadline.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def OpenLong(self, request, context):
-        """Opens too long for the stream, which they would hold up. Sent over another connection; what follows goes the usual way.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -81,11 +69,6 @@ def add_DrafterServicer_to_server(servicer, server):
                     servicer.Session,
                     request_deserializer=rootward_dot_v1_dot_drafter__pb2.ToDrafter.FromString,
                     response_serializer=rootward_dot_v1_dot_drafter__pb2.FromDrafter.SerializeToString,
-            ),
-            'OpenLong': grpc.unary_unary_rpc_method_handler(
-                    servicer.OpenLong,
-                    request_deserializer=rootward_dot_v1_dot_drafter__pb2.OpenLongRequest.FromString,
-                    response_serializer=rootward_dot_v1_dot_drafter__pb2.OpenLongResponse.SerializeToString,
             ),
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
@@ -120,33 +103,6 @@ class Drafter:
             '/rootward.v1.Drafter/Session',
             rootward_dot_v1_dot_drafter__pb2.ToDrafter.SerializeToString,
             rootward_dot_v1_dot_drafter__pb2.FromDrafter.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def OpenLong(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rootward.v1.Drafter/OpenLong',
-            rootward_dot_v1_dot_drafter__pb2.OpenLongRequest.SerializeToString,
-            rootward_dot_v1_dot_drafter__pb2.OpenLongResponse.FromString,
             options,
             channel_credentials,
             insecure,

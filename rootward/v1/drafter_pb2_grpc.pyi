@@ -39,8 +39,6 @@ class DrafterStub:
     def __new__(cls, channel: _aio.Channel) -> DrafterAsyncStub: ...
     Session: _grpc.StreamStreamMultiCallable[_drafter_pb2.ToDrafter, _drafter_pb2.FromDrafter]
     """The verifier dials; its first frame carries `hello`, the drafter's first one `ack`. No deadline."""
-    OpenLong: _grpc.UnaryUnaryMultiCallable[_drafter_pb2.OpenLongRequest, _drafter_pb2.OpenLongResponse]
-    """Opens too long for the stream, which they would hold up. Sent over another connection; what follows goes the usual way."""
     GetInfo: _grpc.UnaryUnaryMultiCallable[_drafter_pb2.GetDrafterInfoRequest, _drafter_pb2.DrafterInfo]
 
 @_typing.type_check_only
@@ -48,8 +46,6 @@ class DrafterAsyncStub(DrafterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Session: _aio.StreamStreamMultiCallable[_drafter_pb2.ToDrafter, _drafter_pb2.FromDrafter]  # type: ignore[assignment]
     """The verifier dials; its first frame carries `hello`, the drafter's first one `ack`. No deadline."""
-    OpenLong: _aio.UnaryUnaryMultiCallable[_drafter_pb2.OpenLongRequest, _drafter_pb2.OpenLongResponse]  # type: ignore[assignment]
-    """Opens too long for the stream, which they would hold up. Sent over another connection; what follows goes the usual way."""
     GetInfo: _aio.UnaryUnaryMultiCallable[_drafter_pb2.GetDrafterInfoRequest, _drafter_pb2.DrafterInfo]  # type: ignore[assignment]
 
 class DrafterServicer(metaclass=_abc_1.ABCMeta):
@@ -60,14 +56,6 @@ class DrafterServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafter_pb2.FromDrafter], _abc.AsyncIterator[_drafter_pb2.FromDrafter]]:
         """The verifier dials; its first frame carries `hello`, the drafter's first one `ack`. No deadline."""
-
-    @_abc_1.abstractmethod
-    def OpenLong(
-        self,
-        request: _drafter_pb2.OpenLongRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_drafter_pb2.OpenLongResponse, _abc.Awaitable[_drafter_pb2.OpenLongResponse]]:
-        """Opens too long for the stream, which they would hold up. Sent over another connection; what follows goes the usual way."""
 
     @_abc_1.abstractmethod
     def GetInfo(

@@ -16,7 +16,7 @@ M = TypeVar("M", bound=Message)
 Options = list[tuple[str, str | int]]
 
 MIB = 1 << 20
-FRAME_BYTES = MIB  # of one message of a stream of frames: a quarter of the limit of the drafting stream
+FRAME_BYTES = MIB  # of one message of a stream of frames, unless one item alone is larger
 MOST_PINGS = 100  # pings in a row that come too early; more end the connection
 
 
@@ -33,7 +33,10 @@ class Transport:
 
 CALLING = Transport(64 * MIB)  # the caller's end of a hop: answers may have log-probabilities of a long prompt
 SERVING = Transport(16 * MIB, max_connection_age_s=30 * 60)  # a verifier: prompts of millions of tokens
-DRAFTING = Transport(4 * MIB, 4 * MIB)  # verifier ↔ drafter: long-lived, small frames; the limit is a guard
+DRAFTING = Transport(
+    16 * MIB, 4 * MIB
+)  # a drafter: a text that reached the verifier reaches it, too; its own frames are small
+TO_DRAFTER = Transport(4 * MIB, 16 * MIB)  # the verifier's end of that hop
 MAX_REQUEST_BYTES = 2 * MIB  # of a client, unless the gateway is configured otherwise
 
 

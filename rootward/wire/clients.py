@@ -19,16 +19,14 @@ from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import DrafterInfo, VerifierInfo
 from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from rootward.wire import drafter_codec, verifier_codec
-from rootward.wire.channel import CALLING, DRAFTING, Transport, open_channel
+from rootward.wire.channel import CALLING, TO_DRAFTER, Transport, open_channel, parts
 from rootward.wire.feed import Arrived, FeedReader
-from rootward.wire.outgoing import Outgoing
 from rootward.wire.status import from_rpc_error
 from rootward.wire.tls import ClientTls
 
 T = TypeVar("T")
 
 DEADLINE_SLACK_S = 1.0  # the service reaches a deadline first: its error says more than that of gRPC
-LONGEST_OPEN_S = 60.0  # for a long prompt to reach a drafter
 LONGEST_GENERATION_S = 3600.0  # bound of a generation without a deadline
 
 
@@ -80,8 +78,7 @@ class RemoteDrafter(_Remote):
         rpc_timeout_s: float = 5.0,
         on_frame: Callable[[str, int], None] = lambda direction, num_bytes: None,
     ) -> None:
-        super().__init__(address, DRAFTING, tls, rpc_timeout_s)
-        self._bulk = _Remote(address, DRAFTING, tls)  # long prompts must not hold up the frames of other sessions
+        super().__init__(address, TO_DRAFTER, tls, rpc_timeout_s)
         self._on_frame = on_frame
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
@@ -90,7 +87,7 @@ class RemoteDrafter(_Remote):
         Unavailable if the drafter is gone, IncompatiblePair if it sends what cannot be read; errors of `inbound` pass.
         """
         call = drafter_pb2_grpc.DrafterStub(self._channel()).Session()  # type: ignore[call-arg]  # written to by hand
-        writer = asyncio.create_task(Outgoing(call, self._open_long, self._on_frame).run(inbound))
+        writer = asyncio.create_task(self._write(call, inbound))
         try:
             while (message := await _next(call)) is not None:
                 self._on_frame("received", message.ByteSize())
@@ -104,13 +101,19 @@ class RemoteDrafter(_Remote):
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
 
-    async def close(self) -> None:
-        await self._bulk.close()
-        await super().close()
-
-    async def _open_long(self, request: drafter_pb2.OpenLongRequest) -> None:
-        stub = drafter_pb2_grpc.DrafterStub(self._bulk._channel())
-        await _answer(stub.OpenLong(request, timeout=LONGEST_OPEN_S))
+    async def _write(self, call: Any, inbound: AsyncIterator[ToDrafter]) -> None:
+        """Send the frames until they end. A broken call ends this without an error: the reader of the call raises it."""
+        try:
+            async for frame in inbound:
+                for part in parts(drafter_codec.to_drafter_to_pb(frame)):
+                    self._on_frame("sent", part.ByteSize())
+                    await call.write(part)
+            await call.done_writing()
+        except (grpc.RpcError, asyncio.InvalidStateError, grpc.aio.UsageError):
+            return
+        except Exception:
+            call.cancel()
+            raise
 
     async def get_info(self) -> DrafterInfo:
         stub = drafter_pb2_grpc.DrafterStub(self._channel())
