@@ -26,9 +26,10 @@ import torch
 
 from benchmarks.contexts import continued, prefill, random_prompts, read_prompts, tokenised
 from benchmarks.results import described
+from benchmarks.rows import quantise_top
 from rootward import demo
 from rootward.core import verification
-from rootward.core.distribution import DraftDistribution, quantise_top
+from rootward.core.distribution import DraftDistribution
 from rootward.core.growth import BestFirst, Growth, Strategy, growth_of, strategy_of
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.pairing import check_rule

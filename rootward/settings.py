@@ -120,14 +120,8 @@ def available_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def launched_rank() -> tuple[int, int] | None:
-    """(rank, number of ranks) if torchrun has started this process as one of several."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ.get("RANK", "0")), size) if size > 1 else None
-
-
 def as_rank(index: int, size: int) -> None:
-    """Make this process look like one that torchrun has started on this machine."""
+    """Make this process look like one that torchrun has started on this machine: transformers looks there for the GPU to use."""
     os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
 
 

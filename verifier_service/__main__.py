@@ -31,7 +31,7 @@ from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import StepTime, measure
-from verifier_service.target import follow_rank, load_local_head, target_model
+from verifier_service.target import load_local_head, target_model
 
 log = structlog.get_logger("verifier")
 
@@ -88,8 +88,6 @@ def described(verifier: VerifierService, settings: VerifierSettings, address: st
 
 
 async def serve(settings: VerifierSettings) -> None:
-    if follow_rank(settings):
-        return
     async with admin_port(settings.admin_listen) as admin:
         await _serve(settings, admin)
 

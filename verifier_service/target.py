@@ -1,4 +1,4 @@
-"""The target model of a verifier, in this process or shared with others (`--tensor-parallel`, or torchrun)."""
+"""The target model of a verifier, in this process or shared with others (`--tensor-parallel`)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from rootward.engine.loading import load_model
 from rootward.engine.threads import on_passing_thread, use_threads
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
-from rootward.settings import launched_rank
 from verifier_service.local_drafts import HEAD
 from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
     from rootward.engine.head_model import DraftHead
     from rootward.engine.parallel import Group
-    from rootward.engine.ranks import Ranks
 
 Lost = asyncio.Future[None]
 
@@ -48,7 +46,7 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
 
     if not settings.local_draft.startswith(HEAD) or not model.info.supports_trees:
         return None
-    if not isinstance(model, HuggingFaceModel) or settings.tensor_parallel > 1 or launched_rank() is not None:
+    if not isinstance(model, HuggingFaceModel) or settings.tensor_parallel > 1:
         raise ConfigurationError(
             "local_draft: a draft head needs a target of transformers in one process; give ngram or none"
         )
@@ -59,32 +57,12 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
 @asynccontextmanager
 async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[LanguageModel, Lost]]:
     """The model, and a future that is done if a process that holds a part of it is gone."""
-    size, launched = settings.tensor_parallel, launched_rank()
-    if size == 1 and launched is None:
+    if settings.tensor_parallel == 1:
         yield await on_passing_thread(load_target, settings), asyncio.get_running_loop().create_future()
         return
-    with await asyncio.to_thread(_ranks, settings, launched) as ranks:
-        lost = asyncio.wrap_future(ranks.lost)
-        yield await on_passing_thread(load_target, settings, ranks.group), lost
-
-
-def _ranks(settings: VerifierSettings, launched: tuple[int, int] | None) -> Ranks:
-    """As rank 0."""
-    from rootward.engine.parallel import Group, Place
     from rootward.engine.ranks import Ranks
 
-    if launched is None:
-        return Ranks.start(settings.tensor_parallel, partial(load_target, settings), settings.device)
-    return Ranks(Group(Place(*launched), settings.device))
-
-
-def follow_rank(settings: VerifierSettings) -> bool:
-    """Whether torchrun has started this process as a rank other than 0; its life is over then."""
-    launched = launched_rank()
-    if launched is None or launched[0] == 0:
-        return False
-    from rootward.engine.parallel import Place
-    from rootward.engine.ranks import run_rank
-
-    run_rank(Place(*launched), partial(load_target, settings), settings.device)
-    return True
+    start = partial(Ranks.start, settings.tensor_parallel, partial(load_target, settings), settings.device)
+    with await asyncio.to_thread(start) as ranks:
+        lost = asyncio.wrap_future(ranks.lost)
+        yield await on_passing_thread(load_target, settings, ranks.group), lost

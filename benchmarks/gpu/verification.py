@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.gpu.measuring import seconds
 from benchmarks.results import described
-from rootward.core.distribution import quantise
+from benchmarks.rows import quantise
 from rootward.core.living_tree import Snapshot
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key

@@ -35,11 +35,11 @@ STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a process among those that share a model. `port`: of rank 0's store on this machine; None: torchrun says where to meet."""
+    """Of a process among those that share a model. `port`: of rank 0's store on this machine."""
 
     index: int
     size: int
-    port: int | None = None
+    port: int
 
 
 class Group:
@@ -52,7 +52,7 @@ class Group:
             raise ConfigurationError(f"device: {device!r} cannot share a model between ranks; use cpu or cuda")
         if kind == "cpu" and torch.cuda.is_available():
             raise ConfigurationError("device: with tensor_parallel a machine with GPUs uses them; set device to cuda")
-        if store is None and place.port is not None:
+        if store is None:
             store = _store(place.port, place.size, is_master=False)
         self.index, self.size = place.index, place.size
         dist.init_process_group(BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP)

@@ -32,13 +32,12 @@ Load = Callable[..., Any]  # load(group=…) makes the model of a rank; can be p
 class Ranks:
     """Rank 0's view. `group` is its own membership; `lost` is done when a process it has started has ended."""
 
-    def __init__(self, group: Group, processes: Sequence[BaseProcess] = ()):
-        """`processes`: the other ranks, unless somebody else (torchrun) looks after them."""
+    def __init__(self, group: Group, processes: Sequence[BaseProcess]):
+        """`processes`: the other ranks."""
         self.group, self.processes = group, processes
         self.lost: Future[None] = Future()
         self._closing, self._closed = threading.Event(), threading.Event()
-        if processes:
-            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @classmethod
     def start(cls, size: int, load: Load, device: str) -> Ranks:
@@ -92,8 +91,7 @@ def run_rank(place: Place, load: Load, device: str) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    if place.port is not None:
-        as_rank(place.index, place.size)  # transformers looks there for the GPU to use
+    as_rank(place.index, place.size)
     group = Group(place, device)
     try:
         model = load(group=group)

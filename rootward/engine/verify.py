@@ -39,7 +39,6 @@ from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Bools, Floats, Ints, read_only
 from rootward.core.audit import Draws
-from rootward.core.law import VerificationLaw
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree
@@ -467,15 +466,6 @@ class ForestLaw:
         arrays = self.ids[self.forest.parent[child]], self.drawn_from[child], self.offered[child], self.column[child]
         ends = np.searchsorted(child, self.forest.start[1:-1])
         return [Draws(*columns) for columns in zip(*(np.split(array, ends) for array in arrays), strict=True)]
-
-    def dense(self, b: int, tree: TokenTree, target: ArrayLike) -> VerificationLaw:
-        """The law of tree b over the vocabulary. target float64[N, V]."""
-        nodes = slice(int(self.forest.start[b]), int(self.forest.start[b + 1]))
-        residual = np.asarray(target, dtype=np.float64) * self.tail_scale[nodes, None]
-        node, column = np.nonzero(self.ids[nodes] >= 0)
-        residual[node, self.ids[nodes][node, column]] = self.residual[nodes][node, column]
-        arrays = (self.stop[nodes].copy(), residual, self.entry[nodes].copy(), self.budget[nodes].copy())
-        return VerificationLaw(self.forest.algorithm[b], tree, *arrays)
 
 
 LawFunction = Callable[[Forest, Ints, Ints, Floats, Floats], ForestLaw]  # the signature of `forest_law`

@@ -167,12 +167,3 @@ def test_ranks_end_when_the_service_is_killed(folder: Path) -> None:
         (rank,) = children(service.process.pid)
         service.kill()
         processes.wait_until(lambda: gone(rank), what="rank 1")
-
-
-@pytest.mark.long
-def test_torchrun_starts_the_ranks_too(folder: Path) -> None:
-    """Then it looks after them: rank 0 alone listens, all end together."""
-    flags = ["--model", str(folder), "--listen", "127.0.0.1:0", "--max-model-len", "64"]
-    service = processes.Service("torch.distributed.run", "--nproc-per-node", "2", "-m", "verifier_service", *flags)
-    with service:
-        assert service.output().count("memory plan") == service.output().count("step_cost") == 1

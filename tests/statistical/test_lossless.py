@@ -12,8 +12,9 @@ from support import wrong_rules as wrong
 from support.batched import batched_law
 from support.models import Model, deep_models, test_models
 
+from benchmarks.rows import quantise
 from rootward.core import TokenTree
-from rootward.core.distribution import DraftDistribution, quantise
+from rootward.core.distribution import DraftDistribution
 
 MODELS = test_models()
 DEEP = deep_models()

@@ -12,8 +12,9 @@ from support.models import Model, random_model
 from support.random_trees import random_round
 from support.rows import draw_children
 
+from benchmarks.rows import quantise
 from rootward.core import TokenTree, verification
-from rootward.core.distribution import greedy_family, quantise
+from rootward.core.distribution import greedy_family
 from rootward.core.rng import Key, bonus_gumbel, coins, draw_words, target_gumbel
 from rootward.core.verification import bonus_token, stop_node
 

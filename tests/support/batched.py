@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike
 
 from rootward.core.law import VerificationLaw
 from rootward.core.tree import TokenTree
-from rootward.engine.verify import Forest, forest_law, gather_ids
+from rootward.engine.verify import Forest, ForestLaw, forest_law, gather_ids
 
 
 def batched_law(
@@ -23,7 +23,17 @@ def batched_law(
     """The law of one round over the vocabulary: what the engine computes from atoms and weights int[N, K] and rows float[N, V]."""
     forest = Forest.of([tree], [algorithm], [copies], None if order is None else np.asarray(order, dtype=np.float64))
     ids = gather_ids(forest, atoms)
-    return forest_law(forest, ids, weight, *split(target, ids)).dense(0, tree, target)
+    return dense_law(forest_law(forest, ids, weight, *split(target, ids)), 0, tree, target)
+
+
+def dense_law(law: ForestLaw, b: int, tree: TokenTree, target: ArrayLike) -> VerificationLaw:
+    """The law of tree b over the vocabulary. target float64[N, V]."""
+    nodes = slice(int(law.forest.start[b]), int(law.forest.start[b + 1]))
+    residual = np.asarray(target, dtype=np.float64) * law.tail_scale[nodes, None]
+    node, column = np.nonzero(law.ids[nodes] >= 0)
+    residual[node, law.ids[nodes][node, column]] = law.residual[nodes][node, column]
+    arrays = (law.stop[nodes].copy(), residual, law.entry[nodes].copy(), law.budget[nodes].copy())
+    return VerificationLaw(law.forest.algorithm[b], tree, *arrays)
 
 
 def split(target: ArrayLike, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.rows import quantise
 from rootward.core import TokenTree
-from rootward.core.distribution import DraftDistribution, quantise
+from rootward.core.distribution import DraftDistribution
 
 
 @dataclass(frozen=True)

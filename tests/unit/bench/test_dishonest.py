@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.dishonest import KINDS, cheat_of, peeked
+from benchmarks.rows import quantise
 from rootward.core.audit import Draws, Record
-from rootward.core.distribution import quantise
 
 VOCAB = 300
 

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from support.rows import draw_children
 
+from benchmarks.rows import quantise, quantise_top
 from rootward.core.distribution import (
     LARGEST,
     DraftDistribution,
     below,
     greedy_family,
-    quantise,
-    quantise_top,
     top,
 )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.waits import Waits
 
-from rootward.core.distribution import quantise_top
+from benchmarks.rows import quantise_top
 from rootward.core.requests import Sampling
 from rootward.engine import atoms
 from rootward.engine.atoms import Found, atoms_of, fetched, likely_tokens, reduced

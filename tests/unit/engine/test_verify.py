@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.batched import batched_law
+from support.batched import batched_law, dense_law
 from support.random_trees import Round, random_round
 
 from rootward.core import TokenTree, verification
@@ -138,7 +138,7 @@ def oracle(case: Case, r: Round, target: np.ndarray):
 def assert_is_the_oracle(batch: Batch, tolerance: float, *, twist: bool) -> None:
     """Where P = Q up to rounding (twist), the budgets of nodes that are never reached are rounding noise and are not compared."""
     for b, (case, r) in enumerate(zip(batch.cases, batch.rounds, strict=True)):
-        want, got = oracle(case, r, batch.target(b)), batch.law.dense(b, r.tree, batch.target(b))
+        want, got = oracle(case, r, batch.target(b)), dense_law(batch.law, b, r.tree, batch.target(b))
         assert got.stop.sum() == pytest.approx(1.0, abs=1e-12)
         if case.algorithm == "multi_step":
             stop = np.mean([law.stop for law in over_orders(r, batch.target(b))], axis=0)
@@ -233,7 +233,7 @@ def test_stop_nodes_are_those_of_the_oracle():
         found = stop_nodes(batch.law, coins) - batch.law.forest.start[:-1]
         for b, (case, r) in enumerate(zip(batch.cases, batch.rounds, strict=True)):
             if case.algorithm != "multi_step":
-                one = batch.law.dense(b, r.tree, batch.target(b))
+                one = dense_law(batch.law, b, r.tree, batch.target(b))
                 assert found[b] == verification.stop_node(one, coins[batch.nodes(b)])
 
 
@@ -256,7 +256,7 @@ def test_bonus_tokens_follow_the_residual_distribution(dtype):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("rootward.engine.verify.bonus_coin", lambda u: u)
                 tokens = draw_bonus(batch.probs, batch.law, stop, [(u,) for u in grid])
-            row = batch.law.dense(b, batch.rounds[b].tree, batch.target(b)).residual[node]
+            row = dense_law(batch.law, b, batch.rounds[b].tree, batch.target(b)).residual[node]
             assert (row[tokens] > 0.0).all()
             share = np.bincount(tokens, minlength=len(row)) / len(grid)
             np.testing.assert_allclose(share, row, atol=1.5 / len(grid) + DTYPES[dtype])
@@ -267,7 +267,7 @@ def test_a_shared_bonus_is_the_largest_of_residual_and_noise():
     batch = mixed(rng, twist=False)
     stop = np.argmax(batch.law.stop[batch.nodes(0)]) + np.zeros(50, dtype=np.int64)
     at = [(Key(9), 1, position) for position in range(50)]
-    row = batch.law.dense(0, batch.rounds[0].tree, batch.target(0)).residual[stop[0]]
+    row = dense_law(batch.law, 0, batch.rounds[0].tree, batch.target(0)).residual[stop[0]]
     with np.errstate(divide="ignore"):
         want = [int(np.argmax(np.log(row) + bonus_gumbel(*place, len(row)))) for place in at]
     assert shared_bonus(batch.probs, batch.law, stop, at).tolist() == want
