@@ -111,7 +111,9 @@ class GrammarCheck:
         return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
 
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
-        if self._child is None or self._child.returncode is not None:
+        stdin = None if self._child is None else self._child.stdin
+        if stdin is None or stdin.is_closing():  # the pipe is known to be closed before the end of the process is
+            await self.close()
             command = (sys.executable, "-m", "gateway.grammar_check")
             self._child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER

@@ -6,13 +6,15 @@ bfloat16, which numba does not know: such arrays come as int16.
 
 The first call of a kernel compiles it, which takes seconds; the result is kept in the user's cache directory.
 
-Legend: N rows, P >= N rows of an array whose last ones are padding, E hidden, H query heads, S heads of K and V, D head dimension, C cells,
+Legend: N rows, E hidden, H query heads, S heads of K and V, D head dimension, C cells,
 I intermediate, T float32 or bfloat16.
 """
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,9 @@ from numba.extending import intrinsic, overload  # noqa: E402
 SERVED = (torch.float32, torch.bfloat16)
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
 try:  # numba's other threads take 0.1 ms to start, and end the process if two threads of it use them
+    # torch brings its own OpenMP: with a second one, the threads of each would wait for work on the processors that the other's need
+    for library in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     import numba.np.ufunc.omppool
 
     HAS_OPENMP = True
@@ -116,17 +121,17 @@ def _exp(x: Any) -> Any:
 
 @kernel
 def norm(x: Any, delta: Any, weight: Any, eps: float, out: Any) -> None:
-    """x float32[N, E] += delta T[P, E], unless that is None; out T[P, E] = x · weight / √(mean x² + eps)."""
+    """x float32[N, E] += delta float32[N, E], unless that is None; out float32[N, E] = x · weight / √(mean x² + eps)."""
     num, size = x.shape
     for n in range(num):
         total = np.float32(0)
         for e in range(size):
             if delta is not None:
-                x[n, e] += load(delta[n, e])
+                x[n, e] += delta[n, e]
             total += x[n, e] * x[n, e]
         scale = np.float32(1 / np.sqrt(np.float64(total) / size + eps))
         for e in range(size):
-            store(out, n, e, x[n, e] * scale * weight[e])
+            out[n, e] = x[n, e] * scale * weight[e]
 
 
 @kernel
@@ -142,7 +147,7 @@ def rotate(
     keys: Any,
     values: Any,
 ) -> None:
-    """Queries, keys and values of qkv T[P, (H + 2S) · D], one after the other: to query float32[N, H, D], and to cells int64[N] of
+    """Queries, keys and values of qkv float32[N, (H + 2S) · D], one after the other: to query float32[N, H, D], and to cells int64[N] of
     keys and values T[C, S, D].
 
     Queries and keys are multiplied by the norms float32[H + S, D] of their heads, unless these are None, and rotated as transformers'
@@ -158,7 +163,7 @@ def rotate(
         for h in range(heads + shared):
             scale = np.float32(1)
             for d in range(dim):
-                row[d] = load(qkv[n, h * dim + d])
+                row[d] = qkv[n, h * dim + d]
             if head_norms is not None:
                 total = np.float32(0)
                 for d in range(dim):
@@ -177,7 +182,7 @@ def rotate(
                     store(flat_keys, cell, first + half + d, row[half + d] * cos[at, d] + row[d] * sin[at, d])
         first = (heads + shared) * dim
         for i in range(shared * dim):
-            flat_values[cell, i] = qkv[n, first + i]
+            store(flat_values, cell, i, qkv[n, first + i])
 
 
 @part
@@ -264,7 +269,7 @@ def attention(
     sinks: Any,
     out: Any,
 ) -> None:
-    """What row n of query float32[N, H, D] reads of keys and values T[C, S, D]: out T[P, H · D].
+    """What row n of query float32[N, H, D] reads of keys and values T[C, S, D]: out float32[N, H · D].
 
     It sees positions first[n] to length[b] of its entry b = entry[n], whose cell i is cell i mod block_size of block i div block_size of
     blocks int64[B, M]; and behind them the cells nodes[node_start[n] : node_start[n + 1]]. Rows of entry -1 are padding and get 0.
@@ -300,14 +305,14 @@ def attention(
         _weighted(weight, values, cells, seen, h, found)
         for g in range(group):
             for i in range(dim):
-                store(out, n, (h * group + g) * dim + i, found[g, i])
+                out[n, (h * group + g) * dim + i] = found[g, i]
 
 
 @parallel_kernel
-def gate(gate_up: Any, num: int, out: Any) -> None:
-    """SiLU of the first half of gate_up T[P, 2I] times its second half: the first `num` rows of out T[P, I]."""
-    size = out.shape[1]
+def gate(gate_up: Any, out: Any) -> None:
+    """SiLU of the first half of gate_up float32[N, 2I] times its second half: out float32[N, I]."""
+    num, size = out.shape
     for n in numba.prange(num):
         for i in range(size):
-            x = load(gate_up[n, i])
-            store(out, n, i, x / (np.float32(1) + _exp(-x)) * load(gate_up[n, size + i]))
+            x = gate_up[n, i]
+            out[n, i] = x / (np.float32(1) + _exp(-x)) * gate_up[n, size + i]

@@ -59,11 +59,11 @@ class Target:
     def output_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of the output matrix [n, E]."""
         head = self.network.get_output_embeddings()
+        if isinstance(head, Linear):
+            return head.weight_of(ids)
         weight = head.weight
         if self.network.config.get_text_config().tie_word_embeddings:
             weight = self.embedding
-        elif isinstance(head, Linear) and head.choice.packed:
-            weight = weight.to_dense()
         rows: torch.Tensor = weight.index_select(0, ids)
         return rows
 

@@ -160,7 +160,7 @@ class HuggingFaceModel(SlottedModel):
     def lossless(self) -> str:
         """What equals plain decoding at temperature 0: "bitwise" if a row's logits have the same bits whatever rows are beside it;
         "distribution" if texts may differ where two tokens nearly tie. The distribution of texts is the network's in any case."""
-        return "bitwise" if self.llama is not None and self.llama.invariant else "distribution"
+        return "bitwise" if self.llama is not None else "distribution"
 
     @torch.inference_mode()
     def forward(
