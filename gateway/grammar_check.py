@@ -111,17 +111,17 @@ class GrammarCheck:
         return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
 
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
-        stdin = None if self._child is None else self._child.stdin
-        if stdin is None or stdin.is_closing():  # the pipe is known to be closed before the end of the process is
+        child = self._child
+        if child is None or child.stdin is None or child.stdin.is_closing():  # known before the end of the process is
             await self.close()
             command = (sys.executable, "-m", "gateway.grammar_check")
-            self._child = await asyncio.create_subprocess_exec(
+            child = self._child = await asyncio.create_subprocess_exec(
                 *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
             )
             async with asyncio.timeout(START_S):
                 vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
-                await _exchange(self._child, vocabulary)
-        return self._child
+                await _exchange(child, vocabulary)
+        return child
 
 
 def beyond_limits(wanted: Structure) -> Refusal | None:

@@ -58,15 +58,15 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
 
 
-def keep_compiled_kernels() -> None:
-    """Have numba keep what it compiles in the user's cache; where that cannot be written, in a folder that only this process uses: the
-    files are pickles, so nobody else may write there. To be called before numba is imported."""
-    folder = user_cache() / "kernels"
+def folder_of_kernels(version: str) -> Path:
+    """Where numba keeps what it compiles: in the user's cache; where that cannot be written, in a folder that only this process uses. The
+    files are pickles, so nobody else may write there."""
+    folder = user_cache() / "kernels" / version
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # a container whose file system is read-only
         folder = Path(tempfile.mkdtemp(prefix="rootward-kernels-"))
-    os.environ.setdefault("NUMBA_CACHE_DIR", str(folder))
+    return folder
 
 
 class ServiceSettings(BaseSettings):

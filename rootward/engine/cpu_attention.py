@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from rootward.engine.kv_cache import PagedLayer
 
 Floats = NDArray[np.float32]
+ROWS_OF_PART = 4  # read their keys together
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VisibleKeys:
     """What the rows of a step see, as `cpu_kernels.attention` takes it."""
 
-    entry: Ints
+    part_entry: Ints
+    part_start: Ints
     first: Ints
     length: Ints
     blocks: Ints
@@ -40,15 +42,17 @@ class VisibleKeys:
     nodes: Ints
 
     @property
-    def arguments(self) -> tuple[Ints, Ints, Ints, Ints, int, Ints, Ints]:
+    def arguments(self) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, Ints]:
         """In the order of the kernel."""
-        return self.entry, self.first, self.length, self.blocks, self.block_size, self.node_start, self.nodes
+        rows = self.part_entry, self.part_start, self.first
+        return *rows, self.length, self.blocks, self.block_size, self.node_start, self.nodes
 
 
 def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int, window: int | None) -> VisibleKeys:
     """Of a step of `num_rows` rows, in which those of the entries begin at `offsets`; others are padding. `window`: None if rows see all
     that is behind them."""
-    entry, first, count = np.full(num_rows, -1), np.zeros(num_rows, np.int64), np.zeros(num_rows + 1, np.int64)
+    first, count = np.zeros(num_rows, np.int64), np.zeros(num_rows + 1, np.int64)
+    parts: dict[int, int] = {}  # entry by first row
     blocks = np.zeros((len(entries), max(1, *(len(e.table) for e in entries))), np.int64)
     nodes = []
     for b, (own, offset) in enumerate(zip(entries, offsets, strict=True)):
@@ -58,12 +62,17 @@ def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int
         if window is not None:
             first[rows] = np.clip(plan.positions - window + 1, 0, plan.length)
             sees = sees & (plan.positions[:, None] - plan.position[order] < window)
-        entry[rows], count[offset + 1 : offset + 1 + plan.num_rows] = b, sees.sum(1)
+        count[offset + 1 : offset + 1 + plan.num_rows] = sees.sum(1)
+        parts |= dict.fromkeys(range(offset, rows.stop, ROWS_OF_PART), b)
+        parts[rows.stop] = -1
         blocks[b, : len(own.table)] = own.table.blocks
         nodes.append(own.table.cells(plan.scratch[order])[np.nonzero(sees)[1]])
     length = np.array([e.plan.length for e in entries], np.int64)
     size = entries[0].table.block_size
-    return VisibleKeys(entry, first, length, blocks, size, np.cumsum(count), np.concatenate(nodes))
+    part_start = np.array([*parts, num_rows])
+    return VisibleKeys(
+        np.array([*parts.values()]), part_start, first, length, blocks, size, np.cumsum(count), np.concatenate(nodes)
+    )
 
 
 @cache

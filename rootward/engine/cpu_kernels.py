@@ -1,8 +1,8 @@
-"""What stands between the linear layers of a network of the Llama family, compiled for this processor by numba.
+"""What a network of the Llama family is made of, compiled for this processor by numba.
 
-Each row is computed on its own, and its keys are read from a list in the order of positions. So a row has the same bits alone, in a tree,
-in a chunk of a prompt and in a batch, whatever the compiler makes of the loops. Everything is computed in float32; weights and cells may be
-bfloat16, which numba does not know: such arrays come as int16.
+Each number of a row is summed up in one order, and its keys are read from a list in the order of positions. So a row has the same bits
+alone, in a tree, in a chunk of a prompt and in a batch, whatever the compiler makes of the loops. Everything is computed in float32;
+weights and cells may be bfloat16, which numba does not know: such arrays come as integers.
 
 The first call of a kernel compiles it, which takes seconds; the result is kept in the user's cache directory.
 
@@ -14,21 +14,36 @@ I intermediate, T float32 or bfloat16.
 from __future__ import annotations
 
 import ctypes
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from numba.extending import intrinsic, overload
+from torch.nn import functional
 
-from rootward.settings import keep_compiled_kernels
-
-keep_compiled_kernels()
-
-import numba  # noqa: E402  # reads the variable when it is imported
-from numba.extending import intrinsic, overload  # noqa: E402
+from rootward.engine import cpu_tiles
+from rootward.engine.cpu_tiles import (
+    CHUNK,
+    DOT_KEYS,
+    DOT_ROWS,
+    GROUP,
+    LANES,
+    LINEAR_ROWS,
+    SUM_ROWS,
+    dot_tile,
+    linear_tile,
+    sum_tile,
+)
+from rootward.settings import folder_of_kernels
 
 SERVED = (torch.float32, torch.bfloat16)
+# numba looks at the file of a kernel alone, to see whether it has changed
+sources = b"".join(Path(str(file)).read_bytes() for file in (__file__, cpu_tiles.__file__))
+numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
 try:  # numba's other threads take 0.1 ms to start, and end the process if two threads of it use them
     # torch brings its own OpenMP: with a second one, the threads of each would wait for work on the processors that the other's need
@@ -186,31 +201,6 @@ def rotate(
 
 
 @part
-def _scores(query: Any, keys: Any, cells: Any, num: int, n: int, h: int, scaling: float, out: Any) -> None:
-    """out[g, j] = scaling · query[n, h · G + g] · keys[cells[j], h], four keys at a time."""
-    group, dim = out.shape[0], query.shape[2]
-    fours = num // 4 * 4
-    for j in range(0, fours, 4):
-        a, b, c, d = cells[j], cells[j + 1], cells[j + 2], cells[j + 3]
-        for g in range(group):
-            head = h * group + g
-            p, q, r, s = np.float32(0), np.float32(0), np.float32(0), np.float32(0)
-            for i in range(dim):
-                x = query[n, head, i]
-                p += x * load(keys[a, h, i])
-                q += x * load(keys[b, h, i])
-                r += x * load(keys[c, h, i])
-                s += x * load(keys[d, h, i])
-            out[g, j], out[g, j + 1], out[g, j + 2], out[g, j + 3] = scaling * p, scaling * q, scaling * r, scaling * s
-    for j in range(fours, num):
-        for g in range(group):
-            p = np.float32(0)
-            for i in range(dim):
-                p += query[n, h * group + g, i] * load(keys[cells[j], h, i])
-            out[g, j] = scaling * p
-
-
-@part
 def _softmax(score: Any, num: int, sink: float) -> None:
     """In place, of the first `num`. `sink`: one more score, whose weight nobody gets; -inf if there is none."""
     most = sink
@@ -227,29 +217,109 @@ def _softmax(score: Any, num: int, sink: float) -> None:
 
 
 @part
-def _weighted(weight: Any, values: Any, cells: Any, num: int, h: int, out: Any) -> None:
-    """out[g] = Σ weight[g, j] · values[cells[j], h], eight values at a time."""
-    group, dim = out.shape
-    eights = num // 8 * 8
-    out[:] = np.float32(0)
-    for j in range(0, eights, 8):
-        a, b, c, d = cells[j], cells[j + 1], cells[j + 2], cells[j + 3]
-        e, f, k, m = cells[j + 4], cells[j + 5], cells[j + 6], cells[j + 7]
-        for g in range(group):
-            p, q, r, s = weight[g, j], weight[g, j + 1], weight[g, j + 2], weight[g, j + 3]
-            t, u, v, w = weight[g, j + 4], weight[g, j + 5], weight[g, j + 6], weight[g, j + 7]
-            for i in range(dim):
-                out[g, i] += (
-                    (p * load(values[a, h, i]) + q * load(values[b, h, i]))
-                    + (r * load(values[c, h, i]) + s * load(values[d, h, i]))
-                ) + (
-                    (t * load(values[e, h, i]) + u * load(values[f, h, i]))
-                    + (v * load(values[k, h, i]) + w * load(values[m, h, i]))
-                )
-    for j in range(eights, num):
-        for g in range(group):
-            for i in range(dim):
-                out[g, i] += weight[g, j] * load(values[cells[j], h, i])
+def _linear_rows(num, x, n, weight, g, bias, out, m, o):
+    """`linear_tile` of a number of rows that is known only now."""
+    if num >= 8:
+        linear_tile(8, x, n, weight, g, bias, out, m, o)
+    elif num == 7:
+        linear_tile(7, x, n, weight, g, bias, out, m, o)
+    elif num == 6:
+        linear_tile(6, x, n, weight, g, bias, out, m, o)
+    elif num == 5:
+        linear_tile(5, x, n, weight, g, bias, out, m, o)
+    elif num == 4:
+        linear_tile(4, x, n, weight, g, bias, out, m, o)
+    elif num == 3:
+        linear_tile(3, x, n, weight, g, bias, out, m, o)
+    elif num == 2:
+        linear_tile(2, x, n, weight, g, bias, out, m, o)
+    else:
+        linear_tile(1, x, n, weight, g, bias, out, m, o)
+
+
+@parallel_kernel
+def linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    """out float32[N, O] = bias + weight · x float32[N, I], for a weight and a bias as `packed` and `packed_bias` make them; I >= 1, and
+    even for a weight in bfloat16."""
+    num, num_out = out.shape
+    for g in numba.prange(len(weight)):
+        whole = min(GROUP, num_out - g * GROUP)
+        spare = np.empty((LINEAR_ROWS if whole < GROUP else 0, GROUP), np.float32)
+        for n in range(0, num, LINEAR_ROWS):
+            rows = min(LINEAR_ROWS, num - n)
+            if whole == GROUP:
+                _linear_rows(rows, x, n, weight, g, bias, out, n, g * GROUP)
+            else:
+                _linear_rows(rows, x, n, weight, g, bias, spare, 0, 0)
+                out[n : n + rows, g * GROUP :] = spare[:rows, :whole]
+
+
+@part
+def _scores(x, first, last, keys, cells, h, out, j):
+    """out[m, j + i] = x[m] · keys[cells[i], h] for first <= m < last. `cells` are filled up to a multiple of DOT_KEYS, and so is `out`."""
+    dim = x.shape[1]
+    whole = dim // LANES * LANES
+    for k in range(0, len(cells), DOT_KEYS):
+        m = first
+        while whole > 0 and m < last:
+            rows = min(DOT_ROWS, last - m)
+            if rows >= 6:
+                dot_tile(6, x, m, keys, cells, k, h, out, j + k)
+                m += 6
+            elif rows >= 4:
+                dot_tile(4, x, m, keys, cells, k, h, out, j + k)
+                m += 4
+            elif rows == 3:
+                dot_tile(3, x, m, keys, cells, k, h, out, j + k)
+                m += 3
+            elif rows == 2:
+                dot_tile(2, x, m, keys, cells, k, h, out, j + k)
+                m += 2
+            else:
+                dot_tile(1, x, m, keys, cells, k, h, out, j + k)
+                m += 1
+        if whole < dim:
+            for m in range(first, last):
+                for i in range(k, k + DOT_KEYS):
+                    total = np.float32(0) if whole == 0 else out[m, j + i]
+                    for d in range(whole, dim):
+                        total += x[m, d] * load(keys[cells[i], h, d])
+                    out[m, j + i] = total
+
+
+@part
+def _weighted(x, first, last, j, values, cells, h, out):
+    """out[m] += Σ_i x[m, j + i] · values[cells[i], h] for first <= m < last."""
+    dim = out.shape[1]
+    whole = dim // CHUNK * CHUNK
+    if len(cells) == 0:
+        return
+    for d in range(0, whole, CHUNK):
+        m = first
+        while m < last:
+            rows = min(SUM_ROWS, last - m)
+            if rows >= 8:
+                sum_tile(8, x, m, j, values, cells, h, out, d)
+                m += 8
+            elif rows >= 6:
+                sum_tile(6, x, m, j, values, cells, h, out, d)
+                m += 6
+            elif rows >= 4:
+                sum_tile(4, x, m, j, values, cells, h, out, d)
+                m += 4
+            elif rows == 3:
+                sum_tile(3, x, m, j, values, cells, h, out, d)
+                m += 3
+            elif rows == 2:
+                sum_tile(2, x, m, j, values, cells, h, out, d)
+                m += 2
+            else:
+                sum_tile(1, x, m, j, values, cells, h, out, d)
+                m += 1
+    for i in range(len(cells) if whole < dim else 0):
+        for m in range(first, last):
+            for d in range(whole, dim):
+                out[m, d] += x[m, j + i] * load(values[cells[i], h, d])
 
 
 @parallel_kernel
@@ -257,7 +327,8 @@ def attention(
     query: Any,
     keys: Any,
     values: Any,
-    entry: Any,
+    part_entry: Any,
+    part_start: Any,
     first: Any,
     length: Any,
     blocks: Any,
@@ -271,41 +342,61 @@ def attention(
 ) -> None:
     """What row n of query float32[N, H, D] reads of keys and values T[C, S, D]: out float32[N, H · D].
 
-    It sees positions first[n] to length[b] of its entry b = entry[n], whose cell i is cell i mod block_size of block i div block_size of
-    blocks int64[B, M]; and behind them the cells nodes[node_start[n] : node_start[n + 1]]. Rows of entry -1 are padding and get 0.
-    Scores s become softcap · tanh(s / softcap), if that is above 0. sinks float32[H]: one more score a head, whose
-    weight nobody gets; -inf if there is none.
+    Rows part_start[i] to part_start[i + 1] belong to entry b = part_entry[i]. Each sees positions first[n] to length[b] of it, whose cell i
+    is cell i mod block_size of block i div block_size of blocks int64[B, M]; and behind them the cells
+    nodes[node_start[n] : node_start[n + 1]]. Rows of no entry (-1) are padding and get 0. Scores s become softcap · tanh(s / softcap), if
+    that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf if there is none.
     """
-    num, heads, _ = query.shape
-    shared, dim = values.shape[1], values.shape[2]
-    group = heads // shared
-    for item in numba.prange(num * shared):
-        n, h = item // shared, item % shared
-        b, seen = entry[n], 0
+    heads, shared = query.shape[1], keys.shape[1]
+    group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]
+    for item in numba.prange(len(part_entry) * shared):
+        p, h = item // shared, item % shared
+        b, low, high = part_entry[p], part_start[p], part_start[p + 1]
         if b < 0:
-            out[n, h * group * dim : (h + 1) * group * dim] = 0
+            out[low:high, h * group * dim_v : (h + 1) * group * dim_v] = 0
             continue
-        start = first[n]
-        most = length[b] - start + node_start[n + 1] - node_start[n]
-        cells = np.empty(most, np.int64)
-        for i in range(start, length[b]):
-            cells[seen] = blocks[b, i // block_size] * block_size + i % block_size
-            seen += 1
-        for i in range(node_start[n], node_start[n + 1]):
-            cells[seen] = nodes[i]
-            seen += 1
-        weight = np.empty((group, most), np.float32)
-        found = np.empty((group, dim), np.float32)
-        _scores(query, keys, cells, seen, n, h, np.float32(scaling), weight)
-        for g in range(group):
-            if softcap > 0:
-                for j in range(seen):
-                    weight[g, j] = np.float32(softcap * np.tanh(weight[g, j] / softcap))
-            _softmax(weight[g], seen, sinks[h * group + g])
-        _weighted(weight, values, cells, seen, h, found)
-        for g in range(group):
-            for i in range(dim):
-                out[n, (h * group + g) * dim + i] = found[g, i]
+        start, most = length[b], 0
+        for n in range(low, high):
+            start, most = min(start, first[n]), max(most, node_start[n + 1] - node_start[n])
+        num = length[b] - start
+        cells = np.empty(num + DOT_KEYS, np.int64)
+        for i in range(num):
+            cells[i] = blocks[b, (start + i) // block_size] * block_size + (start + i) % block_size
+        padded = -(-num // DOT_KEYS) * DOT_KEYS
+        for i in range(num, padded):
+            cells[i] = cells[0]
+        num_heads = (high - low) * group
+        x = np.empty((num_heads, dim), np.float32)
+        for n in range(low, high):
+            for g in range(group):
+                for d in range(dim):
+                    x[(n - low) * group + g, d] = query[n, h * group + g, d] * np.float32(scaling)
+        weight = np.empty((num_heads, num + most + DOT_KEYS), np.float32)
+        found = np.zeros((num_heads, dim_v), np.float32)
+        _scores(x, 0, num_heads, keys, cells[:padded], h, weight, 0)
+        own = np.empty(most + DOT_KEYS, np.int64)
+        for n in range(low, high):
+            count, m = node_start[n + 1] - node_start[n], (n - low) * group
+            own[:count] = nodes[node_start[n] : node_start[n + 1]]
+            padded = -(-count // DOT_KEYS) * DOT_KEYS
+            for i in range(count, padded):
+                own[i] = own[0]
+            _scores(x, m, m + group, keys, own[:padded], h, weight, num)
+            skipped = first[n] - start
+            for g in range(group):
+                score = weight[m + g, skipped : num + count]
+                if softcap > 0:
+                    for j in range(len(score)):
+                        score[j] = np.float32(softcap * np.tanh(score[j] / softcap))
+                _softmax(score, len(score), sinks[h * group + g])
+                weight[m + g, :skipped] = 0
+        _weighted(weight, 0, num_heads, 0, values, cells[:num], h, found)
+        for n in range(low, high):
+            m, own_nodes = (n - low) * group, nodes[node_start[n] : node_start[n + 1]]
+            _weighted(weight, m, m + group, num, values, own_nodes, h, found)
+            for g in range(group):
+                for d in range(dim_v):
+                    out[n, (h * group + g) * dim_v + d] = found[m + g, d]
 
 
 @parallel_kernel
@@ -316,3 +407,24 @@ def gate(gate_up: Any, out: Any) -> None:
         for i in range(size):
             x = gate_up[n, i]
             out[n, i] = x / (np.float32(1) + _exp(-x)) * gate_up[n, size + i]
+
+
+def packed(weight: torch.Tensor) -> Any:
+    """A layer's weight [O, I], float32 or bfloat16, as `linear` takes it: [⌈O / GROUP⌉, I, GROUP], or with half as many pairs."""
+    num_out, num_in = weight.shape
+    odd = num_in % 2 if weight.dtype == torch.bfloat16 else 0
+    filled = functional.pad(weight.detach(), (0, odd, 0, -num_out % GROUP))
+    words = filled if weight.dtype == torch.float32 else filled.view(torch.int32)
+    return words.view(-1, GROUP, words.shape[1]).transpose(1, 2).contiguous().numpy()
+
+
+def packed_bias(bias: torch.Tensor | None, num_out: int) -> Any:
+    """float32[⌈O / GROUP⌉, GROUP]; 0 where there is none."""
+    own = torch.zeros(num_out) if bias is None else bias.detach().float()
+    return functional.pad(own, (0, -num_out % GROUP)).view(-1, GROUP).numpy()
+
+
+def unpacked(weight: Any, outputs: torch.Tensor, num_in: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [n, I] of a layer's weight that `packed` has put into order, for these outputs int64[n]."""
+    words = torch.from_numpy(weight)[outputs // GROUP, :, outputs % GROUP]
+    return words.view(dtype).narrow(1, 0, num_in)

@@ -1,7 +1,6 @@
 """Linear layers for a CPU, and a network of the Llama family in few operations on top of them.
 
-Every row has the same bits whatever is computed beside it: `cpu_linear` for the linear layers of any network, `cpu_kernels` for what stands
-between them in one of the Llama family.
+Every row has the same bits whatever is computed beside it: `cpu_kernels`.
 
 What a short probe cannot see (a scale that only long texts get) is excluded by name: KINDS are the architectures of transformers that
 compute what is written here. Their modules must be those that are expected, as they were published, and the load probe compares with the
@@ -21,10 +20,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from rootward.engine import cpu_kernels, cpu_linear
+from rootward.engine import cpu_kernels
 from rootward.engine.batch import Step
 from rootward.engine.cpu_attention import no_sinks
-from rootward.engine.cpu_linear import linear
+from rootward.engine.cpu_kernels import linear
 from rootward.engine.kv_cache import PagedLayer
 
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -38,14 +37,14 @@ FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # rotations that depend on
 
 
 class Linear(torch.nn.Module):
-    """`torch.nn.Linear` for inference on a CPU, by `cpu_linear`: a row's result does not depend on the other rows. The plain weight is not
+    """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not
     kept."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
-        self.packed, self.bias = cpu_linear.packed(weight), cpu_linear.packed_bias(bias, self.out_features)
+        self.packed, self.bias = cpu_kernels.packed(weight), cpu_kernels.packed_bias(bias, self.out_features)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., out] of [..., in], in the type of the rows."""
@@ -59,7 +58,7 @@ class Linear(torch.nn.Module):
 
     def weight_of(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [n, in] of the weight, for these outputs int64[n]."""
-        return cpu_linear.unpacked(self.packed, outputs, self.in_features, self.dtype)
+        return cpu_kernels.unpacked(self.packed, outputs, self.in_features, self.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"

@@ -66,7 +66,12 @@ def grow(slots: Slots, slot: int, rng: np.random.Generator, num: int, chain: flo
 
 
 def random_case(
-    seed: int, lengths: tuple[int, ...], widths: tuple[int, ...], dim_v: int = DIM, old: bool = True
+    seed: int,
+    lengths: tuple[int, ...],
+    widths: tuple[int, ...],
+    dim_v: int = DIM,
+    old: bool = True,
+    dim: int = DIM,
 ) -> Case:
     """Sessions grown side by side, in small blocks and a fragmented pool."""
     rng = np.random.default_rng(seed)
@@ -89,15 +94,15 @@ def random_case(
     batch = [grow(slots, slot, rng, num) for slot, num in zip(mine, widths, strict=True)]
     with slots.placed(batch) as entries:
         step = Step(entries, [range(len(r.node)) for r in batch], slots.size, torch.device("cpu"))
-    return with_storage(step, dim_v)
+    return with_storage(step, dim, dim_v)
 
 
-def with_storage(step: Step, dim_v: int) -> Case:
+def with_storage(step: Step, dim: int, dim_v: int) -> Case:
     """What nobody may look at is NaN."""
     rng = torch.Generator().manual_seed(0)
     layer = PagedLayer(step.size, None)
     num, width = step.ids.shape
-    key, value = (torch.randn(num, width, SHARED, d, generator=rng) for d in (DIM, dim_v))
+    key, value = (torch.randn(num, width, SHARED, d, generator=rng) for d in (dim, dim_v))
     layer.lazy_initialization(key.transpose(1, 2), value.transpose(1, 2))
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
@@ -105,14 +110,14 @@ def with_storage(step: Step, dim_v: int) -> Case:
         cells = torch.from_numpy(
             np.concatenate([entry.table.cells(np.arange(entry.plan.length)), entry.table.cells(entry.plan.scratch)])
         )
-        layer.keys[cells] = torch.randn(len(cells), SHARED, DIM, generator=rng)
+        layer.keys[cells] = torch.randn(len(cells), SHARED, dim, generator=rng)
         layer.values[cells] = torch.randn(len(cells), SHARED, dim_v, generator=rng)
     for b, entry in enumerate(step.entries):  # padding rows repeat row 0
         key[b, entry.plan.num_rows :], value[b, entry.plan.num_rows :] = key[b, 0], value[b, 0]
     layer.keys[step.write] = key.flatten(0, 1)
     layer.values[step.write] = value.flatten(0, 1)
     layer.keys[-1] = layer.values[-1] = torch.nan
-    query = torch.randn(num, HEADS, width, DIM, generator=rng)
+    query = torch.randn(num, HEADS, width, dim, generator=rng)
     return Case(step, layer, query, key.transpose(1, 2), value.transpose(1, 2))
 
 
@@ -155,19 +160,21 @@ def test_sinks_of_other_heads_show() -> None:
     assert float((right[0, 0] - wrong[0, 0]).abs().max()) > 1e-3
 
 
-def test_a_row_has_the_same_bits_in_bfloat16_whatever_is_beside_it() -> None:
+@pytest.mark.parametrize("dim", [DIM, 64, 80])
+def test_a_row_has_the_same_bits_in_bfloat16_whatever_is_beside_it(dim: int) -> None:
     """As long as it sees the same keys in the order of positions, wherever they lie."""
-    case = random_case(1, (300,), (1,), old=False)
+    case = random_case(1, (300,), (1,), old=False, dim=dim, dim_v=dim)
     for storage in ("keys", "values"):
         setattr(case.layer, storage, getattr(case.layer, storage).bfloat16())
     case.layer.arrays = tuple(cpu_kernels.array_of(of) for of in (case.layer.keys, case.layer.values))
     alone = case.attended(None)[0, 0]
-    visible, query = case.step.visible(None), case.query.transpose(1, 2).reshape(1, HEADS, DIM)
+    visible, query = case.step.visible(None), case.query.transpose(1, 2).reshape(1, HEADS, dim)
     cells = [
         visible.blocks[0, i // visible.block_size] * visible.block_size + i % visible.block_size for i in range(300)
     ]
     beside = VisibleKeys(
-        entry=np.array([0, -1, 0]),
+        part_entry=np.array([0, -1, 0]),
+        part_start=np.array([0, 1, 2, 3]),
         first=np.array([40, 0, 0]),
         length=np.array([57]),
         blocks=visible.blocks,
@@ -181,10 +188,11 @@ def test_a_row_has_the_same_bits_in_bfloat16_whatever_is_beside_it() -> None:
     assert torch.isfinite(alone).all()
 
 
-@pytest.mark.parametrize("dim_v", [DIM, 8])
-def test_keys_and_values_may_differ_in_dimension(dim_v: int) -> None:
+@pytest.mark.parametrize(("dim", "dim_v"), [(16, 8), (64, 64), (80, 48), (12, 72), (128, 100)])
+def test_keys_and_values_of_any_dimension(dim: int, dim_v: int) -> None:
+    """Whole vectors of them, parts of one, and both."""
     for window in (None, 11):
-        assert random_case(5, (33, 8, 60), (7, 1, 4), dim_v).error(window) < TOLERANCE
+        assert random_case(5, (33, 8, 60), (7, 1, 4), dim_v, dim=dim).error(window) < TOLERANCE
 
 
 def test_planted_defects_show() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract.families import SUPPORTED, Family
 
-from rootward.engine import cpu_linear
+from rootward.engine import cpu_tiles
 from rootward.engine.layers import Linear, LlamaNetwork, Slice, is_llama, replace_linears
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.passes import TreePass
@@ -156,7 +156,7 @@ def test_a_network_that_reads_weights_gets_them_back() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(96, 70), (cpu_linear.GROUP + 5, 33), (1, 2)])
+@pytest.mark.parametrize("shape", [(96, 70), (cpu_tiles.GROUP + 5, 33), (1, 2)])
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
     shape: tuple[int, int], dtype: torch.dtype, bias: bool

@@ -1,0 +1,252 @@
+"""The inner loops of products on a CPU, written for its vector registers; `cpu_kernels` calls them.
+
+Each function is inlined where numba compiles a call of it. A *tile* is some rows and some vectors of results, which stay in registers while
+what is added up passes by. Every number is one chain of multiplications and additions in a fixed order, so a row has the same bits in
+whatever tile it is computed, and the number of rows decides nothing but how often the other operand is loaded.
+
+Types T are float32 and bfloat16; numba does not know the second, which comes as int16, or as int32 in pairs of which the lower half is the
+first. All become float32 on the way. (The instruction that multiplies such pairs, `vdpbf16ps`, does half as much as two of float32 on the
+Intel Xeon where both were measured, and it rounds the inputs.)
+"""
+
+# mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator,misc,no-any-return"
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import types
+from numba.core.cgutils import get_or_insert_function, unpack_tuple
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array
+
+# numbers in a vector, and rows of a tile with three, two and four vectors: what the registers hold (32, or 16 with AVX2)
+if get_host_cpu_features().get("avx512f"):
+    LANES, LINEAR_ROWS, SUM_ROWS, DOT_ROWS = 16, 8, 8, 6
+elif platform.machine() in ("aarch64", "arm64"):
+    LANES, LINEAR_ROWS, SUM_ROWS, DOT_ROWS = 4, 8, 8, 6
+else:
+    LANES, LINEAR_ROWS, SUM_ROWS, DOT_ROWS = 8, 4, 6, 2
+LINEAR_VECTORS, SUM_VECTORS, DOT_KEYS = 3, 2, 4
+GROUP = LANES * LINEAR_VECTORS  # outputs of a linear layer that lie side by side
+CHUNK = LANES * SUM_VECTORS
+
+HALF, INT, LONG, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+HALVES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (HALF, INT, FLOAT))
+SIXTEEN, UPPER = ir.Constant(INTS, [16] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
+Value = Any  # of LLVM
+
+
+class Code:
+    """What is generated in one call of a tile: its arguments by name, and the operations on them."""
+
+    def __init__(self, context: Any, builder: ir.IRBuilder, signature: Any, names: str, values: Sequence[Value]):
+        self.context, self.builder = context, builder
+        self.kind = dict(zip(names.split(), signature.args, strict=True))
+        self.value = dict(zip(self.kind, values, strict=True))
+
+    def array(self, name: str) -> Any:
+        return make_array(self.kind[name])(self.context, self.builder, self.value[name])
+
+    def stride(self, name: str, axis: int) -> Value:
+        """In bytes."""
+        return unpack_tuple(self.builder, self.array(name).strides, self.kind[name].ndim)[axis]
+
+    def size(self, name: str, axis: int) -> Value:
+        return unpack_tuple(self.builder, self.array(name).shape, self.kind[name].ndim)[axis]
+
+    def address(self, name: str, *index: Value) -> Value:
+        found = self.builder.ptrtoint(self.array(name).data, LONG)
+        for axis, i in enumerate(index):
+            found = self.moved(found, i, self.stride(name, axis))
+        return found
+
+    def moved(self, address: Value, num: Value, stride: Value) -> Value:
+        return self.builder.add(address, self.builder.mul(num, stride))
+
+    def load(self, address: Value, kind: ir.Type) -> Value:
+        loaded = self.builder.load(self.builder.inttoptr(address, ir.PointerType(kind)))
+        loaded.align = 2
+        return loaded
+
+    def store(self, number: Value, address: Value) -> None:
+        self.builder.store(number, self.builder.inttoptr(address, ir.PointerType(number.type))).align = 4
+
+    def floats(self, address: Value, kind: Any) -> Value:
+        """LANES numbers of numba's type `kind` as float32."""
+        if kind != types.int16:
+            return self.load(address, FLOATS)
+        wide = self.builder.zext(self.load(address, HALVES), INTS)
+        return self.builder.bitcast(self.builder.shl(wide, SIXTEEN), FLOATS)
+
+    def everywhere(self, number: Value) -> Value:
+        none = ir.Constant(FLOATS, ir.Undefined)
+        one = self.builder.insert_element(none, number, INT(0))
+        return self.builder.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES))
+
+    def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
+        kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
+        return self.builder.call(
+            get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32"), [x, y, total]
+        )
+
+    def loop(
+        self, num: Value, first: dict[Any, Value], step: Callable[[Value, dict[Any, Value]], dict[Any, Value]]
+    ) -> dict[Any, Value]:
+        """What `first` has become after step(0, ·), ..., step(num - 1, ·); num >= 1."""
+        builder, before = self.builder, self.builder.block
+        body, after = builder.append_basic_block("step"), builder.append_basic_block("after")
+        builder.branch(body)
+        builder.position_at_end(body)
+        k, total = builder.phi(LONG), {place: builder.phi(value.type) for place, value in first.items()}
+        found = step(k, total)
+        following = builder.add(k, LONG(1))
+        k.add_incoming(LONG(0), before)
+        k.add_incoming(following, body)
+        for place, phi in total.items():
+            phi.add_incoming(first[place], before)
+            phi.add_incoming(found[place], body)
+        builder.cbranch(builder.icmp_signed("<", following, num), body, after)
+        builder.position_at_end(after)
+        return found
+
+
+def _typed(generate: Callable[[Code, int], None], names: str, *kinds: Any) -> Any:
+    """What an intrinsic function of numba returns; the first argument is the number of rows, known at compile time."""
+    if not isinstance(kinds[0], types.IntegerLiteral):
+        return None
+    signature = types.void(kinds[0], *(types.intp if isinstance(kind, types.Integer) else kind for kind in kinds[1:]))
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        generate(Code(context, builder, signature, names, values), kinds[0].literal_value)
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@intrinsic(prefer_literal=True)
+def linear_tile(context, rows, x, n, weight, g, bias, out, m, o):
+    """out[m + r, o + i] = bias[g, i] + Σ_k x[n + r, k] · weight[g, k, i] for r < rows and i < GROUP.
+
+    x, bias and out float32; weight float32, or pairs, with half as many k as x has."""
+    return _typed(_linear, "rows x n weight g bias out m o", rows, x, n, weight, g, bias, out, m, o)
+
+
+def _linear(code: Code, rows: int) -> None:
+    builder, vectors, step = code.builder, range(LINEAR_VECTORS), 4 * LANES
+    tile = [(row, vector) for row in range(rows) for vector in vectors]
+    x, weight = code.address("x", code.value["n"]), code.address("weight", code.value["g"])
+    bias, x_stride = code.address("bias", code.value["g"]), code.stride("x", 0)
+    pairs = code.kind["weight"].dtype == types.int32
+
+    def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        total = dict(total)
+        here = code.moved(weight, k, LONG(4 * GROUP))
+        words = [code.load(builder.add(here, LONG(step * vector)), INTS if pairs else FLOATS) for vector in vectors]
+        inputs = [words]
+        if pairs:
+            lower, upper = [builder.shl(word, SIXTEEN) for word in words], [builder.and_(word, UPPER) for word in words]
+            inputs = [[builder.bitcast(word, FLOATS) for word in half] for half in (lower, upper)]
+        for i, weights in enumerate(inputs):
+            of_input = builder.add(code.moved(x, k, LONG(4 * len(inputs))), LONG(4 * i))
+            for row in range(rows):
+                number = code.everywhere(code.load(code.moved(of_input, LONG(row), x_stride), FLOAT))
+                for vector in vectors:
+                    total[row, vector] = code.multiply_add(number, weights[vector], total[row, vector])
+        return total
+
+    first = [code.load(builder.add(bias, LONG(step * vector)), FLOATS) for vector in vectors]
+    found = code.loop(code.size("weight", 1), {(row, vector): first[vector] for row, vector in tile}, add)
+    out, out_stride = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0)
+    for row, vector in tile:
+        code.store(found[row, vector], builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)))
+
+
+@intrinsic(prefer_literal=True)
+def sum_tile(context, rows, x, m, j, rows_of, cells, h, out, d):
+    """out[m + r, d + i] += Σ_k x[m + r, j + k] · rows_of[cells[k], h, d + i] for r < rows, k < len(cells) > 0 and i < CHUNK.
+
+    x and out float32; rows_of T[C, S, D]; cells int64."""
+    return _typed(_sum, "rows x m j rows_of cells h out d", rows, x, m, j, rows_of, cells, h, out, d)
+
+
+def _sum(code: Code, rows: int) -> None:
+    builder, kind = code.builder, code.kind["rows_of"].dtype
+    tile = [(row, vector) for row in range(rows) for vector in range(SUM_VECTORS)]
+    step, width = 4 * LANES, kind.bitwidth // 8 * LANES
+    x, x_stride = code.address("x", code.value["m"], code.value["j"]), code.stride("x", 0)
+    base, cell_stride = code.address("rows_of", LONG(0), code.value["h"], code.value["d"]), code.stride("rows_of", 0)
+    cells = code.address("cells")
+    out, out_stride = code.address("out", code.value["m"], code.value["d"]), code.stride("out", 0)
+    places = {
+        (row, vector): builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)) for row, vector in tile
+    }
+
+    def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        total = dict(total)
+        here = code.moved(base, code.load(code.moved(cells, k, LONG(8)), LONG), cell_stride)
+        values = [code.floats(builder.add(here, LONG(width * vector)), kind) for vector in range(SUM_VECTORS)]
+        weights = code.moved(x, k, LONG(4))
+        for row in range(rows):
+            number = code.everywhere(code.load(code.moved(weights, LONG(row), x_stride), FLOAT))
+            for vector in range(SUM_VECTORS):
+                total[row, vector] = code.multiply_add(number, values[vector], total[row, vector])
+        return total
+
+    found = code.loop(code.size("cells", 0), {place: code.load(at, FLOATS) for place, at in places.items()}, add)
+    for place, at in places.items():
+        code.store(found[place], at)
+
+
+@intrinsic(prefer_literal=True)
+def dot_tile(context, rows, x, m, rows_of, cells, k, h, out, j):
+    """out[m + r, j + i] = Σ_d x[m + r, d] · rows_of[cells[k + i], h, d] for r < rows and i < DOT_KEYS.
+
+    The first ⌊D / LANES⌋ · LANES >= LANES of the dimensions; x and out float32; rows_of T[C, S, D]; cells int64."""
+    return _typed(_dot, "rows x m rows_of cells k h out j", rows, x, m, rows_of, cells, k, h, out, j)
+
+
+def _dot(code: Code, rows: int) -> None:
+    builder, kind, keys = code.builder, code.kind["rows_of"].dtype, range(DOT_KEYS)
+    step, width = 4 * LANES, kind.bitwidth // 8 * LANES
+    x, x_stride, cell_stride = code.address("x", code.value["m"]), code.stride("x", 0), code.stride("rows_of", 0)
+    base, cells = code.address("rows_of", LONG(0), code.value["h"]), code.address("cells", code.value["k"])
+    key = [code.moved(base, code.load(builder.add(cells, LONG(8 * i)), LONG), cell_stride) for i in keys]
+
+    def add(vector: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        total = dict(total)
+        there = [code.floats(code.moved(key[i], vector, LONG(width)), kind) for i in keys]
+        for row in range(rows):
+            here = code.load(code.moved(code.moved(x, LONG(row), x_stride), vector, LONG(step)), FLOATS)
+            for i in keys:
+                total[row, i] = code.multiply_add(here, there[i], total[row, i])
+        return total
+
+    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    num = builder.sdiv(code.size("x", 1), LONG(LANES))
+    found = code.loop(num, {(row, i): zero for row in range(rows) for i in keys}, add)
+    out, out_stride = code.address("out", code.value["m"], code.value["j"]), code.stride("out", 0)
+    for row in range(rows):
+        code.store(_sums(builder, [found[row, i] for i in keys]), code.moved(out, LONG(row), out_stride))
+
+
+def _sums(builder: ir.IRBuilder, vectors: Sequence[Value]) -> Value:
+    """The sum of each vector, in one vector: neighbours are added, and two vectors with half as many numbers become one."""
+    while len(vectors) > 1 or vectors[0].type.count > DOT_KEYS:
+        pairs = (
+            [(vectors[i], vectors[i + 1]) for i in range(0, len(vectors), 2)]
+            if len(vectors) > 1
+            else [(vectors[0],) * 2]
+        )
+        vectors = [_neighbours(builder, *pair, twice=len(vectors) > 1) for pair in pairs]
+    return vectors[0]
+
+
+def _neighbours(builder: ir.IRBuilder, first: Value, second: Value, *, twice: bool) -> Value:
+    """Sums of neighbours in the first vector, and behind them in the second, if that is another one."""
+    num = first.type.count * (2 if twice else 1)
+    even, odd = (ir.Constant(ir.VectorType(INT, num // 2), list(range(i, num, 2))) for i in (0, 1))
+    return builder.fadd(builder.shuffle_vector(first, second, even), builder.shuffle_vector(first, second, odd))
