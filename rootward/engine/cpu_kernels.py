@@ -360,8 +360,13 @@ def attention(
             start, most = min(start, first[n]), max(most, node_start[n + 1] - node_start[n])
         num = length[b] - start
         cells = np.empty(num + DOT_KEYS, np.int64)
-        for i in range(num):
-            cells[i] = blocks[b, (start + i) // block_size] * block_size + (start + i) % block_size
+        i = 0
+        while i < num:
+            block, offset = (start + i) // block_size, (start + i) % block_size
+            here = blocks[b, block] * block_size + offset
+            for k in range(min(block_size - offset, num - i)):
+                cells[i + k] = here + k
+            i += block_size - offset
         padded = -(-num // DOT_KEYS) * DOT_KEYS
         for i in range(num, padded):
             cells[i] = cells[0]
