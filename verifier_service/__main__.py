@@ -112,10 +112,7 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         verifier = await stack.enter_async_context(build(model, sources, settings, step_time, redis=redis, head=head))
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
-        async def drain(timeout_s: float) -> int:
-            return verifier.start_draining(timeout_s or settings.shutdown_timeout_s)
-
-        servicer = VerifierServicer(verifier, drain)
+        servicer = VerifierServicer(verifier)
         servicer.register(server)
         stack.callback(servicer.feeds.end)  # before the server stops, which would wait for them
         await server.start()

@@ -292,8 +292,6 @@ class EngineLoop:
             self.rounds.plan_round(session)  # at once, so that the drafter knows how much it should grow
             self.pool.commit(session, committed.tokens, self.rounds.budget)
         session.out.put_nowait(committed)
-        if session.leaving and not session.done:
-            session.hand_back("verifier is draining")
 
     def abort(self, session: Session, error: Exception) -> None:
         """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""

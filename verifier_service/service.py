@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import structlog
 from redis.asyncio import Redis, RedisCluster
@@ -110,7 +110,6 @@ class VerifierService:
         self.slots, self.local, self._running = self.engine.slots, self.engine.local, self.engine.running
         self.metrics.watch(self._stats, lambda: self.pool.demand)
         self._task: asyncio.Task[None] | None = None
-        self._drain_task: asyncio.Task[None] | None = None
         self._audit_task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> VerifierService:
@@ -120,7 +119,7 @@ class VerifierService:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        tasks = [task for task in (self._task, self._drain_task, self._audit_task) if task is not None]
+        tasks = [task for task in (self._task, self._audit_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -187,24 +186,6 @@ class VerifierService:
         self.draining = True
         while self._live:
             await asyncio.sleep(0.02)
-
-    def start_draining(self, timeout_s: float) -> int:
-        """Drain in the background; what still runs after timeout_s is handed back with Unavailable. Returns how many run."""
-        self.draining = True
-        if self._drain_task is not None:
-            self._drain_task.cancel()  # the newest limit counts
-        self._drain_task = asyncio.create_task(self._drain_within(timeout_s), name="drain")
-        return len(self._live)
-
-    async def _drain_within(self, timeout_s: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.drain()
-        for session in list(self._live.values()):
-            # In a round, only after its commit: a tree that waits must not be dropped for coming late, preempted or not.
-            session.leaving = True
-            if session.max_nodes is None:
-                session.hand_back("verifier is draining")
 
     # -- admission ----------------------------------------------------------------------------------------------------
 

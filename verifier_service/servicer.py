@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import grpc
 
 from rootward.core.requests import VerifierRequest
-from rootward.errors import PermissionDenied, Unavailable
+from rootward.errors import Unavailable
 from rootward.ports import Verifier
-from rootward.v1 import control_pb2, verifier_pb2, verifier_pb2_grpc
+from rootward.v1 import verifier_pb2, verifier_pb2_grpc
 from rootward.wire.feed import Feeds
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status, invalid_request
@@ -20,22 +20,16 @@ from rootward.wire.verifier_codec import INFO, request_from_pb
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
-Drain = Callable[[float], Awaitable[int]]
 
 
 class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
-    """`drain(timeout_s)` starts a drain (0 = the service's own limit) and returns how many requests were running."""
-
-    def __init__(self, verifier: Verifier, drain: Drain) -> None:
+    def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
-        self._drain = drain
-        self._open_to_network = False
         self.feeds = Feeds()
 
     def register(self, server: RpcServer) -> None:
         verifier_pb2_grpc.add_VerifierServicer_to_server(self, server.grpc)
         server.services.append(NAME)
-        self._open_to_network = server.open_to_network
 
     async def Generate(  # type: ignore[override]  # a stream without messages: runs go to the feed
         self, request: verifier_pb2.VerifierRequest, context: Context
@@ -64,14 +58,6 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
         async with errors_as_status(context):
             info = INFO.to_pb(await self._verifier.get_info())
         return info
-
-    async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
-        async with errors_as_status(context):
-            if self._open_to_network:
-                fix = "is open to everybody in the network; start the verifier with tls_certificate, or send it SIGTERM"
-                raise PermissionDenied(f"Drain: {fix}")
-            num_running = await self._drain(request.timeout_s)
-        return control_pb2.DrainResponse(num_running=num_running)
 
 
 def _decode(request: verifier_pb2.VerifierRequest) -> VerifierRequest:

@@ -160,7 +160,6 @@ class Session:
     idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
     tree_ready_at: float | None = None  # and when its tree had its nodes; the rest is its wait for others
     had_prefill: bool = False  # a prefill fell into this round
-    leaving: bool = False  # hand the request back after the next commit
     statistics: Statistics = field(default_factory=Statistics)  # of rounds like its own
     accounts: Accounts = field(default_factory=Accounts)
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)

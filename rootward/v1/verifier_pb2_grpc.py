@@ -3,7 +3,6 @@
 import grpc
 import warnings
 
-from rootward.v1 import control_pb2 as rootward_dot_v1_dot_control__pb2
 from rootward.v1 import verifier_pb2 as rootward_dot_v1_dot_verifier__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -50,11 +49,6 @@ class VerifierStub:
                 request_serializer=rootward_dot_v1_dot_verifier__pb2.GetVerifierInfoRequest.SerializeToString,
                 response_deserializer=rootward_dot_v1_dot_verifier__pb2.VerifierInfo.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/rootward.v1.Verifier/Drain',
-                request_serializer=rootward_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-                response_deserializer=rootward_dot_v1_dot_control__pb2.DrainResponse.FromString,
-                _registered_method=True)
 
 
 class VerifierServicer:
@@ -77,12 +71,6 @@ class VerifierServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetInfo(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
         """Refuse new sessions, let the running ones end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -106,11 +94,6 @@ def add_VerifierServicer_to_server(servicer, server):
                     servicer.GetInfo,
                     request_deserializer=rootward_dot_v1_dot_verifier__pb2.GetVerifierInfoRequest.FromString,
                     response_serializer=rootward_dot_v1_dot_verifier__pb2.VerifierInfo.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=rootward_dot_v1_dot_control__pb2.DrainRequest.FromString,
-                    response_serializer=rootward_dot_v1_dot_control__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -194,33 +177,6 @@ class Verifier:
             '/rootward.v1.Verifier/GetInfo',
             rootward_dot_v1_dot_verifier__pb2.GetVerifierInfoRequest.SerializeToString,
             rootward_dot_v1_dot_verifier__pb2.VerifierInfo.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/rootward.v1.Verifier/Drain',
-            rootward_dot_v1_dot_control__pb2.DrainRequest.SerializeToString,
-            rootward_dot_v1_dot_control__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

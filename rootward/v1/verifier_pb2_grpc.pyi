@@ -5,7 +5,6 @@ Gateway -> verifier: one call per attempt at a generation and one feed for what 
 
 from collections import abc as _abc
 from grpc import aio as _aio
-from rootward.v1 import control_pb2 as _control_pb2
 from rootward.v1 import verifier_pb2 as _verifier_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -41,7 +40,6 @@ class VerifierStub:
     Generations that name it end with it.
     """
     GetInfo: _grpc.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.VerifierInfo]
-    Drain: _grpc.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]
     """Refuse new sessions, let the running ones end."""
 
 @_typing.type_check_only
@@ -56,7 +54,6 @@ class VerifierAsyncStub(VerifierStub):
     Generations that name it end with it.
     """
     GetInfo: _aio.UnaryUnaryMultiCallable[_verifier_pb2.GetVerifierInfoRequest, _verifier_pb2.VerifierInfo]  # type: ignore[assignment]
-    Drain: _aio.UnaryUnaryMultiCallable[_control_pb2.DrainRequest, _control_pb2.DrainResponse]  # type: ignore[assignment]
     """Refuse new sessions, let the running ones end."""
 
 class VerifierServicer(metaclass=_abc_1.ABCMeta):
@@ -85,14 +82,7 @@ class VerifierServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _verifier_pb2.GetVerifierInfoRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_verifier_pb2.VerifierInfo, _abc.Awaitable[_verifier_pb2.VerifierInfo]]: ...
-
-    @_abc_1.abstractmethod
-    def Drain(
-        self,
-        request: _control_pb2.DrainRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_control_pb2.DrainResponse, _abc.Awaitable[_control_pb2.DrainResponse]]:
+    ) -> _typing.Union[_verifier_pb2.VerifierInfo, _abc.Awaitable[_verifier_pb2.VerifierInfo]]:
         """Refuse new sessions, let the running ones end."""
 
 def add_VerifierServicer_to_server(servicer: VerifierServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

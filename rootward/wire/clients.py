@@ -17,7 +17,7 @@ from rootward.core.frames import FromDrafter, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
 from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import DrafterInfo, VerifierInfo
-from rootward.v1 import control_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from rootward.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from rootward.wire import drafter_codec, verifier_codec
 from rootward.wire.channel import CALLING, TO_DRAFTER, Transport, open_channel, parts
 from rootward.wire.feed import Arrived, FeedReader
@@ -172,15 +172,6 @@ class RemoteVerifier(_Remote):
         stub = verifier_pb2_grpc.VerifierStub(self._channel())
         call = stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)
         return verifier_codec.INFO.from_pb(await _answer(call))
-
-    async def drain(self, timeout_s: float = 0.0) -> int:
-        """Ask the verifier to take no new work and end the rest within timeout_s (0 = its own limit).
-
-        Returns how many requests were running; does not wait for them.
-        """
-        stub = verifier_pb2_grpc.VerifierStub(self._channel())
-        call = stub.Drain(control_pb2.DrainRequest(timeout_s=timeout_s), timeout=self._rpc_timeout_s)
-        return (await _answer(call)).num_running
 
 
 async def _next(call: Any) -> Any:

@@ -57,11 +57,6 @@ class RpcServer:
         self._health = health_module.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
 
-    @property
-    def open_to_network(self) -> bool:
-        """Whether callers beyond this machine need no certificate."""
-        return self._tls is None and not is_loopback(self.address)
-
     async def start(self) -> None:
         """Listen. ConfigurationError if the address is taken or cannot be bound."""
         if self._checks or is_loopback(self.address):  # reflection is never open to the network

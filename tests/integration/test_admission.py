@@ -9,15 +9,12 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from rootward.errors import Unauthenticated
-from rootward.v1 import control_pb2, verifier_pb2_grpc
 from rootward.wire import auth
 from rootward.wire.auth import BytesInFlight, Context
 from rootward.wire.channel import MIB, open_channel, public
 from rootward.wire.server import SMALL_BYTES, RpcServer
-from verifier_service.servicer import VerifierServicer
 
 KEY = (("authorization", "Bearer good"),)
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -156,23 +153,3 @@ async def test_without_checks_reflection_is_for_the_machine_itself() -> None:
         async with RpcServer(address, grace_s=0) as server:
             await server.start()
             assert await lists_services(f"127.0.0.1:{server.address.rpartition(':')[2]}") is offered
-
-
-async def test_a_verifier_without_certificates_is_drained_from_its_own_machine_only() -> None:
-    drained = []
-
-    async def drain(timeout_s: float) -> int:
-        drained.append(timeout_s)
-        return 0
-
-    for address, code in (("127.0.0.1:0", None), ("0.0.0.0:0", grpc.StatusCode.PERMISSION_DENIED)):
-        async with RpcServer(address, grace_s=0) as server:
-            VerifierServicer(SpellingVerifier(), drain).register(server)
-            await server.start()
-            async with open_channel(f"127.0.0.1:{server.address.rpartition(':')[2]}") as channel:
-                call = verifier_pb2_grpc.VerifierStub(channel).Drain(control_pb2.DrainRequest(timeout_s=1))
-                if code is None:
-                    await call
-                else:
-                    assert await status(call) is code
-    assert drained == [1.0]

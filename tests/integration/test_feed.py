@@ -47,13 +47,10 @@ class Steps:
         for one in self.running:
             one.put_nowait(0)
 
-    async def drain(self, timeout_s):
-        return 0
-
 
 @asynccontextmanager
 async def served(verifier):
-    servicer = VerifierServicer(verifier, verifier.drain)
+    servicer = VerifierServicer(verifier)
     async with RpcServer("127.0.0.1:0", grace_s=0) as server:
         servicer.register(server)
         await server.start()

@@ -210,14 +210,11 @@ class CountingVerifier:
     async def get_info(self):
         return VerifierInfo(MODEL, "v0", 3, ("d0",), stats={"rounds": 4.0})
 
-    async def drain(self, timeout_s):
-        return self.running
-
 
 @asynccontextmanager
 async def verifier_at(verifier):
     async with RpcServer("127.0.0.1:0", grace_s=0) as server:
-        VerifierServicer(verifier, verifier.drain).register(server)
+        VerifierServicer(verifier).register(server)
         await server.start()
         async with RemoteVerifier(server.address) as remote:
             yield remote, server
@@ -240,7 +237,6 @@ async def test_a_remote_verifier_answers_like_the_object():
     async with verifier_at(verifier) as (remote, _):
         assert told([run async for run in remote.generate(ask())]) == told(local)
         assert await remote.get_info() == await verifier.get_info()
-        assert await remote.drain() == 0
 
 
 async def test_closing_the_iterator_ends_the_generation():

@@ -48,16 +48,13 @@ class Fast:
         finally:
             self.running -= 1
 
-    async def drain(self, timeout_s):
-        return 0
-
 
 @asynccontextmanager
 async def served(**limits):
     """(verifier, remote, gateway service, gateway address), all over real gRPC."""
     verifier = Fast()
     async with RpcServer("127.0.0.1:0", grace_s=0) as server:
-        VerifierServicer(verifier, verifier.drain).register(server)
+        VerifierServicer(verifier).register(server)
         await server.start()
         async with RemoteVerifier(server.address) as remote, grpc_serving(remote, **limits) as (service, address):
             yield verifier, remote, service, address

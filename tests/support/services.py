@@ -108,10 +108,7 @@ async def over_grpc(
         verifier = await enter(verifier_of(target, {"d": remote_drafter}, **policy))
         front = await enter(RpcServer("127.0.0.1:0", grace_s=0.1))
 
-        async def drain(timeout_s: float) -> int:
-            return verifier.start_draining(timeout_s)
-
-        VerifierServicer(verifier, drain).register(front)
+        VerifierServicer(verifier).register(front)
         await front.start()
         remote = await enter(RemoteVerifier(front.address))
         await until(lambda: verifier.pool.up)

@@ -13,7 +13,7 @@ from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import Rule, Sampling, SpeculationMode
 from rootward.core.rng import Key
 from rootward.engine.tabular import TabularModel
-from rootward.errors import DeadlineExceeded, Unavailable
+from rootward.errors import DeadlineExceeded
 from verifier_service.runner import Chunk, Round, Runner
 from verifier_service.session import Session
 
@@ -108,19 +108,6 @@ async def test_what_is_late_ends_before_it_costs_a_step(phase: str, fed: int | N
     assert list(service._running) == [2]
     step = service.engine.plan()
     assert {n for n, _ in step.prefill} | set(step.decode) == {2}
-
-
-async def test_a_drain_hands_back_at_once_only_what_has_not_begun_a_round() -> None:
-    service = verifier_of(tabular_pair()[0], {})
-    fresh, begun, away = (session(service, n) for n in (1, 2, 3))
-    service.engine.prepare()
-    begun.max_nodes = away.max_nodes = 4
-    service.slots.preempt([3])
-    await service._drain_within(0.01)
-    assert isinstance(fresh.out.get_nowait(), Unavailable)
-    for one in (begun, away):
-        assert one.leaving
-        assert not one.done
 
 
 async def test_commits_leave_before_the_next_step_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
