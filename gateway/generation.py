@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -95,7 +95,14 @@ class PoisonList:
     def __init__(self, now: Callable[[], float], ledger: Ledger):
         self._now, self._ledger = now, ledger
         self._added: OrderedDict[bytes, float] = OrderedDict()
-        self.exclusive = asyncio.Lock()  # held by a request under suspicion until its first token
+        self._one = asyncio.Lock()
+
+    @asynccontextmanager
+    async def exclusive(self) -> AsyncGenerator[None]:
+        """Held by a request under suspicion until its first token. One at a time in all gateways: a verifier that dies of it accuses no
+        other one of them."""
+        async with self._one, self._ledger.suspicion():
+            yield
 
     async def check(self, request: VerifierRequest) -> None:
         """PoisonRequest if a request of this content is on the list."""
@@ -174,7 +181,7 @@ class Generation:
             async with AsyncExitStack() as exclusive:
                 try:
                     if self._deaths:
-                        await self._cutoff.wait(exclusive.enter_async_context(self._poison.exclusive), "dispatch")
+                        await self._cutoff.wait(exclusive.enter_async_context(self._poison.exclusive()), "dispatch")
                     upstream = await self._cutoff.wait(self._choose(), "dispatch")
                 except Aborted:
                     continue

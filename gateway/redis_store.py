@@ -10,6 +10,7 @@
     rw:kv:M:K           zset     processes of verifiers that hold the KV of a prefix, by the second at which that was last known; M is
                                  the fingerprint of the model, K a hash of the prefix (a hint, see `router`)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
+    rw:suspicion        string   the request under suspicion that is tried now
     rw:poison:{content} string   a request of this content (fingerprint of the model and a hash) ended two verifiers
 
 `rw` is the setting `redis_prefix`.
@@ -23,12 +24,14 @@ stop a running request. Every write carries its epoch; a later one refuses it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 from redis.asyncio import Redis, RedisCluster
-from redis.exceptions import NoScriptError
+from redis.asyncio.lock import Lock
+from redis.exceptions import LockError, NoScriptError
 
 from gateway.admission import Rate
 from gateway.router import Holders
@@ -48,6 +51,9 @@ from gateway.session_store import (
 from rootward.clock import SystemClock
 from rootward.ports import Lease
 from rootward.redis_client import KEY_PREFIX, answering, open_redis
+
+SUSPICION_S = 30.0  # after which another request under suspicion may be tried
+SUSPICION_POLL_S = 0.05
 
 # Of all scripts on a request, KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease, retention (ms).
 _HELD = """
@@ -292,6 +298,21 @@ class RedisStore:
     async def is_poison(self, content: str) -> bool:
         async with self._answering():
             return bool(await self._client.exists(self._poison_key(content)))
+
+    @asynccontextmanager
+    async def suspicion(self) -> AsyncGenerator[None]:
+        lock = Lock(self._client, f"{self._prefix}:suspicion", timeout=SUSPICION_S, thread_local=False)
+        while True:
+            async with self._answering():
+                if await lock.acquire(blocking=False):
+                    break
+            await asyncio.sleep(SUSPICION_POLL_S)
+        try:
+            yield
+        finally:
+            with suppress(StoreUnavailable, LockError):  # it has expired
+                async with self._answering():
+                    await lock.release()
 
     async def close(self) -> None:
         await self._client.aclose()

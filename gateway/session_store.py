@@ -12,8 +12,8 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeAlias
@@ -130,6 +130,7 @@ class MemoryStore:
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Kept] = {}
         self._poison: dict[str, float] = {}
+        self._suspicion = asyncio.Lock()
         self._buckets = Buckets(now)
         self._look_again = 0.0
 
@@ -216,6 +217,10 @@ class MemoryStore:
     async def is_poison(self, content: str) -> bool:
         self._forget_expired()
         return content in self._poison
+
+    def suspicion(self) -> AbstractAsyncContextManager[None]:
+        """One holder at a time in all gateways."""
+        return self._suspicion
 
     async def close(self) -> None:
         """Let go of its connections."""
@@ -455,6 +460,15 @@ class Ledger:
             async with asyncio.timeout(HINT_S):
                 return await self._store.is_poison(f"{self._model()}:{content}")
         return False
+
+    @asynccontextmanager
+    async def suspicion(self) -> AsyncGenerator[None]:
+        """One holder at a time in all gateways; without a store everybody holds it."""
+        async with AsyncExitStack() as held:
+            with suppress(StoreUnavailable):
+                self._must_be_up()
+                await held.enter_async_context(self._store.suspicion())
+            yield
 
     def extend(self, entry: Entry, run: Run) -> None:
         """These tokens became final. StaleEpoch when another gateway has taken over."""

@@ -1,5 +1,6 @@
 """Forms that would end a verifier are refused by a child process; forms that compile pass."""
 
+import asyncio
 import json
 
 import pytest
@@ -70,6 +71,17 @@ async def test_a_form_that_overflows_the_compiler_is_refused_and_the_next_one_is
     assert check.owner.num_crashes == 1  # it is remembered
     await check(Form.JSON_SCHEMA, chain(20))
     await check(Form.REGEX, "[a-z]+")
+
+
+async def test_a_compiler_that_ended_between_two_forms_is_started_again(check):
+    await check(Form.REGEX, "a")
+    ended = check.owner._child
+    ended.kill()
+    while not ended.stdin.is_closing():
+        await asyncio.sleep(0.001)
+    await check(Form.REGEX, "b")
+    assert check.owner._child is not ended
+    assert check.owner.num_crashes == 0
 
 
 async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import random
 import tempfile
+from contextlib import suppress
 
 import pytest
 from redis.asyncio import Redis
@@ -238,6 +239,29 @@ async def test_no_password_in_what_an_unreachable_redis_says():
 
 async def test_no_url_is_memory():
     assert isinstance(open_store(""), MemoryStore)
+
+
+async def test_one_request_is_under_suspicion_at_a_time(store):
+    together = []
+    inside = 0
+
+    async def one():
+        nonlocal inside
+        async with store.suspicion():
+            inside += 1
+            together.append(inside)
+            try:
+                await asyncio.sleep(0.01)
+            finally:
+                inside -= 1
+
+    tasks = [asyncio.create_task(one()) for _ in range(4)]
+    await asyncio.sleep(0.005)
+    tasks[0].cancel()
+    with suppress(asyncio.CancelledError):
+        await tasks[0]
+    await asyncio.gather(*tasks[1:])
+    assert together in ([1, 1, 1], [1, 1, 1, 1])
 
 
 async def test_poison_is_remembered_for_its_time(store, name):
