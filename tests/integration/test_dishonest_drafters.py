@@ -74,6 +74,16 @@ async def test_a_cheating_drafter_changes_the_distribution_under_ratio_tests(che
     assert p_value(target, texts, least_freedom=60) < 1e-6
 
 
+async def test_after_the_alarm_the_distribution_is_the_targets_again(cheating) -> None:
+    cheating("argmax")
+    target, draft = pair()
+    async with in_process(target, draft, **SHAPE) as system:
+        await texts_of(system, "a", num_requests=8, length=100)
+        assert not system.service.audit.trusts("d", DEFAULT_POOL)
+        texts = await texts_of(system, "b", num_requests=16, length=400)
+    assert p_value(target, texts, least_freedom=60) > 1e-4
+
+
 async def test_an_untrusted_pool_cannot_change_the_distribution(cheating) -> None:
     cheating("argmax")
     target, draft = pair()
