@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,7 +55,8 @@ def check_pair(
     _without_progress_bars()
     findings = compare(_look(target), _look(draft), _first_difference(target, draft))
     if output is OutputFormat.json:
-        print(_as_json(findings))
+        fits = all(f.verdict != "error" for f in findings)
+        print(json.dumps({"fits": fits, "findings": [asdict(f) for f in findings]}))
     else:
         Console().print(_table(findings))
     wrong = [f for f in findings if f.verdict == "error"]
@@ -149,14 +151,6 @@ def _table(findings: list[Finding]) -> Table:
     for f in findings:
         table.add_row(f.name, f.target, f.draft, f"[{colours[f.verdict]}]{f.verdict}[/]", f.remark)
     return table
-
-
-def _as_json(findings: list[Finding]) -> str:
-    import dataclasses
-    import json
-
-    fits = all(f.verdict != "error" for f in findings)
-    return json.dumps({"fits": fits, "findings": [dataclasses.asdict(f) for f in findings]})
 
 
 def _ids(ids: tuple[int, ...]) -> str:

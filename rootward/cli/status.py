@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Output, OutputFormat, Url
@@ -26,7 +28,7 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = Output
         info = client.server_info()
         load = client.load()
     if output is OutputFormat.json:
-        print(_as_json(info, load))
+        print(json.dumps({"server": asdict(info), "load": asdict(load)}))
     else:
         Console().print(_table(url, info, load))
     if not any(worker.ready for worker in info.verifiers):
@@ -53,10 +55,3 @@ def _caught(load: Load) -> list[str]:
     """Addresses of drafters that the audit of a verifier has caught."""
     names = {name for verifier in load.verifiers for name in verifier.stats}
     return sorted(name.removeprefix(CAUGHT) for name in names if name.startswith(CAUGHT))
-
-
-def _as_json(info: ServerInfo, load: Load) -> str:
-    import dataclasses
-    import json
-
-    return json.dumps({"server": dataclasses.asdict(info), "load": dataclasses.asdict(load)})

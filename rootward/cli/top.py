@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,7 +51,7 @@ def top(
             time.sleep(interval)
             now = client.load()
             if output is OutputFormat.json:
-                print(_as_json(before, now))
+                print(json.dumps({**asdict(now), **rates(before, now)}))
             else:
                 Console().print(_view(url, before, now))
             return
@@ -113,10 +115,3 @@ def _ago(seconds: float) -> str:
     minutes = int(seconds // 60) % 60
     hours = int(seconds // 3600)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
-
-
-def _as_json(before: Load, now: Load) -> str:
-    import dataclasses
-    import json
-
-    return json.dumps({**dataclasses.asdict(now), **rates(before, now)})

@@ -219,7 +219,7 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Heartbeat, both directions."""
+    """Heartbeat of a drafter."""
 
     sessions: int = 0
     capacity: int = 0
@@ -236,7 +236,6 @@ class ToDrafter:
     opens: tuple[Open, ...] = ()
     commits: tuple[Commit, ...] = ()
     closes: tuple[Close, ...] = ()
-    load: Load | None = None
     unreadable: tuple[Reject, ...] = ()  # Opens that came over a wire and say what cannot be: their slots, and why
 
 

@@ -98,7 +98,6 @@ class HuggingFaceModel(SlottedModel):
         max_len: int | None = None,
         tree_room: int = 256,
         kv_cache_tokens: int | None = None,
-        attn: str = "sdpa",
         require_trees: bool = False,
         group: Group | None = None,
         adapter: str | None = None,
@@ -106,8 +105,6 @@ class HuggingFaceModel(SlottedModel):
         cuda_graphs: bool = False,
     ) -> HuggingFaceModel:
         """Read a folder or hub name. ConfigurationError: exit code 2 if that fails, 3 if required trees are refused."""
-        if attn not in ("sdpa", "eager"):
-            raise ConfigurationError(f"attn: {attn!r} cannot express a tree; use sdpa or eager")
         _check_device(device, cuda_graphs)
         network = read_network(
             path_or_name, device=device, dtype=dtype, quantization=quantization, adapter=adapter, group=group
@@ -120,7 +117,6 @@ class HuggingFaceModel(SlottedModel):
             max_len=max_len,
             tree_room=tree_room,
             kv_cache_tokens=kv_cache_tokens,
-            attn=attn,
             group=group,
             adapter=adapter,
             capture=CudaCapture(device) if cuda_graphs else None,

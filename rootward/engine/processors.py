@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rootward.core.arrays import Bools, Ints
 from rootward.core.requests import Sampling
 from rootward.core.tree import TokenTree
+from rootward.engine.grammar import TreeMatcher
 
 # Stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty.
 NEVER = -1e30
@@ -29,13 +30,6 @@ NEVER = -1e30
 Counted = tuple[
     Ints, Ints, Bools
 ]  # tokens [D], times in the output of each of N texts [N, D], in the text at all [N, D]
-
-
-class Matcher(Protocol):
-    """A form of output at some point of the text; `grammar.Matcher` is one."""
-
-    def masks(self, tree: TokenTree) -> NDArray[np.uint8]:
-        """[N, ⌈V / 8⌉]: which tokens may follow each node, one bit each, least significant first."""
 
 
 class History:
@@ -94,7 +88,7 @@ class Prefix:
     history: History | None = None  # for penalties
     num_before_stop: int = 0  # tokens that must still come before one of `stop_ids` may
     stop_ids: tuple[int, ...] = ()
-    matcher: Matcher | None = None
+    matcher: TreeMatcher | None = None
     output: Sequence[int] = ()  # its last tokens, as many as the longest bad sequence needs
 
 

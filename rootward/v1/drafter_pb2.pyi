@@ -71,7 +71,6 @@ class ToDrafter(_message.Message):
     OPENS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
-    LOAD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """first frame only"""
@@ -82,8 +81,6 @@ class ToDrafter(_message.Message):
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Commit]: ...
     @_builtins.property
     def closes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Close]: ...
-    @_builtins.property
-    def load(self) -> Global___Load: ...
     def __init__(
         self,
         *,
@@ -91,11 +88,10 @@ class ToDrafter(_message.Message):
         opens: _abc.Iterable[Global___Open] | None = ...,
         commits: _abc.Iterable[Global___Commit] | None = ...,
         closes: _abc.Iterable[Global___Close] | None = ...,
-        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "hello", b"hello", "load", b"load", "opens", b"opens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "hello", b"hello", "opens", b"opens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

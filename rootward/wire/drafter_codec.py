@@ -87,7 +87,6 @@ TO_DRAFTER = Record(
         lambda pbs: tuple(_commit_from_pb(pb) for pb in pbs),
     ),
     closes=Record(Close, drafter_pb2.Close).each,
-    load=LOAD.optional,
 )
 FROM_DRAFTER = Record(
     FromDrafter,

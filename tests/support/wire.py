@@ -104,9 +104,7 @@ commits = st.builds(
     st.booleans(),
     st.none() | u32,
 )
-to_drafter = st.builds(
-    ToDrafter, st.none() | hello, few(opens), few(commits), few(st.builds(Close, u32, text)), st.none() | load
-)
+to_drafter = st.builds(ToDrafter, st.none() | hello, few(opens), few(commits), few(st.builds(Close, u32, text)))
 
 
 @st.composite
