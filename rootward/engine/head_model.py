@@ -131,10 +131,10 @@ class HeadModel:
         kept = kept_rows(batch, num_logits)
         head, device = self.head, self.head.device
         with self._slots.placed(batch) as entries:
-            step = Step(entries, kept, self._slots.size, device, pad=device.type != "cpu")
+            step = Step(entries, kept, self._slots.size, device, pad=not head.has_kernels)
             logits, passed_on = head(step, self._kv.layers[0], self._features(entries, step))
         rows = passed_on.unbind(0)
-        width = step.width if device.type != "cpu" else 0
+        width = 0 if head.has_kernels else step.width
         at = 0
         for b, (entry, keep) in enumerate(zip(entries, kept, strict=True)):
             first = b * width if width else at
@@ -147,7 +147,7 @@ class HeadModel:
     def _features(self, entries: Sequence[Entry], step: Step) -> torch.Tensor:
         """float32[N, E]."""
         head = self.head
-        padded = head.device.type != "cpu"
+        padded = not head.has_kernels
         parts: list[torch.Tensor] = []
         for entry in entries:
             rows, known = entry.rows, self._passed_on[entry.rows.slot]

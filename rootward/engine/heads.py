@@ -10,6 +10,8 @@ made of the target's hidden states at position j - 1 (`fuse`); for a drafted tok
 EAGLE-3 comes in two spellings, that of EAGLE and SpecForge (`midlayer.*`) and that of speculators (`layers.0.*`). A matrix that the file
 lacks is the target's. A file with any other tensor is refused: it would be another head.
 
+Where the kernels of `cpu_kernels` serve, a head is computed by them, as the target is; elsewhere by torch, on padded rows.
+
 Legend: N rows, T wanted rows, E hidden size of the head, D head dimension, V' draft vocabulary.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,9 @@ from torch.nn import functional
 
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
-from rootward.engine.cpu_attention import attend
+from rootward.engine.cpu_kernels import SERVED, use_threads
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.layers import Linear
+from rootward.engine.layers import Layer, Linear, Norm, Rotations, Scratch
 from rootward.errors import ConfigurationError
 
 EAGLE_3 = {
@@ -79,10 +82,11 @@ class Head:
     def __init__(self, weights: dict[str, torch.Tensor], config: Any, target: Target, states: Sequence[int]):
         embedding = target.embedding
         self.dtype, self.device = embedding.dtype, embedding.device
+        self.has_kernels = embedding.device.type == "cpu" and embedding.dtype in SERVED
         self.states, self.vocab_size = tuple(states), len(embedding)
         self.hidden_size, eps = config.hidden_size, config.rms_norm_eps
-        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.num_q, self.num_kv = config.num_attention_heads, config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
         self._weights = weights
         self.is_eagle3 = "hidden_norm.weight" in weights
         size, inner, of_target = config.hidden_size, config.intermediate_size, embedding.shape[1]
@@ -100,18 +104,30 @@ class Head:
         self.hidden_norm = self._norm("hidden_norm", eps) if self.is_eagle3 else None
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
         self.norm_output = bool(getattr(config, "norm_output", False))
-        heads = {"q_proj": self.num_q, "k_proj": self.num_kv, "v_proj": self.num_kv}
+        heads = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
         read = 2 * size if self.is_eagle3 else size
-        self.qkv = self._linear({f"self_attn.{name}": num * self.dim for name, num in heads.items()}, read)
-        self.out = self._linear({"self_attn.o_proj": size}, self.num_q * self.dim)
-        self.before_mlp = self._norm("post_attention_layernorm", eps)
-        self.gate_up = self._linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, size)
-        self.down = self._linear({"mlp.down_proj": size}, inner)
+        self.layer = Layer(
+            dim=dim,
+            num_q=num_q,
+            num_kv=num_kv,
+            qkv=self._linear({f"self_attn.{name}": num * dim for name, num in heads.items()}, read),
+            head_norms=None,
+            head_eps=0.0,
+            out=self._linear({"self_attn.o_proj": size}, num_q * dim),
+            scaling=dim**-0.5,
+            before_mlp=self._norm("post_attention_layernorm", eps),
+            gate_up=self._linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, size),
+            down=self._linear({"mlp.down_proj": size}, inner),
+        )
         self.norm = self._norm("norm", eps) if "norm.weight" in weights else None
         self.ids, self.output = self._outputs(target)
         if weights:
             raise _refusal(f"tensors {', '.join(sorted(weights)[:4])} belong to no head known here")
-        self.cos, self.sin = _rotations(config, self.device)
+        self.rotations = _rotations(config, dim)
+        if not self.has_kernels:
+            self.rotations = Rotations(
+                *(torch.from_numpy(of).to(self.device) for of in (self.rotations.cos, self.rotations.sin))
+            )
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -135,10 +151,18 @@ class Head:
             if any(one is None for one in biases):
                 raise _refusal(f"some of {', '.join(names)} have a bias and some have none")
             bias = torch.cat([one for one in biases if one is not None])
-        return _linear(weight, bias)
+        return self._linear_of(weight, bias)
 
-    def _norm(self, name: str, eps: float) -> Norm:
-        return Norm(self._take(f"{name}.weight"), eps)
+    def _linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return (
+            Linear(weight.contiguous(), bias)
+            if self.has_kernels
+            else partial(functional.linear, weight=weight, bias=bias)
+        )
+
+    def _norm(self, name: str, eps: float) -> Any:
+        weight = self._take(f"{name}.weight").float()
+        return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
 
     def _outputs(self, target: Target) -> tuple[torch.Tensor | None, Any]:
         """Target ids of the draft vocabulary, and the output matrix; the rows in ascending order of the ids."""
@@ -150,7 +174,7 @@ class Head:
             missing = "d2t is missing" if ids is None else f"d2t has {len(ids)}"
             raise _refusal(f"lm_head.weight has {len(own)} rows, the target {self.vocab_size} tokens, and {missing}")
         if ids is None:
-            return None, target.network.get_output_embeddings() if own is None else _linear(own, None)
+            return None, target.network.get_output_embeddings() if own is None else self._linear_of(own)
         distinct = set(ids.tolist())
         known = len(distinct) == len(ids) and distinct <= set(range(self.vocab_size))
         if not known or (t2d is not None and t2d.nonzero().flatten().tolist() != sorted(distinct)):
@@ -161,7 +185,7 @@ class Head:
         order = ids.argsort()
         ids = ids[order].to(self.device)
         rows = target.output_rows(ids) if own is None else own.index_select(0, order.to(self.device))
-        return ids, _linear(rows.contiguous(), None)
+        return ids, self._linear_of(rows)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -176,29 +200,24 @@ class Head:
             return states_NS.float()
         if self.norm_of_state:
             parts = states_NS.chunk(len(self.norm_of_state), -1)
-            states_NS = torch.cat(
-                [norm(part.float()) for norm, part in zip(self.norm_of_state, parts, strict=True)], -1
-            )
+            states_NS = torch.cat([norm.of(part) for norm, part in zip(self.norm_of_state, parts, strict=True)], -1)
         if self.norm_before_fc is not None:
-            states_NS = self.norm_before_fc(states_NS.float())
+            states_NS = self.norm_before_fc.of(states_NS)
         fused: torch.Tensor = self.fc(states_NS.to(self.dtype))
         return fused.float()
 
     def __call__(self, step: Step, cells: PagedLayer, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ids, positions = step.ids.reshape(-1), step.positions.reshape(-1)
-        embedded = functional.embedding(ids, self.embedding)
+        embedded = functional.embedding(step.ids.reshape(-1), self.embedding)
         x_NE, read = self._inputs(embedded, feature_NE)
-        num, num_qk = len(ids), self.num_q + self.num_kv
-        heads = self.qkv(read).float().view(num, -1, self.dim)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        qk = heads.narrow(1, 0, num_qk)
-        qk = torch.addcmul(qk * cos, qk.roll(self.dim // 2, -1), sin)
-        cells.write(step.write, qk.narrow(1, self.num_q, self.num_kv), heads.narrow(1, num_qk, self.num_kv))
-        seen = self._attended(qk.narrow(1, 0, self.num_q), step, cells)
-        x_NE = x_NE + self.out(seen.reshape(num, -1).to(self.dtype))
-        gate, up = self.gate_up(self.before_mlp(x_NE).to(self.dtype)).chunk(2, -1)
-        x_NE += self.down(functional.silu(gate) * up)
-        normed = x_NE if self.norm is None else self.norm(x_NE)
+        if self.has_kernels:
+            use_threads(torch.get_num_threads())
+            x_NE, scratch = x_NE.clone(), Scratch(self.layer, len(x_NE))
+            of_layer = {"cells": cells, "rotations": self.rotations, "scratch": scratch}
+            self.layer(x_NE.numpy(), read.float().contiguous().numpy(), step, **of_layer)
+            x_NE += torch.from_numpy(scratch.delta)
+        else:
+            x_NE = self._layer_by_torch(x_NE, read, step, cells)
+        normed = x_NE if self.norm is None else self.norm.of(x_NE)
         wanted = normed if step.wanted is None else normed.index_select(0, step.wanted)
         return self.output(wanted.to(self.dtype)), normed if self.norm_output else x_NE
 
@@ -207,49 +226,55 @@ class Head:
         if self.before_attention is None or self.hidden_norm is None:
             x_NE = self.fc(torch.cat([embedded, feature_NE.to(self.dtype)], -1))
             return x_NE.float(), x_NE
-        normed = self.hidden_norm(feature_NE)
-        read = torch.cat([self.before_attention(embedded.float()), normed], -1).to(self.dtype)
+        normed = self.hidden_norm.of(feature_NE)
+        read = torch.cat([self.before_attention.of(embedded), normed], -1)
         return normed if self.norm_before_residual else feature_NE, read
 
+    def _layer_by_torch(self, x_NE: torch.Tensor, read: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
+        layer, positions = self.layer, step.positions.reshape(-1)
+        heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
+        qk, values = heads.split([layer.num_q + layer.num_kv, layer.num_kv], 1)
+        cos, sin = (of[positions, None] for of in (self.rotations.cos, self.rotations.sin))
+        left, right = qk.chunk(2, -1)
+        qk = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+        query, keys = qk.split([layer.num_q, layer.num_kv], 1)
+        cells.write(step.write, keys, values)
+        x_NE = x_NE + layer.out(self._attended(query, step, cells).to(self.dtype))
+        gate, up = layer.gate_up(layer.before_mlp.of(x_NE).to(self.dtype)).chunk(2, -1)
+        return x_NE + layer.down(functional.silu(gate) * up)
+
     def _attended(self, query: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
-        """[N, H, D]."""
-        scaling = self.dim**-0.5
-        if self.device.type == "cpu":
-            return attend(query, cells, step.visible(None), scaling)
-        view = DenseView(step.paged)
-        query = query.view(len(step.entries), step.width, self.num_q, self.dim).transpose(1, 2)
+        """[N, H · D]."""
+        layer, view = self.layer, DenseView(step.paged)
+        query = query.view(len(step.entries), step.width, layer.num_q, layer.dim).transpose(1, 2)
         keys, values = gathered(cells.keys, view.cells), gathered(cells.values, view.cells)
         out = functional.scaled_dot_product_attention(
-            query, keys, values, view.mask(None, query.dtype), scale=scaling, enable_gqa=self.num_q != self.num_kv
+            query,
+            keys,
+            values,
+            view.mask(None, query.dtype),
+            scale=layer.scaling,
+            enable_gqa=layer.num_q != layer.num_kv,
         )
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-class Norm:
-    """Root mean square norm, float32."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchNorm:
+    """`layers.Norm` on other devices."""
 
-    def __init__(self, weight: torch.Tensor, eps: float):
-        self.weight, self.eps = weight.float(), eps
+    weight: torch.Tensor  # float32[E]
+    eps: float
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
-
-
-def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
-    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
-        return Linear(weight.contiguous(), bias)
-    return lambda rows: functional.linear(rows, weight, bias)
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32[N, E] of [N, E]."""
+        return functional.rms_norm(rows.float(), rows.shape[-1:], self.weight, self.eps)
 
 
-def _rotations(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin float32[positions, 1, D]; the sine of the first half negated, as `rotate_half` of transformers wants."""
+def _rotations(config: Any, dim: int) -> Rotations:
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    rotary = LlamaRotaryEmbedding(config)
-    cos, sin = rotary(torch.zeros(1, 1), torch.arange(config.max_position_embeddings)[None])
-    cos, sin = cos[0, :, None].float(), sin[0, :, None].float().clone()
-    sin[..., : sin.shape[-1] // 2].neg_()
-    return cos.to(device), sin.to(device)
+    return Rotations.of(LlamaRotaryEmbedding(config), config.max_position_embeddings, dim)
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

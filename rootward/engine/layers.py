@@ -1,4 +1,4 @@
-"""Linear layers for a CPU, and a network of the Llama family in few operations on top of them.
+"""Linear layers for a CPU, and on top of them a decoder layer of the Llama family, and a network of such layers, in few operations.
 
 Every row has the same bits whatever is computed beside it: `cpu_kernels`.
 
@@ -146,18 +146,80 @@ class Norm:
         """x float32[N, E] += delta float32[N, E], unless that is None; its norm goes to out [N, E]."""
         cpu_kernels.norm(x, delta, self.weight, self.eps, out)
 
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32[N, E] of [N, E], which stay as they are."""
+        out = torch.empty(rows.shape)
+        cpu_kernels.norm(rows.float().contiguous().numpy(), None, self.weight, self.eps, out.numpy())
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotations:
+    """Of queries and keys by position: float32[positions, D / 2]."""
+
+    cos: Any
+    sin: Any
+
+    @staticmethod
+    def of(rotary: torch.nn.Module, num_positions: int, dim: int) -> Rotations:
+        """By the module of transformers that computes them."""
+        both = rotary(torch.zeros(1, 1), torch.arange(num_positions)[None])
+        return Rotations(*(of[0, :, : dim // 2].float().contiguous().numpy() for of in both))
+
+
+class Scratch:
+    """Results on the way through decoder layers, which have the same sizes. delta float32[N, E]: of the layer."""
+
+    def __init__(self, layer: Layer, num_rows: int):
+        self.normed, self.qkv, self.query, self.attended, self.delta, self.gate_up, self.gated = (
+            np.empty((num_rows, width), np.float32)
+            for width in (
+                layer.down.out_features,
+                layer.qkv.out_features,
+                layer.out.in_features,
+                layer.out.in_features,
+                layer.down.out_features,
+                layer.gate_up.out_features,
+                layer.down.in_features,
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layer:
-    before_attention: Norm
-    qkv: Linear
+    """A decoder layer without the norm of its input. The linear layers are `Linear`."""
+
+    dim: int
+    num_q: int
+    num_kv: int
+    qkv: Any
     head_norms: Any  # float32[H + S, D], or None
     head_eps: float
-    out: Linear
+    out: Any
     scaling: float
-    before_mlp: Norm
-    gate_up: Linear
-    down: Linear
+    before_mlp: Any
+    gate_up: Any
+    down: Any
+
+    def __call__(
+        self, x: Any, read: Any, step: Step, *, cells: PagedLayer, rotations: Rotations, scratch: Scratch
+    ) -> None:
+        """Of the residual stream x float32[N, E], and what queries, keys and values are made of. The result is x + scratch.delta."""
+        if not cells.is_initialized:
+            new = torch.empty(1, self.num_kv, 1, self.dim, dtype=self.qkv.dtype)
+            cells.lazy_initialization(new, new)
+        keys, values = cells.arrays
+        linear(read, self.qkv.packed, self.qkv.bias, scratch.qkv)
+        query = scratch.query.reshape(len(x), self.num_q, self.dim)
+        at, norms = (step.positions.numpy(), step.write.numpy()), (self.head_norms, self.head_eps)
+        cpu_kernels.rotate(scratch.qkv, rotations.cos, rotations.sin, *at, *norms, query, keys, values)
+        seen, sinks = step.visible(cells.window), no_sinks(self.num_q)
+        cpu_kernels.attention(query, keys, values, *seen.arguments, self.scaling, 0.0, sinks, scratch.attended)
+        linear(scratch.attended, self.out.packed, self.out.bias, scratch.delta)
+        self.before_mlp(x, scratch.delta, scratch.normed)
+        linear(scratch.normed, self.gate_up.packed, self.gate_up.bias, scratch.gate_up)
+        cpu_kernels.gate(scratch.gate_up, scratch.gated)
+        linear(scratch.gated, self.down.packed, self.down.bias, scratch.delta)
 
 
 class LlamaNetwork:
@@ -171,75 +233,50 @@ class LlamaNetwork:
         """`network`: one whose linear layers have been replaced."""
         self.exposed: frozenset[int] = frozenset()
         self.states: dict[int, torch.Tensor] = {}
-        body, attention = network.model, network.model.layers[0].self_attn
-        self.dtype = body.embed_tokens.weight.dtype
-        self.dim = attention.head_dim
-        self.num_q, self.num_kv = (p.out_features // self.dim for p in (attention.q_proj, attention.k_proj))
-        self.embedding, self.norm, self.head = body.embed_tokens.weight, _norm(body.norm), network.lm_head
-        self.layers = [self._layer(layer) for layer in body.layers]
-        cos, sin = body.rotary_emb(self.embedding[:1, None].float(), torch.arange(max_positions)[None])
-        self.cos, self.sin = (of[0, :, : self.dim // 2].float().contiguous().numpy() for of in (cos, sin))
-
-    def _layer(self, layer: Any) -> Layer:
-        attention, mlp, head_norms, head_eps = layer.self_attn, layer.mlp, None, 0.0
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm, attention.k_norm
-            weights = [q.weight.expand(self.num_q, -1), k.weight.expand(self.num_kv, -1)]
-            head_norms, head_eps = torch.cat(weights).detach().float().numpy(), q.variance_epsilon
-        return Layer(
-            before_attention=_norm(layer.input_layernorm),
-            qkv=attention.q_proj.joined,
-            head_norms=head_norms,
-            head_eps=head_eps,
-            out=attention.o_proj,
-            scaling=attention.scaling,
-            before_mlp=_norm(layer.post_attention_layernorm),
-            gate_up=mlp.gate_proj.joined,
-            down=mlp.down_proj,
-        )
+        body = network.model
+        self.embedding, self.head = body.embed_tokens.weight, network.lm_head
+        self.layers = [_layer(layer) for layer in body.layers]
+        self.norms = [*(_norm(layer.input_layernorm) for layer in body.layers), _norm(body.norm)]
+        self.rotations = Rotations.of(body.rotary_emb, max_positions, self.layers[0].dim)
 
     def __call__(self, step: Step, cells: Sequence[PagedLayer]) -> torch.Tensor:
         x_NE = functional.embedding(step.ids, self.embedding).float()
-        num, size = x_NE.shape
         cpu_kernels.use_threads(torch.get_num_threads())
-        first = self.layers[0]
-        normed, qkv, query, attended, delta, gate_up, gated = (
-            np.empty((num, width), np.float32)
-            for width in (
-                size,
-                first.qkv.out_features,
-                first.out.in_features,
-                first.out.in_features,
-                size,
-                first.gate_up.out_features,
-                first.down.in_features,
-            )
-        )
-        x, queries = x_NE.numpy(), query.reshape(num, self.num_q, self.dim)
-        positions, write, sinks = step.positions.numpy(), step.write.numpy(), no_sinks(self.num_q)
-        for i, (layer, own) in enumerate(zip(self.layers, cells, strict=True)):
-            if not own.is_initialized:
-                own.lazy_initialization(*(torch.empty(1, self.num_kv, 1, self.dim, dtype=self.dtype) for _ in "kv"))
-            keys, values = own.arrays
-            layer.before_attention(x, delta if i else None, normed)
+        x, scratch, delta = x_NE.numpy(), Scratch(self.layers[0], len(x_NE)), None
+        for i, (norm, layer, own) in enumerate(zip(self.norms, self.layers, cells, strict=False)):
+            norm(x, delta, scratch.normed)
             if i in self.exposed:
                 self.states[i] = x_NE.clone()
-            linear(normed, layer.qkv.packed, layer.qkv.bias, qkv)
-            norms, eps = layer.head_norms, layer.head_eps
-            cpu_kernels.rotate(qkv, self.cos, self.sin, positions, write, norms, eps, queries, keys, values)
-            seen = step.visible(own.window)
-            cpu_kernels.attention(queries, keys, values, *seen.arguments, layer.scaling, 0.0, sinks, attended)
-            linear(attended, layer.out.packed, layer.out.bias, delta)
-            layer.before_mlp(x, delta, normed)
-            linear(normed, layer.gate_up.packed, layer.gate_up.bias, gate_up)
-            cpu_kernels.gate(gate_up, gated)
-            linear(gated, layer.down.packed, layer.down.bias, delta)
-        self.norm(x, delta, normed)
+            layer(x, scratch.normed, step, cells=own, rotations=self.rotations, scratch=scratch)
+            delta = scratch.delta
+        self.norms[-1](x, delta, scratch.normed)
+        rows = torch.from_numpy(scratch.normed)
         if len(self.layers) in self.exposed:
-            self.states[len(self.layers)] = torch.from_numpy(normed).clone()
-        rows = torch.from_numpy(normed)
+            self.states[len(self.layers)] = rows.clone()
         logits: torch.Tensor = self.head(rows if step.wanted is None else rows[step.wanted])
         return logits
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp, head_norms, head_eps = layer.self_attn, layer.mlp, None, 0.0
+    num_q, num_kv = (p.out_features // attention.head_dim for p in (attention.q_proj, attention.k_proj))
+    if hasattr(attention, "q_norm"):
+        q, k = attention.q_norm, attention.k_norm
+        head_norms = torch.cat([q.weight.expand(num_q, -1), k.weight.expand(num_kv, -1)]).detach().float().numpy()
+        head_eps = q.variance_epsilon
+    return Layer(
+        dim=attention.head_dim,
+        num_q=num_q,
+        num_kv=num_kv,
+        qkv=attention.q_proj.joined,
+        head_norms=head_norms,
+        head_eps=head_eps,
+        out=attention.o_proj,
+        scaling=attention.scaling,
+        before_mlp=_norm(layer.post_attention_layernorm),
+        gate_up=mlp.gate_proj.joined,
+        down=mlp.down_proj,
+    )
 
 
 def _norm(module: Any) -> Norm:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear, silu
 from unit.engine import networks
 
 from rootward.core.requests import Sampling
+from rootward.engine import heads
 from rootward.engine.atoms import atoms_of
 from rootward.engine.head_model import HeadModel, acceptance, load_head_model
 from rootward.engine.heads import load_head
@@ -110,7 +111,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", [*KINDS, "eagle1", "eagle1 without bias"])
 @pytest.mark.parametrize("llama", [True, False], ids=["own network", "transformers"])
-def test_head_computes_the_published_formula_on_text_and_down_a_tree(tmp_path: Path, kind: str, llama: bool) -> None:
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+def test_head_computes_the_published_formula_on_text_and_down_a_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, llama: bool, kernels: bool
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(heads, "SERVED", ())
     model = a_model(fast=llama)
     assert (model.llama is not None) == llama
     network = a_target()
@@ -157,6 +163,31 @@ def test_head_computes_the_published_formula_on_text_and_down_a_tree(tmp_path: P
     expected[:, target_ids] = every[-3:]
     torch.testing.assert_close(torch.cat([first, second]), expected, atol=2e-4, rtol=2e-4)
     del text, some
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_have_the_same_bits_whatever_is_beside_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    network = a_target().to(dtype)
+    model = HuggingFaceModel(network, name="target", max_slots=2, max_len=64)
+    head = load_head(str(eagle3(tmp_path, network, draft_ids=DRAFT_IDS)), model.network)
+    features = np.random.default_rng(0).standard_normal((len(TEXT), head.hidden_size)).astype(np.float32)
+    drafts = HeadModel(head, model.info, name="head", max_slots=12)
+
+    def chain() -> Rows:
+        return Rows.chain(drafts.open(), 1, TEXT, features)
+
+    def one_by_one() -> list[torch.Tensor]:
+        slot = drafts.open()
+        found = []
+        for i, token in enumerate(TEXT):
+            found.append(drafts.forward([Rows.chain(slot, 1 + i, [token], features[i : i + 1])]))
+            drafts.commit(slot, 1 + i, keep_below=False)
+        return found
+
+    alone = drafts.forward([chain()])
+    together = drafts.forward([chain() for _ in range(5)])
+    assert torch.equal(torch.cat(one_by_one()), alone)
+    assert torch.equal(together, alone.repeat(5, 1))
 
 
 def test_atoms_of_a_reduced_vocabulary_are_those_of_its_logits_in_target_ids(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def test_a_wrong_one_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> 
         if what == "error":
             raise RuntimeError("no such operator")
         if what == "sin":
-            np.abs(self.sin, out=self.sin)
+            np.abs(self.rotations.sin, out=self.rotations.sin)
         else:
-            self.cos *= 1.01
+            self.rotations.cos[:] *= 1.01
         return right(self, *args)
 
     monkeypatch.setattr(LlamaNetwork, "__call__", wrong)
