@@ -212,14 +212,16 @@ class Head:
         if self.has_kernels:
             use_threads(torch.get_num_threads())
             x_NE, scratch = x_NE.clone(), Scratch(self.layer, len(x_NE))
-            of_layer = {"cells": cells, "rotations": self.rotations, "scratch": scratch}
-            self.layer(x_NE.numpy(), read.float().contiguous().numpy(), step, **of_layer)
+            x, read_by = x_NE.numpy(), read.float().contiguous().numpy()
+            self.layer(x, read_by, step, cells=cells, rotations=self.rotations, scratch=scratch)
             x_NE += torch.from_numpy(scratch.delta)
         else:
             x_NE = self._layer_by_torch(x_NE, read, step, cells)
         normed = x_NE if self.norm is None else self.norm.of(x_NE)
         wanted = normed if step.wanted is None else normed.index_select(0, step.wanted)
-        return self.output(wanted.to(self.dtype)), normed if self.norm_output else x_NE
+        if not isinstance(self.output, Linear):  # which takes and gives float32
+            wanted = wanted.to(self.dtype)
+        return self.output(wanted), normed if self.norm_output else x_NE
 
     def _inputs(self, embedded: torch.Tensor, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the residual stream starts, float32, and what queries, keys and values are made of."""
@@ -233,15 +235,16 @@ class Head:
     def _layer_by_torch(self, x_NE: torch.Tensor, read: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
         layer, positions = self.layer, step.positions.reshape(-1)
         heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
-        qk, values = heads.split([layer.num_q + layer.num_kv, layer.num_kv], 1)
+        qk, values = torch.split(heads, [layer.num_q + layer.num_kv, layer.num_kv], 1)
         cos, sin = (of[positions, None] for of in (self.rotations.cos, self.rotations.sin))
         left, right = qk.chunk(2, -1)
         qk = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-        query, keys = qk.split([layer.num_q, layer.num_kv], 1)
+        query, keys = torch.split(qk, [layer.num_q, layer.num_kv], 1)
         cells.write(step.write, keys, values)
         x_NE = x_NE + layer.out(self._attended(query, step, cells).to(self.dtype))
         gate, up = layer.gate_up(layer.before_mlp.of(x_NE).to(self.dtype)).chunk(2, -1)
-        return x_NE + layer.down(functional.silu(gate) * up)
+        x_NE += layer.down(functional.silu(gate) * up)
+        return x_NE
 
     def _attended(self, query: torch.Tensor, step: Step, cells: PagedLayer) -> torch.Tensor:
         """[N, H · D]."""
