@@ -111,7 +111,7 @@ class PoisonList:
         own = added is not None and self._now() - added < POISON_TTL_S
         if own or await self._ledger.is_poison(content.hex()):
             fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
-            raise PoisonRequest("request", "refused", fix)
+            raise PoisonRequest("request", request.request_id, f"is refused: {fix}")
 
     async def add(self, request: VerifierRequest) -> None:
         content = _content(request)
