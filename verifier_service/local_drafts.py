@@ -30,7 +30,7 @@ from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
-HEAD = "head:"  # and the folder of a draft head, in a policy
+HEAD = "head:"  # and the folder of a draft head, in the setting
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -43,9 +43,6 @@ MODEL = Record(ModelCard, control_pb2.ModelInfo)
 WORKER = Record(Worker, control_pb2.WorkerInfo)
 SERVER_INFO = Record(ServerInfo, control_pb2.ServerInfo, models=MODEL.each, verifiers=WORKER.each, drafters=WORKER.each)
 LOAD = Record(Load, control_pb2.LoadInfo, verifiers=Record(VerifierLoad, control_pb2.VerifierLoad).each)
-
-_MODES = {"auto": "AUTO", "disabled": "DISABLED", "required": "REQUIRED"}
-_VERIFICATIONS = {"traversal": "TRAVERSAL", "coupled": "COUPLED", "token": "TOKEN"}
 
 
 def request_to_pb(
@@ -234,14 +231,18 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
         wish = Speculation("disabled" if wish is False else "auto")
     if isinstance(wish, str):
         wish = Speculation(wish)
-    if wish.mode not in _MODES:
-        raise ValueError(f"speculation.mode: {wish.mode!r} is unknown; use one of {', '.join(_MODES)}")
-    if wish.verification is not None and wish.verification not in _VERIFICATIONS:
-        known = ", ".join(_VERIFICATIONS)
-        raise ValueError(f"speculation.verification: {wish.verification!r} is unknown; use one of {known}")
-    message = generate_pb2.Speculation(mode=generate_pb2.Speculation.Mode.Value(_MODES[wish.mode]))
+    message = generate_pb2.Speculation(mode=_number(generate_pb2.Speculation.Mode, "speculation.mode", wish.mode))
     if wish.verification is not None:
-        message.verification = generate_pb2.Speculation.Verification.Value(_VERIFICATIONS[wish.verification])
+        kind = generate_pb2.Speculation.Verification
+        message.verification = _number(kind, "speculation.verification", wish.verification)
     for name in ("max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
+
+
+def _number(kind: Any, field: str, name: str) -> Any:
+    """Of an enum of the wire, whose names are in capitals; 0 has none."""
+    known = {value.lower(): number for value, number in kind.items() if number}
+    if name not in known:
+        raise ValueError(f"{field}: {name!r} is unknown; use one of {', '.join(known)}")
+    return known[name]

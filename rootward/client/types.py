@@ -47,7 +47,7 @@ class Speculation:
     """Control of speculation for one request. None leaves the choice to the server."""
 
     mode: str = "auto"  # "auto", "disabled" or "required"
-    verification: str | None = None  # "traversal", "coupled" or "token"
+    verification: str | None = None  # "traversal", "coupled", "token", "block" or "multi_step"
     max_depth: int | None = None  # longest drafted path
     topk: int | None = None  # most children per node
     num_draft_tokens: int | None = None  # nodes per round

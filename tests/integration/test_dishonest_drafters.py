@@ -87,7 +87,7 @@ async def test_after_the_alarm_the_distribution_is_the_targets_again(cheating) -
 async def test_an_untrusted_pool_cannot_change_the_distribution(cheating) -> None:
     cheating("argmax")
     target, draft = pair()
-    async with in_process(target, draft, untrusted_pools=(DEFAULT_POOL,), **SHAPE) as system:
+    async with in_process(target, draft, untrusted_pools=[DEFAULT_POOL], **SHAPE) as system:
         texts = await texts_of(system, "a", num_requests=16, length=400)
         assert not system.service.audit._drafters
     assert p_value(target, texts, least_freedom=60) > 1e-4
