@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,7 @@ class Audited:
     own      logarithm of the wealth that this process saw, by strategy
     pending  draws not evaluated yet
     saved    draws of this process that Redis knows of; -1 before the first exchange
+    asked    whether Redis was asked what others saw, with or without an answer
     """
 
     record: Record = field(default_factory=Record)
@@ -57,6 +58,7 @@ class Audited:
     caught: str = ""
     cleared: int = 0
     saved: int = -1
+    asked: bool = False
 
     def evaluate(self) -> None:
         draws = joined(self.pending)
@@ -94,16 +96,20 @@ class DrafterAudit:
         registry.register(_Gauges(self._drafters))
 
     def trusts(self, drafter: str, pool: str) -> bool:
-        """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone."""
-        audited = self._drafters.get(drafter)
-        return pool not in self._untrusted and (audited is None or not audited.caught)
+        """Whether trees of this drafter may be verified by ratio tests. Depends on past rounds alone. With a Redis a drafter is not trusted
+        before Redis was asked: a verifier that has just started knows nothing of its record."""
+        audited = self._known(drafter)
+        return pool not in self._untrusted and not audited.caught and (self._redis is None or audited.asked)
+
+    def _known(self, drafter: str) -> Audited:
+        if drafter not in self._drafters:
+            self._drafters[drafter] = Audited()
+            self._new.set()
+        return self._drafters[drafter]
 
     def observe(self, drafter: str, draws: Draws) -> None:
         """A round verified these draws of the drafter."""
-        audited = self._drafters.get(drafter)
-        if audited is None:
-            audited = self._drafters[drafter] = Audited()
-            self._new.set()
+        audited = self._known(drafter)
         if len(draws):
             audited.pending.append(draws)
         if sum(map(len, audited.pending)) >= BATCH_DRAWS:
@@ -113,10 +119,13 @@ class DrafterAudit:
         """Of drafters that were caught, by address."""
         return {f"drafter_caught/{name}": 1.0 for name, audited in self._drafters.items() if audited.caught}
 
-    async def run(self) -> None:
-        """Evaluate what is left over, and exchange records with Redis, for ever. Ends by cancellation."""
+    async def run(self, drafters: Callable[[], Collection[str]] = tuple) -> None:
+        """Evaluate what is left over, and exchange records with Redis, for ever. Ends by cancellation. drafters: names of those that are
+        up, whose records are read before they are used."""
         while True:
             self._new.clear()
+            for name in drafters():
+                self._known(name)
             for name, audited in list(self._drafters.items()):
                 if audited.pending:
                     self._evaluate(name, audited)
@@ -164,6 +173,7 @@ class DrafterAudit:
                 await self._redis.expire(key, KEPT_S)
                 known: Any = await self._redis.hgetall(key)
         except Unavailable as error:
+            audited.asked = True
             log.debug("audit_not_saved", drafter=name, error=str(error))
             return
         audited.saved = draws
@@ -173,6 +183,7 @@ class DrafterAudit:
         caught = next((seen["caught"] for seen in others if seen["caught"]), "")
         if caught and not audited.caught:
             self._catch(name, audited, caught)
+        audited.asked = True
         self._judge(name, audited)
 
 

@@ -115,7 +115,7 @@ class VerifierService:
     async def __aenter__(self) -> VerifierService:
         await self.pool.__aenter__()
         self._task = asyncio.create_task(self.engine.run(), name="engine")
-        self._audit_task = asyncio.create_task(self.audit.run(), name="audit of drafters")
+        self._audit_task = asyncio.create_task(self.audit.run(lambda: self.pool.up), name="audit of drafters")
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -107,6 +107,30 @@ async def test_a_restart_of_the_verifier_does_not_launder_a_record():
     assert redis.ends.keys() == redis.hashes.keys()  # those of addresses that nobody has any more are forgotten
 
 
+async def test_a_verifier_that_starts_trusts_no_drafter_before_it_has_asked_for_its_record():
+    redis = FakeRedis()
+    first = audit_of(redis)
+    watch(first, "argmax", 512)
+    await exchanged(first)
+    second = audit_of(redis)
+    assert not second.trusts("another", "default")
+    task = asyncio.create_task(second.run(lambda: [DRAFTER]))  # it is up, and nothing of it was seen yet
+    for _ in range(60):
+        await asyncio.sleep(0)
+    task.cancel()
+    assert second.gauges() == {f"drafter_caught/{DRAFTER}": 1.0}
+    assert second.trusts("another", "default")
+
+
+async def test_a_drafter_is_trusted_while_redis_is_away():
+    redis = FakeRedis()
+    redis.away = True
+    audit = audit_of(redis)
+    assert not audit.trusts(DRAFTER, "default")
+    await exchanged(audit)
+    assert audit.trusts(DRAFTER, "default")
+
+
 async def test_evidence_of_several_verifiers_adds_up():
     """Neither verifier alone has seen enough."""
     redis = FakeRedis()
