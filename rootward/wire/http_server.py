@@ -94,6 +94,7 @@ def _protocol(
         _late: asyncio.TimerHandle | None = None  # while a head is awaited
         _securing: asyncio.Task[None] | None = None
         _established = False  # uvicorn knows it
+        _early = b""  # come before TLS was asked for, or before this side knew that the handshake was over
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self._raw = transport
@@ -104,18 +105,28 @@ def _protocol(
             elif context is None:
                 self._establish(transport)
             else:
-                transport.pause_reading()
                 self._securing = self.loop.create_task(self._secure(transport, context))
 
         async def _secure(self, raw: asyncio.Transport, context: ssl.SSLContext) -> None:
+            raw.pause_reading()  # uvloop begins to read after `connection_made`, whatever was asked there
+            handshake = self.loop.create_task(self.loop.start_tls(raw, self, context, server_side=True))
+            await asyncio.sleep(0)  # it reads from the next turn of the loop on
+            if self._early:
+                self.loop.call_soon(_feed, raw.get_protocol(), self._taken_early())
             transport = None
             with contextlib.suppress(OSError, ssl.SSLError):
-                transport = await self.loop.start_tls(raw, self, context, server_side=True)
+                transport = await handshake
             if transport is None or raw.is_closing():  # nobody tells the protocol of connections lost in the handshake
                 raw.abort()
                 self.connection_lost(None)
             else:
                 self._establish(transport)
+                if self._early:
+                    self.data_received(self._taken_early())
+
+        def _taken_early(self) -> bytes:
+            early, self._early = self._early, b""
+            return early
 
         def _establish(self, transport: asyncio.Transport) -> None:
             self._established = True
@@ -126,6 +137,9 @@ def _protocol(
                     transport.abort()
 
         def data_received(self, data: bytes) -> None:
+            if not self._established:
+                self._early += data
+                return
             super().data_received(data)
             if self.cycle is not None and not self.cycle.response_complete:
                 self._stop_waiting()
@@ -144,6 +158,15 @@ def _protocol(
                 self._late = None
 
     return Guarded
+
+
+def _feed(protocol: asyncio.BufferedProtocol, data: bytes) -> None:
+    while data:
+        buffer = memoryview(protocol.get_buffer(len(data)))
+        num = min(len(buffer), len(data))
+        buffer[:num] = data[:num]
+        protocol.buffer_updated(num)
+        data = data[num:]
 
 
 def _tls_context(tls: ServerTls) -> ssl.SSLContext:

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import uvloop
 from starlette.responses import Response
 from support.certificates import Authority
 
@@ -225,6 +227,31 @@ async def test_half_a_head_does_not_keep_a_connection(before, half):
     assert await closed(reader)
     writer.close()
     await stop()
+
+
+def test_a_tls_connection_may_send_as_soon_as_it_is_open(tmp_path):
+    """uvloop reads a first time before the server has asked for TLS."""
+    authority = Authority(tmp_path)
+    context = ssl.create_default_context(cafile=str(authority.file))
+
+    async def one(address):
+        reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname="localhost")
+        writer.write(WHOLE)
+        answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n0"), 20)
+        writer.close()
+        return b"200 OK" in answer
+
+    async def many():
+        address, stop = await served(tls=ServerTls(authority.issue("gateway"), mutual=False))
+        with ThreadPoolExecutor(8) as threads:  # clients that do not take turns with the server
+            loop = asyncio.get_running_loop()
+            found = await asyncio.gather(
+                *(loop.run_in_executor(threads, asyncio.run, one(address)) for _ in range(100))
+            )
+        await stop()
+        return found
+
+    assert uvloop.run(many()) == [True] * 100
 
 
 async def test_a_slow_answer_is_no_half_request():
