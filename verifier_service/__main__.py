@@ -63,6 +63,7 @@ def build(
         metrics=metrics,
         thread=thread,
         redis=redis,
+        head=head,
     )
 
 

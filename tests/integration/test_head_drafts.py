@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.heads import TabularHead
-from support.services import collect, request, tabular_pair, until, verifier_of
+from support.services import collect, request, tabular_pair, until, verifier_of, verifier_settings
 
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.engine.tabular import TabularModel
+from verifier_service.__main__ import build
 from verifier_service.head_drafts import HeadDrafts
 
 VOCAB = 12
@@ -138,3 +139,11 @@ async def test_a_request_may_ask_for_n_grams_beside_a_head() -> None:
         wish = Speculation(SpeculationMode.REQUIRED, drafter="ngram")
         _, last = await collect(verifier, request(wish=wish))
     assert last.finish.stats.drafter == "ngram"
+
+
+async def test_the_head_that_a_verifier_process_has_loaded_grows_its_trees() -> None:
+    target = target_of()
+    settings = verifier_settings(local_draft="head:of a test")
+    async with build(target, (), settings, head=TabularHead(target)) as verifier:
+        _, last = await collect(verifier, request(max_tokens=40))
+    assert last.finish.stats.num_accepted_draft_tokens > 0
