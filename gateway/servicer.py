@@ -152,13 +152,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     ) -> control_pb2.ServerInfo:
         """Answers also while no verifier is up; then without models."""
         first = next(iter(self._models))
+        models = [_model(service) for service in self._models if service.upstreams.model]
         return control_pb2.ServerInfo(
             version=rootward.__version__,
             role="gateway",
             worker=first.worker,
             incarnation=first.incarnation,
-            lossless=control_pb2.ServerInfo.DISTRIBUTION,
-            models=[_model(service) for service in self._models if service.upstreams.model],
+            lossless=min((model.lossless for model in models), default=control_pb2.ServerInfo.DISTRIBUTION),
+            models=models,
             verifiers=[worker_to_pb(u) for u in self._upstreams],
             drafters=self._drafters(),
             features=FEATURES,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -23,6 +24,13 @@ DEFAULT_POOL = "default"  # of workers that no setting puts elsewhere
 COMMITTED = -1  # as a parent: the row hangs below the last committed token in the KV cache
 
 
+class LosslessLevel(Enum):
+    """What of the output equals plain decoding without speculation."""
+
+    DISTRIBUTION = "distribution"  # greedy tokens may differ where two logits nearly tie
+    BITWISE = "bitwise"  # the logits, to the last bit, whatever rows a step has beside a request's own
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What peers and users need to know about a model."""
@@ -35,6 +43,7 @@ class ModelInfo:
     num_parameters: int = 0
     supports_trees: bool = True  # False: plain decoding only (refused by the load probe)
     fingerprint: str = ""  # hash of the weights' identity
+    lossless: LosslessLevel = LosslessLevel.DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)

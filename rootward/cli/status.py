@@ -38,7 +38,7 @@ def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = Output
 def _table(url: str, info: ServerInfo, load: Load) -> Table:
     from rich.table import Table
 
-    model = ", ".join(f"{m.name} (context {m.max_positions})" for m in info.models) or "-"
+    model = ", ".join(f"{m.name} (context {m.max_positions}, lossless: {m.lossless})" for m in info.models) or "-"
     table = Table("role", "name", "address", "state", title=f"{url}: {model}", title_justify="left")
     state = "draining" if load.draining else f"{load.num_running} running, {load.num_waiting} waiting"
     table.add_row("gateway", info.worker, url, state)

@@ -32,14 +32,18 @@ from rootward.client.types import (
 from rootward.errors import APIError
 from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import unpack_logprobs, unpack_u32
-from rootward.wire.records import Record
+from rootward.wire.records import Conversion, Record
 
 T = TypeVar("T")
 
 USAGE = Record(Usage, generate_pb2.Usage)
 STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
 TIMING = Record(Timing, generate_pb2.Timing)
-MODEL = Record(ModelCard, control_pb2.ModelInfo)
+LOSSLESS = Conversion(
+    lambda name: control_pb2.ServerInfo.LosslessLevel.Value(name.upper()),
+    lambda number: "bitwise" if number == control_pb2.ServerInfo.BITWISE else "distribution",
+)
+MODEL = Record(ModelCard, control_pb2.ModelInfo, lossless=LOSSLESS)
 WORKER = Record(Worker, control_pb2.WorkerInfo)
 SERVER_INFO = Record(ServerInfo, control_pb2.ServerInfo, models=MODEL.each, verifiers=WORKER.each, drafters=WORKER.each)
 LOAD = Record(Load, control_pb2.LoadInfo, verifiers=Record(VerifierLoad, control_pb2.VerifierLoad).each)

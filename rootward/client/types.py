@@ -184,6 +184,7 @@ class ModelCard:
     eos_ids: tuple[int, ...] = ()
     num_parameters: int = 0
     supports_trees: bool = True
+    lossless: str = "distribution"  # or "bitwise": greedy texts equal those of plain decoding, token by token
 
 
 @dataclass(frozen=True, slots=True)

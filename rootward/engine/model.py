@@ -22,7 +22,7 @@ from rootward.engine.probe import choose_attention, choose_llama
 from rootward.engine.slots import MemoryPlan, Size, Slots, SlottedModel, kept_rows
 from rootward.engine.tokenizers import content_hash, find_tokenizer, num_ids
 from rootward.errors import ConfigurationError
-from rootward.ports import ModelInfo, Reduction, Rows
+from rootward.ports import LosslessLevel, ModelInfo, Reduction, Rows
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class HuggingFaceModel(SlottedModel):
             num_parameters=num_parameters,
             supports_trees=self.probe_report.ok,
             fingerprint=identity,
+            lossless=LosslessLevel.DISTRIBUTION if self.llama is None else LosslessLevel.BITWISE,
         )
 
     @classmethod
@@ -125,7 +126,7 @@ class HuggingFaceModel(SlottedModel):
             log.info("%s: %s", path_or_name, model.memory)
             how = ", steps are recorded" if cuda_graphs else ", in few operations" if model.llama else ""
             log.info("%s: attention %s%s", path_or_name, model.probe_report.attention or "none", how)
-            log.info("%s: losslessness at temperature 0: %s", path_or_name, model.lossless)
+            log.info("%s: losslessness at temperature 0: %s", path_or_name, model.info.lossless.value)
         if not model.info.supports_trees:
             message = f"model: {path_or_name!r} cannot run token trees: {model.probe_report.reason}"
             if require_trees:
@@ -151,12 +152,6 @@ class HuggingFaceModel(SlottedModel):
     @property
     def info(self) -> ModelInfo:
         return self._info
-
-    @property
-    def lossless(self) -> str:
-        """What equals plain decoding at temperature 0: "bitwise" if a row's logits have the same bits whatever rows are beside it;
-        "distribution" if texts may differ where two tokens nearly tie. The distribution of texts is the network's in any case."""
-        return "bitwise" if self.llama is not None else "distribution"
 
     @torch.inference_mode()
     def forward(

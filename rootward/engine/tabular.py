@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.slots import Entry, Size, Slots, SlottedModel, kept_rows
-from rootward.ports import ModelInfo, Reduction, Rows
+from rootward.ports import LosslessLevel, ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
 MAX_LAID_OUT = 1 << 23  # numbers: 64 MiB
@@ -93,7 +93,9 @@ class TabularModel(SlottedModel):
         for key, value in (("zeros", self.zeros), ("noise", self.noise), ("noise_seed", self.noise_seed)):
             law += f",{key}={value:g}" if value else ""
         eos_ids = () if self.eos is None else (self.eos,)
-        return ModelInfo(name or law, self.vocab, max_positions, eos_ids, fingerprint=law)
+        return ModelInfo(
+            name or law, self.vocab, max_positions, eos_ids, fingerprint=law, lossless=LosslessLevel.BITWISE
+        )
 
     @property
     def info(self) -> ModelInfo:

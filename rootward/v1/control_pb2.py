@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rootward.v1 import generate_pb2 as rootward_dot_v1_dot_generate__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rootward/v1/control.proto\x12\x0brootward.v1\x1a\x1arootward/v1/generate.proto\"\x16\n\x14GetServerInfoRequest\"\x91\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x37\n\x08lossless\x18\x05 \x01(\x0e\x32%.rootward.v1.ServerInfo.LosslessLevel\x12&\n\x06models\x18\x06 \x03(\x0b\x32\x16.rootward.v1.ModelInfo\x12*\n\tverifiers\x18\x07 \x03(\x0b\x32\x17.rootward.v1.WorkerInfo\x12)\n\x08\x64rafters\x18\x08 \x03(\x0b\x32\x17.rootward.v1.WorkerInfo\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x10\n\x08uptime_s\x18\n \x01(\x01\"c\n\rLosslessLevel\x12\x1e\n\x1aLOSSLESS_LEVEL_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x44ISTRIBUTION\x10\x01\x12\x13\n\x0fTOKEN_IDENTICAL\x10\x02\x12\x0b\n\x07\x42ITWISE\x10\x03\"[\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xb2\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_positions\x18\x03 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x04 \x03(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x04\x12\x16\n\x0esupports_trees\x18\x07 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.rootward.v1.ModelInfo\"\x10\n\x0eGetLoadRequest\"\xda\x01\n\x08LoadInfo\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x12\n\nnum_rounds\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12,\n\tverifiers\x18\t \x03(\x0b\x32\x19.rootward.v1.VerifierLoad\"\xce\x01\n\x0cVerifierLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x33\n\x05stats\x18\x06 \x03(\x0b\x32$.rootward.v1.VerifierLoad.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"L\n\x13WatchSessionRequest\x12\x14\n\nsession_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\t\n\x07watched\"\xbe\x04\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x30\n\x05\x62\x65gun\x18\x05 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.BegunH\x00\x12.\n\x04sent\x18\x06 \x01(\x0b\x32\x1e.rootward.v1.SessionEvent.SentH\x00\x12\x30\n\x05round\x18\x07 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.RoundH\x00\x12\x30\n\x05\x65nded\x18\x08 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.EndedH\x00\x12\x12\n\nnum_missed\x18\t \x01(\r\x1a<\n\x05\x42\x65gun\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10num_known_tokens\x18\x02 \x01(\r\x1a\'\n\x04Sent\x12\x10\n\x08verifier\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x1a\x41\n\x05Round\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x1aV\n\x05\x45nded\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.rootward.v1.Finish.Reason\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\rB\x07\n\x05\x65vent2\xfd\x03\n\x07\x43ontrol\x12K\n\rGetServerInfo\x12!.rootward.v1.GetServerInfoRequest\x1a\x17.rootward.v1.ServerInfo\x12H\n\x0cGetModelInfo\x12 .rootward.v1.GetModelInfoRequest\x1a\x16.rootward.v1.ModelInfo\x12M\n\nListModels\x12\x1e.rootward.v1.ListModelsRequest\x1a\x1f.rootward.v1.ListModelsResponse\x12=\n\x07GetLoad\x12\x1b.rootward.v1.GetLoadRequest\x1a\x15.rootward.v1.LoadInfo\x12>\n\x05\x41\x62ort\x12\x19.rootward.v1.AbortRequest\x1a\x1a.rootward.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.rootward.v1.DrainRequest\x1a\x1a.rootward.v1.DrainResponse\x12M\n\x0cWatchSession\x12 .rootward.v1.WatchSessionRequest\x1a\x19.rootward.v1.SessionEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19rootward/v1/control.proto\x12\x0brootward.v1\x1a\x1arootward/v1/generate.proto\"\x16\n\x14GetServerInfoRequest\"\x91\x03\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06worker\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\x06\x12\x37\n\x08lossless\x18\x05 \x01(\x0e\x32%.rootward.v1.ServerInfo.LosslessLevel\x12&\n\x06models\x18\x06 \x03(\x0b\x32\x16.rootward.v1.ModelInfo\x12*\n\tverifiers\x18\x07 \x03(\x0b\x32\x17.rootward.v1.WorkerInfo\x12)\n\x08\x64rafters\x18\x08 \x03(\x0b\x32\x17.rootward.v1.WorkerInfo\x12\x10\n\x08\x66\x65\x61tures\x18\t \x03(\t\x12\x10\n\x08uptime_s\x18\n \x01(\x01\"c\n\rLosslessLevel\x12\x1e\n\x1aLOSSLESS_LEVEL_UNSPECIFIED\x10\x00\x12\x10\n\x0c\x44ISTRIBUTION\x10\x01\x12\x13\n\x0fTOKEN_IDENTICAL\x10\x02\x12\x0b\n\x07\x42ITWISE\x10\x03\"[\n\nWorkerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"$\n\x13GetModelInfoRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\xeb\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x15\n\rmax_positions\x18\x03 \x01(\r\x12\x0f\n\x07\x65os_ids\x18\x04 \x03(\r\x12\x16\n\x0etokenizer_hash\x18\x05 \x01(\t\x12\x16\n\x0enum_parameters\x18\x06 \x01(\x04\x12\x16\n\x0esupports_trees\x18\x07 \x01(\x08\x12\x13\n\x0b\x66ingerprint\x18\x08 \x01(\t\x12\x37\n\x08lossless\x18\t \x01(\x0e\x32%.rootward.v1.ServerInfo.LosslessLevel\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.rootward.v1.ModelInfo\"\x10\n\x0eGetLoadRequest\"\xda\x01\n\x08LoadInfo\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x03 \x01(\r\x12\x10\n\x08\x64raining\x18\x04 \x01(\x08\x12\x14\n\x0cnum_requests\x18\x05 \x01(\x04\x12\x12\n\nnum_tokens\x18\x06 \x01(\x04\x12\x12\n\nnum_rounds\x18\x07 \x01(\x04\x12\x10\n\x08uptime_s\x18\x08 \x01(\x01\x12,\n\tverifiers\x18\t \x03(\x0b\x32\x19.rootward.v1.VerifierLoad\"\xce\x01\n\x0cVerifierLoad\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x04 \x01(\r\x12\x14\n\x0cmax_sessions\x18\x05 \x01(\r\x12\x33\n\x05stats\x18\x06 \x03(\x0b\x32$.rootward.v1.VerifierLoad.StatsEntry\x1a,\n\nStatsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\" \n\rAbortResponse\x12\x0f\n\x07\x61\x62orted\x18\x01 \x03(\t\"!\n\x0c\x44rainRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x01\"$\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\"L\n\x13WatchSessionRequest\x12\x14\n\nsession_id\x18\x01 \x01(\tH\x00\x12\x14\n\nrequest_id\x18\x02 \x01(\tH\x00\x42\t\n\x07watched\"\xbe\x04\n\x0cSessionEvent\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x11\n\telapsed_s\x18\x04 \x01(\x01\x12\x30\n\x05\x62\x65gun\x18\x05 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.BegunH\x00\x12.\n\x04sent\x18\x06 \x01(\x0b\x32\x1e.rootward.v1.SessionEvent.SentH\x00\x12\x30\n\x05round\x18\x07 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.RoundH\x00\x12\x30\n\x05\x65nded\x18\x08 \x01(\x0b\x32\x1f.rootward.v1.SessionEvent.EndedH\x00\x12\x12\n\nnum_missed\x18\t \x01(\r\x1a<\n\x05\x42\x65gun\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x18\n\x10num_known_tokens\x18\x02 \x01(\r\x1a\'\n\x04Sent\x12\x10\n\x08verifier\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x1a\x41\n\x05Round\x12\x0e\n\x06offset\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x03 \x01(\r\x1aV\n\x05\x45nded\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.rootward.v1.Finish.Reason\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nnum_tokens\x18\x03 \x01(\rB\x07\n\x05\x65vent2\xfd\x03\n\x07\x43ontrol\x12K\n\rGetServerInfo\x12!.rootward.v1.GetServerInfoRequest\x1a\x17.rootward.v1.ServerInfo\x12H\n\x0cGetModelInfo\x12 .rootward.v1.GetModelInfoRequest\x1a\x16.rootward.v1.ModelInfo\x12M\n\nListModels\x12\x1e.rootward.v1.ListModelsRequest\x1a\x1f.rootward.v1.ListModelsResponse\x12=\n\x07GetLoad\x12\x1b.rootward.v1.GetLoadRequest\x1a\x15.rootward.v1.LoadInfo\x12>\n\x05\x41\x62ort\x12\x19.rootward.v1.AbortRequest\x1a\x1a.rootward.v1.AbortResponse\x12>\n\x05\x44rain\x12\x19.rootward.v1.DrainRequest\x1a\x1a.rootward.v1.DrainResponse\x12M\n\x0cWatchSession\x12 .rootward.v1.WatchSessionRequest\x1a\x19.rootward.v1.SessionEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,39 +45,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFOREQUEST']._serialized_start=591
   _globals['_GETMODELINFOREQUEST']._serialized_end=627
   _globals['_MODELINFO']._serialized_start=630
-  _globals['_MODELINFO']._serialized_end=808
-  _globals['_LISTMODELSREQUEST']._serialized_start=810
-  _globals['_LISTMODELSREQUEST']._serialized_end=829
-  _globals['_LISTMODELSRESPONSE']._serialized_start=831
-  _globals['_LISTMODELSRESPONSE']._serialized_end=891
-  _globals['_GETLOADREQUEST']._serialized_start=893
-  _globals['_GETLOADREQUEST']._serialized_end=909
-  _globals['_LOADINFO']._serialized_start=912
-  _globals['_LOADINFO']._serialized_end=1130
-  _globals['_VERIFIERLOAD']._serialized_start=1133
-  _globals['_VERIFIERLOAD']._serialized_end=1339
-  _globals['_VERIFIERLOAD_STATSENTRY']._serialized_start=1295
-  _globals['_VERIFIERLOAD_STATSENTRY']._serialized_end=1339
-  _globals['_ABORTREQUEST']._serialized_start=1341
-  _globals['_ABORTREQUEST']._serialized_end=1376
-  _globals['_ABORTRESPONSE']._serialized_start=1378
-  _globals['_ABORTRESPONSE']._serialized_end=1410
-  _globals['_DRAINREQUEST']._serialized_start=1412
-  _globals['_DRAINREQUEST']._serialized_end=1445
-  _globals['_DRAINRESPONSE']._serialized_start=1447
-  _globals['_DRAINRESPONSE']._serialized_end=1483
-  _globals['_WATCHSESSIONREQUEST']._serialized_start=1485
-  _globals['_WATCHSESSIONREQUEST']._serialized_end=1561
-  _globals['_SESSIONEVENT']._serialized_start=1564
-  _globals['_SESSIONEVENT']._serialized_end=2138
-  _globals['_SESSIONEVENT_BEGUN']._serialized_start=1873
-  _globals['_SESSIONEVENT_BEGUN']._serialized_end=1933
-  _globals['_SESSIONEVENT_SENT']._serialized_start=1935
-  _globals['_SESSIONEVENT_SENT']._serialized_end=1974
-  _globals['_SESSIONEVENT_ROUND']._serialized_start=1976
-  _globals['_SESSIONEVENT_ROUND']._serialized_end=2041
-  _globals['_SESSIONEVENT_ENDED']._serialized_start=2043
-  _globals['_SESSIONEVENT_ENDED']._serialized_end=2129
-  _globals['_CONTROL']._serialized_start=2141
-  _globals['_CONTROL']._serialized_end=2650
+  _globals['_MODELINFO']._serialized_end=865
+  _globals['_LISTMODELSREQUEST']._serialized_start=867
+  _globals['_LISTMODELSREQUEST']._serialized_end=886
+  _globals['_LISTMODELSRESPONSE']._serialized_start=888
+  _globals['_LISTMODELSRESPONSE']._serialized_end=948
+  _globals['_GETLOADREQUEST']._serialized_start=950
+  _globals['_GETLOADREQUEST']._serialized_end=966
+  _globals['_LOADINFO']._serialized_start=969
+  _globals['_LOADINFO']._serialized_end=1187
+  _globals['_VERIFIERLOAD']._serialized_start=1190
+  _globals['_VERIFIERLOAD']._serialized_end=1396
+  _globals['_VERIFIERLOAD_STATSENTRY']._serialized_start=1352
+  _globals['_VERIFIERLOAD_STATSENTRY']._serialized_end=1396
+  _globals['_ABORTREQUEST']._serialized_start=1398
+  _globals['_ABORTREQUEST']._serialized_end=1433
+  _globals['_ABORTRESPONSE']._serialized_start=1435
+  _globals['_ABORTRESPONSE']._serialized_end=1467
+  _globals['_DRAINREQUEST']._serialized_start=1469
+  _globals['_DRAINREQUEST']._serialized_end=1502
+  _globals['_DRAINRESPONSE']._serialized_start=1504
+  _globals['_DRAINRESPONSE']._serialized_end=1540
+  _globals['_WATCHSESSIONREQUEST']._serialized_start=1542
+  _globals['_WATCHSESSIONREQUEST']._serialized_end=1618
+  _globals['_SESSIONEVENT']._serialized_start=1621
+  _globals['_SESSIONEVENT']._serialized_end=2195
+  _globals['_SESSIONEVENT_BEGUN']._serialized_start=1930
+  _globals['_SESSIONEVENT_BEGUN']._serialized_end=1990
+  _globals['_SESSIONEVENT_SENT']._serialized_start=1992
+  _globals['_SESSIONEVENT_SENT']._serialized_end=2031
+  _globals['_SESSIONEVENT_ROUND']._serialized_start=2033
+  _globals['_SESSIONEVENT_ROUND']._serialized_end=2098
+  _globals['_SESSIONEVENT_ENDED']._serialized_start=2100
+  _globals['_SESSIONEVENT_ENDED']._serialized_end=2186
+  _globals['_CONTROL']._serialized_start=2198
+  _globals['_CONTROL']._serialized_end=2707
 # @@protoc_insertion_point(module_scope)

@@ -47,22 +47,22 @@ class ServerInfo(_message.Message):
         DESCRIPTOR: _descriptor.EnumDescriptor
         LOSSLESS_LEVEL_UNSPECIFIED: ServerInfo._LosslessLevel.ValueType  # 0
         DISTRIBUTION: ServerInfo._LosslessLevel.ValueType  # 1
-        """exactly the target's law"""
+        """the distribution; greedy tokens may differ where two logits nearly tie"""
         TOKEN_IDENTICAL: ServerInfo._LosslessLevel.ValueType  # 2
-        """the tokens of plain decoding, up to near ties"""
+        """not sent"""
         BITWISE: ServerInfo._LosslessLevel.ValueType  # 3
-        """the logits of plain decoding"""
+        """the logits, to the last bit, whatever runs beside a request; so greedy texts are equal"""
 
     class LosslessLevel(_LosslessLevel, metaclass=_LosslessLevelEnumTypeWrapper):
-        """What the output promises, see the chapter on losslessness in the documentation."""
+        """What of the output equals plain decoding without speculation."""
 
     LOSSLESS_LEVEL_UNSPECIFIED: ServerInfo.LosslessLevel.ValueType  # 0
     DISTRIBUTION: ServerInfo.LosslessLevel.ValueType  # 1
-    """exactly the target's law"""
+    """the distribution; greedy tokens may differ where two logits nearly tie"""
     TOKEN_IDENTICAL: ServerInfo.LosslessLevel.ValueType  # 2
-    """the tokens of plain decoding, up to near ties"""
+    """not sent"""
     BITWISE: ServerInfo.LosslessLevel.ValueType  # 3
-    """the logits of plain decoding"""
+    """the logits, to the last bit, whatever runs beside a request; so greedy texts are equal"""
 
     VERSION_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
@@ -83,6 +83,7 @@ class ServerInfo(_message.Message):
     incarnation: _builtins.int
     """random per process start"""
     lossless: Global___ServerInfo.LosslessLevel.ValueType
+    """the lowest of the models"""
     uptime_s: _builtins.float
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]: ...
@@ -179,6 +180,7 @@ class ModelInfo(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     SUPPORTS_TREES_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
+    LOSSLESS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     vocab_size: _builtins.int
     max_positions: _builtins.int
@@ -190,6 +192,8 @@ class ModelInfo(_message.Message):
     """false: plain decoding only"""
     fingerprint: _builtins.str
     """hash of the weights' identity"""
+    lossless: Global___ServerInfo.LosslessLevel.ValueType
+    """unspecified: as DISTRIBUTION"""
     @_builtins.property
     def eos_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -203,10 +207,11 @@ class ModelInfo(_message.Message):
         num_parameters: _builtins.int = ...,
         supports_trees: _builtins.bool = ...,
         fingerprint: _builtins.str = ...,
+        lossless: Global___ServerInfo.LosslessLevel.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_ids", b"eos_ids", "fingerprint", b"fingerprint", "max_positions", b"max_positions", "name", b"name", "num_parameters", b"num_parameters", "supports_trees", b"supports_trees", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_ids", b"eos_ids", "fingerprint", b"fingerprint", "lossless", b"lossless", "max_positions", b"max_positions", "name", b"name", "num_parameters", b"num_parameters", "supports_trees", b"supports_trees", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStats, Structure, TokenLogprob
-from rootward.ports import ModelInfo
+from rootward.ports import LosslessLevel, ModelInfo
 from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import pack_f32, pack_u32, unpack_logprobs
-from rootward.wire.records import Record
+from rootward.wire.records import Conversion, Record
 
 REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
     FinishReason.STOP: generate_pb2.Finish.STOP,
@@ -16,7 +16,18 @@ REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
     FinishReason.ABORTED: generate_pb2.Finish.ABORTED,
 }
 
-MODEL = Record(ModelInfo, control_pb2.ModelInfo)
+LOSSLESS: dict[LosslessLevel, control_pb2.ServerInfo.LosslessLevel.ValueType] = {
+    LosslessLevel.DISTRIBUTION: control_pb2.ServerInfo.DISTRIBUTION,
+    LosslessLevel.BITWISE: control_pb2.ServerInfo.BITWISE,
+}
+LEVELS = {number: level for level, number in LOSSLESS.items()}
+MODEL = Record(
+    ModelInfo,
+    control_pb2.ModelInfo,
+    lossless=Conversion(
+        LOSSLESS.__getitem__, lambda number: LEVELS.get(number, LosslessLevel.DISTRIBUTION)
+    ),  # a level of another version is at least the lowest
+)
 STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
 
 

@@ -111,6 +111,8 @@ async def test_control():
         stub = control_pb2_grpc.ControlStub(channel)
         models = await stub.ListModels(control_pb2.ListModelsRequest(), timeout=5)
         assert [m.name for m in models.models] == ["demo"]
+        info = await stub.GetServerInfo(control_pb2.GetServerInfoRequest(), timeout=5)
+        assert info.lossless == info.models[0].lossless == control_pb2.ServerInfo.DISTRIBUTION
         assert (await stub.GetModelInfo(control_pb2.GetModelInfoRequest(), timeout=5)).vocab_size == 330
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.GetModelInfo(control_pb2.GetModelInfoRequest(model="other"), timeout=5)
