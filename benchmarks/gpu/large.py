@@ -43,11 +43,8 @@ def random_network(shape: Shape, device: str, dtype: torch.dtype, max_positions:
 
 def bytes_read(network: Network) -> int:
     """Weights that one step reads: all but the table of input embeddings, where that is not the output's."""
-    table = network.get_input_embeddings().weight
-    own = table is not network.get_output_embeddings().weight
-    replaced = [
-        module for module in network.modules() if isinstance(module, Linear)
-    ]  # on a CPU: no parameters any more
-    linears = sum(m.in_features * m.out_features * m.weight.dtype.itemsize for m in replaced)
-    biases = sum(m.bias.nbytes for m in replaced if m.bias is not None)
-    return linears + biases + sum(p.nbytes for p in network.parameters()) - own * table.nbytes
+    tied = network.config.tie_word_embeddings
+    table = 0 if tied else network.get_input_embeddings().weight.nbytes
+    replaced = [m for m in network.modules() if isinstance(m, Linear)]  # on a CPU: no parameters any more
+    linears = sum(m.in_features * m.out_features * m.dtype.itemsize for m in replaced)
+    return linears + sum(p.nbytes for p in network.parameters()) - table
