@@ -10,7 +10,7 @@ from rootward.core.frames import Grow, Open
 from rootward.metrics import Gauges, Read
 from rootward.tracing import Span, begin, note
 
-READINGS = {
+GAUGES = {
     "drafter_sessions_open": "Trees held.",
     "drafter_sessions_cap": "Trees that can be held at once.",
     "drafter_rows_used_ratio": "Share of the trees in use, 0 to 1.",
@@ -25,8 +25,8 @@ class Metrics:
         self.registry = CollectorRegistry()
 
     def watch(self, read: Read) -> None:
-        """Where the values of READINGS come from."""
-        Gauges(self.registry, READINGS, read)
+        """Export the values of GAUGES, read at every scrape."""
+        Gauges(self.registry, GAUGES, read)
 
 
 Key = tuple[int, int]  # (stream, slot)

@@ -1,4 +1,4 @@
-"""Several outputs of one request: n independent choices of each of its prompts, run side by side and read as one stream."""
+"""Several outputs of one request: n independent choices of each of its prompts, generated concurrently and read as one stream."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from rootward.core.requests import TokenLogprob
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
 MAX_OUTPUTS = 128  # prompts x choices of one request
-MARK = "#"  # between a request's id and the number of one of its further outputs
+OUTPUT_SEPARATOR = "#"  # between the id of a request and the index of an output (none for output 0)
 
 Generate = Callable[[GenerateRequest], AsyncGenerator[Delta, None]]
 PromptIds = Callable[[GenerateRequest], Awaitable[tuple[int, ...]]]
 
 
 def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] = ()) -> list[GenerateRequest]:
-    """One request per output, numbered: prompt by prompt, choice by choice. Without `prompts` the request's own is taken.
+    """One request per output, ordered by prompt, then by choice. prompts: empty for the prompt of the request.
 
-    Choice i draws its noise from (seed, i), so that three choices contain the first one alone.
+    Choice i draws its noise from (seed, i), so the first choices do not depend on n.
     """
     given = prompts or (request.prompt,)
     if not 1 <= request.n <= MAX_OUTPUTS:
@@ -35,7 +35,7 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
     name = request.request_id or uuid.uuid4().hex
     made = []
     for index in range(len(given) * request.n):
-        own = f"{name}{MARK}{index}" if index else name
+        own = f"{name}{OUTPUT_SEPARATOR}{index}" if index else name
         prompt, choice = given[index // request.n], index % request.n
         made.append(replace(request, prompt=prompt, request_id=own, choice=choice, index=index))
     return made
@@ -44,30 +44,32 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
 async def tokenised(
     requests: Sequence[GenerateRequest], num_choices: int, prompt_ids: PromptIds
 ) -> list[GenerateRequest]:
-    """The same with every prompt that has several choices as token ids, so that it is tokenised once."""
+    """The requests with token ids as prompts if there are several choices, so that each prompt is tokenised once."""
     if num_choices == 1:
         return list(requests)
     ids = [await prompt_ids(request) for request in requests[::num_choices]]
     return [replace(request, prompt=ids[request.index // num_choices]) for request in requests]
 
 
-def belongs(request_id: str, wanted: Sequence[str]) -> bool:
-    """Whether it is one of these requests, or one of their outputs."""
-    return request_id in wanted or request_id.partition(MARK)[0] in wanted
+def is_output_of(request_id: str, wanted: Sequence[str]) -> bool:
+    """Whether `request_id` is one of the wanted requests or an output of one."""
+    return request_id in wanted or request_id.partition(OUTPUT_SEPARATOR)[0] in wanted
 
 
-async def side_by_side(generate: Generate, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Delta, None]:
-    """Deltas of all of them as they come, each with its index and the client's request id, up to the last ending.
+async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Delta, None]:
+    """Deltas of all outputs in order of arrival, each with its index and the client's request id, until the last output has ended.
 
-    Closing it, or the failure of one, cancels all.
+    Closing the generator or a failure of one output cancels all.
     """
-    if len(requests) == 1:  # by far the most; nothing to join
+    if len(requests) == 1:  # the usual case
         async with aclosing(generate(requests[0])) as only:
             async for delta in only:
                 yield delta
         return
     name = requests[0].request_id
-    arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(len(requests))  # bounded: a slow reader slows all down
+    arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(
+        len(requests)
+    )  # bounded: a slow reader throttles all outputs
 
     async def run(request: GenerateRequest) -> None:
         try:
@@ -94,13 +96,13 @@ async def side_by_side(generate: Generate, requests: Sequence[GenerateRequest]) 
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens and endings of all outputs by index, so far. Every prompt counts once, however many choices it has."""
+    """Totals over the deltas received so far, by output. A prompt counts once, whatever the number of its choices."""
 
     num_choices: int = 1
     endings: dict[int, Ending] = field(default_factory=dict)
     prompts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[int, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    _ends: dict[int, int] = field(default_factory=dict)  # output position reached, by output
+    _ends: dict[int, int] = field(default_factory=dict)  # number of output tokens so far, by output
 
     def add(self, delta: Delta) -> None:
         self._ends[delta.index] = delta.offset + len(delta.spans)
@@ -119,12 +121,12 @@ class Tally:
 
     @property
     def only(self) -> Ending | None:
-        """The ending where there is a single output."""
+        """The ending if there is a single output, else None."""
         return self.endings[0] if len(self.endings) == 1 else None
 
 
-async def in_runs(deltas: AsyncGenerator[Delta, None], interval: int) -> AsyncGenerator[Delta, None]:
-    """Deltas of at least `interval` tokens, the last one of each output excepted."""
+async def coalesced(deltas: AsyncGenerator[Delta, None], interval: int) -> AsyncGenerator[Delta, None]:
+    """Deltas merged until each has at least `interval` tokens; the last one of an output may have fewer."""
     held: dict[int, Delta] = {}
     async with aclosing(deltas):
         async for delta in deltas:

@@ -14,7 +14,7 @@ from typing import TypeVar
 from gateway import planning
 from gateway.admission import Account, Admission, Rate
 from gateway.auth import Scope, caller
-from gateway.choices import belongs
+from gateway.choices import is_output_of
 from gateway.generation import Aborted, Cutoff, Generation, PoisonList
 from gateway.grammar_check import GrammarCheck
 from gateway.metrics import Metrics
@@ -234,10 +234,10 @@ class GatewayService:
     ) -> list[str]:
         """End these generations, those of a tenant alone if one is given; returns the ids that were running."""
         mine = [live for live in self._live.values() if tenant in (None, live.tenant)]
-        found = [live for live in mine if belongs(live.request_id, request_ids)]
+        found = [live for live in mine if is_output_of(live.request_id, request_ids)]
         for live in found:
             live.cutoff.abort(error)
-        return [i for i in request_ids if any(belongs(live.request_id, [i]) for live in found)]
+        return [i for i in request_ids if any(is_output_of(live.request_id, [i]) for live in found)]
 
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let the others end until `timeout_s`, end the rest. Returns how many were ended."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import rootward
 from gateway.auth import ends_requests_of, tenant
-from gateway.choices import Tally, in_runs, outputs, side_by_side, tokenised
+from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Usage
@@ -101,7 +101,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             service = self._models.of(request.model)
             wanted = _request(service, request, context)
             deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
-            async with aclosing(in_runs(deltas, request.response.stream_interval)) as runs:
+            async with aclosing(coalesced(deltas, request.response.stream_interval)) as runs:
                 async for delta in runs:
                     tally.add(delta)
                     chunk = chunk_to_pb(delta, request.response)
@@ -137,7 +137,7 @@ async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Con
     requests = await tokenised(outputs(wanted), wanted.n, service.prompt_ids)
     check_name("request_id", requests[0].request_id)
     await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
-    return side_by_side(service.generate, requests)
+    return concurrent_deltas(service.generate, requests)
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 import rootward
 from gateway.answers import Answer, TokenNames, fingerprint
-from gateway.choices import in_runs, outputs, side_by_side, tokenised
+from gateway.choices import coalesced, concurrent_deltas, outputs, tokenised
 from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
@@ -61,7 +61,7 @@ class GenerationResponse(Response):
                 num_outputs=len(requests),
                 spans_of_prompt=self._spans,
             )
-            deltas = in_runs(side_by_side(self._service.generate, requests), self._body.stream_interval)
+            deltas = coalesced(concurrent_deltas(self._service.generate, requests), self._body.stream_interval)
             async with aclosing(deltas):
                 if not self._body.stream:
                     whole = await self._collected(answer, deltas)

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.choices import belongs
+from gateway.choices import is_output_of
 from rootward.core.requests import FinishReason
 from rootward.v1.control_pb2 import SessionEvent
 from rootward.wire.public_codec import REASONS
@@ -29,7 +29,7 @@ class _Watcher:
     def wants(self, request: WatchedRequest) -> bool:
         if self.session_id:
             return request.session_id == self.session_id
-        return belongs(request.request_id, [self.request_id])
+        return is_output_of(request.request_id, [self.request_id])
 
     def put(self, event: SessionEvent) -> None:
         """The end of a request is never missed: a watch of it would not end."""

@@ -46,8 +46,8 @@ def build(
     redis: Redis | RedisCluster | None = None,
     head: DraftHead | None = None,
 ) -> VerifierService:
-    """The verifier that these settings describe. step_time: as measured at start. drafters: besides those of the sources. thread,
-    redis, head: as for `VerifierService`."""
+    """The verifier of these settings. step_time: measured at start; drafters: fixed ones by name, besides those of `sources`; thread, redis
+    and head as for `VerifierService`."""
     incarnation = secrets.randbits(64)
     info, metrics = model.info, Metrics()
     return VerifierService(
@@ -67,24 +67,24 @@ def build(
     )
 
 
-def described(verifier: VerifierService, settings: VerifierSettings, address: str) -> Worker:
-    """What the registry says of it."""
+def registry_entry(verifier: VerifierService, settings: VerifierSettings, address: str) -> Worker:
+    """The entry of the verifier in the registry."""
     info = verifier.model.info
     return Worker(
-        "verifier",
-        verifier.worker,
-        settings.name,
-        address,
-        verifier.incarnation,
-        info.name,
-        info.fingerprint,
-        info.tokenizer_hash,
-        verifier.max_sessions,
-        verifier.max_sessions - verifier.model.num_free_slots,
-        verifier.model.num_free_blocks,
-        settings.zone,
-        verifier.draining,
-        {pool: demand.counters() for pool, demand in verifier.pool.demand.items()},
+        role="verifier",
+        id=verifier.worker,
+        name=settings.name,
+        address=address,
+        incarnation=verifier.incarnation,
+        model=info.name,
+        fingerprint=info.fingerprint,
+        tokenizer_hash=info.tokenizer_hash,
+        rows_cap=verifier.max_sessions,
+        rows_used=verifier.max_sessions - verifier.model.num_free_slots,
+        kv_blocks_free=verifier.model.num_free_blocks,
+        zone=settings.zone,
+        draining=verifier.draining,
+        counters={pool: demand.counters() for pool, demand in verifier.pool.demand.items()},
     )
 
 
@@ -103,10 +103,9 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         )
         registry = None
         if settings.redis_url:
-            opened = open_registry(settings.redis_url, prefix=settings.redis_prefix)
-            registry = await stack.enter_async_context(opened)
-        places = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
-        sources = await stack.enter_async_context(places)
+            registry = await stack.enter_async_context(open_registry(settings.redis_url, prefix=settings.redis_prefix))
+        opened_sources = open_sources(parse_sources(settings.drafters), "drafter", registry=registry)
+        sources = await stack.enter_async_context(opened_sources)
         redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
         if redis is not None:
             stack.push_async_callback(redis.aclose)
@@ -126,7 +125,7 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         )
         if registry is not None:
             address = advertised(settings.advertise or server.address)
-            await stack.enter_async_context(registered(registry, lambda: described(verifier, settings, address)))
+            await stack.enter_async_context(registered(registry, lambda: registry_entry(verifier, settings, address)))
         announce("verifier", server.address)
         assert verifier.ended is not None
         await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=[verifier.ended, lost])

@@ -253,7 +253,7 @@ class EngineLoop:
     ) -> None:
         """A step has ended that began at start_s, of which a draft head took draft_s."""
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
-        self.metrics.stepped(kind, time.monotonic() - start_s)
+        self.metrics.record_step(kind, time.monotonic() - start_s)
         if plan.prefill:
             for session in self.running.values():
                 session.had_prefill = True
@@ -282,7 +282,7 @@ class EngineLoop:
         if local is not None:
             local.learn_successors(outcome.successors)
         is_local = local is not None and local.launched and outcome.num_nodes > 0
-        self.metrics.committed(done.tree, outcome, missed=missed, local=is_local)
+        self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
         session.fed = len(session.tokens) - 1

@@ -1,4 +1,4 @@
-"""What the verifier counts. Names and meanings as in vLLM where it has them; no label ever holds an id."""
+"""Metrics of the verifier. Names and meanings are those of vLLM where vLLM has the metric; labels never contain ids."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from verifier_service.session import Session
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 TOKEN_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 SIZE_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 240)
-MOST_LABELS = 63  # deeper ones count with the last
-READINGS = {
-    "num_requests_running": "Sessions that run.",
-    "num_requests_waiting": "Requests that wait for a place.",
-    "num_preemptions_total": "Sessions put back into the queue to free KV blocks.",
-    "kv_cache_usage_ratio": "Share of KV blocks in use, 0 to 1.",
+MAX_INDEX_LABEL = 63  # larger positions and ranks are counted under this label
+GAUGES = {
+    "num_requests_running": "Running sessions.",
+    "num_requests_waiting": "Requests waiting for a KV slot.",
+    "num_preemptions_total": "Sessions returned to the queue to free KV blocks.",
+    "kv_cache_usage_ratio": "Fraction of KV blocks in use, 0 to 1.",
     "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits_total": "Prompt tokens found there.",
-    "drafters_up": "Drafters with a stream.",
-    "drafters_draining": "Drafters that drain, or are found no more.",
-    "drafters_left_alone": "Drafters whose circuit breaker is not closed.",
+    "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
+    "drafters_up": "Drafters with an open stream.",
+    "drafters_draining": "Drafters that are draining or that discovery no longer lists.",
+    "drafters_left_alone": "Drafters whose circuit breaker is open or half-open.",
     "drafter_moves_total": "Sessions moved from one drafter to another.",
-    "spec_decode_speedup_estimate": "Tokens per second with trees over plain decoding, as measured here.",
+    "spec_decode_speedup_estimate": "Estimated tokens per second with draft trees divided by those of plain decoding.",
 }
 
 
@@ -50,25 +50,27 @@ class Metrics:
         self._emitted = Counter("rootward_generation_tokens", "Tokens committed.", registry=registry)
         self._rounds = Counter(
             "rootward_spec_decode_rounds",
-            "Rounds: on a drafter's tree, on a local one, plain.",
+            "Rounds by kind: tree (grown by a drafter), local (tree grown by the verifier), plain (no tree).",
             ["kind"],
             registry=registry,
         )
-        self._misses = Counter("rootward_draft_misses", "Rounds that waited for a tree in vain.", registry=registry)
+        self._misses = Counter(
+            "rootward_draft_misses", "Rounds that waited for a tree and ran without one.", registry=registry
+        )
         self._depths = Counter(
             "rootward_spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted at a depth; position 0 is the first.",
+            "Accepted draft tokens by depth; position 0 is the first token of a tree.",
             ["position"],
             registry=registry,
         )
         self._ranks = Counter(
             "rootward_spec_decode_accepted_rank",
-            "Draft tokens accepted, by their place among their siblings; 0 was tried first.",
+            "Accepted draft tokens by rank among their siblings; rank 0 was tested first.",
             ["rank"],
             registry=registry,
         )
         self._nodes = _sizes(registry, "nodes", "Nodes of a verified tree, root excluded.")
-        self._deep = _sizes(registry, "depth", "Longest path of a verified tree.")
+        self._max_depth = _sizes(registry, "depth", "Longest path of a verified tree.")
         self._leaves = _sizes(registry, "leaves", "Leaves of a verified tree.")
         self._tokens = Histogram(
             "rootward_spec_decode_tokens_per_round",
@@ -81,15 +83,15 @@ class Metrics:
         )
 
     def watch(self, read: Read, demand: Callable[[], Mapping[str, VerifierDemand]]) -> None:
-        """Where the values of READINGS come from, and what is counted for the autoscaler."""
-        Gauges(self.registry, READINGS, read)
+        """Export the values of GAUGES, read at every scrape, and the demand of each drafter pool, for the autoscaler."""
+        Gauges(self.registry, GAUGES, read)
         self.registry.register(DemandCollector(demand))
 
-    def stepped(self, kind: str, seconds: float) -> None:
+    def record_step(self, kind: str, seconds: float) -> None:
         self._steps.labels(kind).observe(seconds)
 
-    def committed(self, tree: TokenTree, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
-        """A round ended: what it verified and what came of it. local: the tree was the verifier's own."""
+    def record_round(self, tree: TokenTree, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
+        """Count a round. missed: it waited for a tree that did not arrive; local: the verifier grew its tree."""
         self._rounds.labels("local" if local else "tree" if outcome.num_nodes else "plain").inc()
         self._emitted.inc(len(outcome.tokens))
         if missed:
@@ -100,12 +102,12 @@ class Metrics:
             self._accepted.inc(len(outcome.tokens) - 1)
             self._tokens.observe(len(outcome.tokens))
             self._nodes.observe(outcome.num_nodes)
-            self._deep.observe(int(tree.depth.max()))
+            self._max_depth.observe(int(tree.depth.max()))
             self._leaves.observe(len(tree) - len(set(tree.parent[1:].tolist())))
         for depth, node in enumerate(outcome.path):
-            elder = int((tree.parent[1:node] == tree.parent[node]).sum())
-            self._depths.labels(min(depth, MOST_LABELS)).inc()
-            self._ranks.labels(min(elder, MOST_LABELS)).inc()
+            rank = int((tree.parent[1:node] == tree.parent[node]).sum())
+            self._depths.labels(min(depth, MAX_INDEX_LABEL)).inc()
+            self._ranks.labels(min(rank, MAX_INDEX_LABEL)).inc()
 
 
 def _sizes(registry: CollectorRegistry, name: str, meaning: str) -> Histogram:
@@ -113,15 +115,15 @@ def _sizes(registry: CollectorRegistry, name: str, meaning: str) -> Histogram:
 
 
 def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
-    """A round has ended. wait: for a tree, a place in a step and the step itself; verify: the step's forward and verdict."""
+    """Export the span of a round that has ended. wait_ms: from the previous commit to the launch; verify_ms: forward and verdict."""
     if not session.span.is_recording():
         return
     now_s, draft = time.monotonic(), session.draft
-    lasted_s = now_s - session.committed_s
+    duration_s = now_s - session.committed_s
     begin(
         "verifier.round",
         traceparent_of(session.span),
-        start_s=time.time() - lasted_s,
+        start_s=time.time() - duration_s,
         nodes=outcome.num_nodes,
         accepted=len(outcome.tokens) - 1,
         missed=missed,

@@ -1,4 +1,4 @@
-"""The target model of a verifier, in this process or shared with others (`--tensor-parallel`)."""
+"""The target model of a verifier, in this process or split over several (`--tensor-parallel`)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ if TYPE_CHECKING:
     from rootward.engine.head_model import DraftHead
     from rootward.engine.parallel import Group
 
-Lost = asyncio.Future[None]
-
 
 def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
-    """The model of these settings; with a group every rank calls it."""
+    """The model that the settings describe. group: tensor-parallel ranks, each of which must call this."""
     use_threads(settings.num_threads)
     return load_model(
         settings.model,
@@ -40,7 +38,7 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
 
 
 def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
-    """The draft head that `--local-draft head:FOLDER` names; None without one. ConfigurationError if it does not fit."""
+    """The draft head of `--local-draft head:FOLDER`, None for other settings. ConfigurationError if it does not fit the target."""
     from rootward.engine.head_model import load_head_model
     from rootward.engine.model import HuggingFaceModel
 
@@ -48,15 +46,15 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
         return None
     if not isinstance(model, HuggingFaceModel) or settings.tensor_parallel > 1:
         raise ConfigurationError(
-            "local_draft: a draft head needs a target of transformers in one process; give ngram or none"
+            f"local_draft: {settings.local_draft!r} needs a Hugging Face target and tensor_parallel 1; give ngram or none"
         )
     folder = settings.local_draft.removeprefix(HEAD)
     return load_head_model(folder, model, max_slots=settings.max_num_seqs)
 
 
 @asynccontextmanager
-async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[LanguageModel, Lost]]:
-    """The model, and a future that is done if a process that holds a part of it is gone."""
+async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[LanguageModel, asyncio.Future[None]]]:
+    """(the model, a future that completes if a tensor-parallel process dies)."""
     if settings.tensor_parallel == 1:
         yield await on_passing_thread(load_target, settings), asyncio.get_running_loop().create_future()
         return

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.large import bytes_read
+from benchmarks.gpu.large import weight_bytes_per_step
 from benchmarks.gpu.measuring import copy_bandwidth, seconds
 from rootward import demo
 from rootward.engine.model import HuggingFaceModel
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         max_len=1024,
         cuda_graphs=args.cuda_graphs,
     )
-    weight_bytes = bytes_read(model.network)
+    weight_bytes = weight_bytes_per_step(model.network)
     rate = copy_bandwidth(args.device)
     report = {
         "device": args.device,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.large import DRAFT, TINY, bytes_read, random_network
+from benchmarks.gpu.large import DRAFT, TINY, random_network, weight_bytes_per_step
 from benchmarks.gpu.measuring import (
     ATOMS,
     copy_bandwidth,
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     settle(args, sessions=[1, 2], context=24)
     longest = args.context + 2 * (args.repeats + WARM_UP)
     network = random_network(TINY if args.smoke else DRAFT, args.device, dtype_of(args), 2 * longest)
-    rate, weights = copy_bandwidth(args.device), bytes_read(network)
+    rate, weights = copy_bandwidth(args.device), weight_bytes_per_step(network)
     launched = argparse.Namespace(**{**vars(args), "no_cuda_graphs": True})
     models = [
         model_of(network, way, name="draft", max_slots=max(args.sessions), max_len=2 * longest)

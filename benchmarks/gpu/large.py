@@ -1,4 +1,4 @@
-"""Random-weight Llama models of an 8 B and a 1 B shape, made on the device where they run."""
+"""Llama networks with random weights in the sizes of the 8 B and 1 B models, created on the device where they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Network = Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a Llama, in the names of its configuration."""
+    """Sizes of a Llama network, named as in `LlamaConfig`."""
 
     hidden_size: int
     intermediate_size: int
@@ -26,13 +26,37 @@ class Shape:
     vocab_size: int
 
 
-LARGE = Shape(4096, 14336, 32, 32, 8, 128, 128256)
-DRAFT = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # of a 1 B Llama
-TINY = Shape(64, 96, 2, 4, 2, 16, 256)
+LARGE = Shape(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=128256,
+)
+DRAFT = Shape(
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=64,
+    vocab_size=128256,
+)
+TINY = Shape(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=256,
+)
 
 
 def random_network(shape: Shape, device: str, dtype: torch.dtype, max_positions: int, **more: Any) -> Network:
-    """A Llama of this shape; no copy of it is ever on the host."""
+    """A Llama network of this shape, allocated on `device` only. more: further settings of `LlamaConfig`."""
     config = LlamaConfig(
         **{**asdict(shape), "max_position_embeddings": max_positions, "tie_word_embeddings": False, **more}
     )
@@ -41,10 +65,10 @@ def random_network(shape: Shape, device: str, dtype: torch.dtype, max_positions:
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def bytes_read(network: Network) -> int:
-    """Weights that one step reads: all but the table of input embeddings, where that is not the output's."""
+def weight_bytes_per_step(network: Network) -> int:
+    """Bytes of weights that one forward reads: all but the input embeddings, unless they are also the output layer."""
     tied = network.config.tie_word_embeddings
-    table = 0 if tied else network.get_input_embeddings().weight.nbytes
-    replaced = [m for m in network.modules() if isinstance(m, Linear)]  # on a CPU: no parameters any more
-    linears = sum(m.in_features * m.out_features * m.dtype.itemsize for m in replaced)
-    return linears + sum(p.nbytes for p in network.parameters()) - table
+    embeddings = 0 if tied else network.get_input_embeddings().weight.nbytes
+    packed = [m for m in network.modules() if isinstance(m, Linear)]  # on a CPU: weights that are no parameters
+    linears = sum(m.in_features * m.out_features * m.dtype.itemsize for m in packed)
+    return linears + sum(p.nbytes for p in network.parameters()) - embeddings

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.large import bytes_read
+from benchmarks.gpu.large import weight_bytes_per_step
 from benchmarks.gpu.measuring import (
     copy_bandwidth,
     forward_times,
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     args = options.parse_args(argv)
     settle(args, sessions=[1, 2], context=48)
     model = random_model(args, max_slots=max(args.sessions), max_len=2 * args.context)
-    rate, weights = copy_bandwidth(args.device), bytes_read(model.network)
+    rate, weights = copy_bandwidth(args.device), weight_bytes_per_step(model.network)
     rows = []
     for sessions in args.sessions:
         floor_ms = (weights + sessions * args.context * model.memory.bytes_per_token) / rate * 1e3

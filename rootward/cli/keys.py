@@ -15,27 +15,31 @@ keys = typer.Typer(name="keys", help="API keys of a gateway.", no_args_is_help=T
 
 @keys.callback()
 def _group() -> None:
-    """API keys of a gateway: hashed at rest, in a file that it reads again when it changes."""
+    """API keys of a gateway. It stores their hashes in a file, which it reloads when the file changes."""
 
 
 @keys.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Whom the key is for, as logs will say.")],
-    tenant: Annotated[str, typer.Option(help="Whose quota it counts against.  [default: the name]")] = "",
-    admin: Annotated[bool, typer.Option("--admin", help="May also drain, watch and read metrics.")] = False,
-    expires: Annotated[str, typer.Option(help="When it ends, such as 2027-01-01T00:00:00Z.  [default: never]")] = "",
+    name: Annotated[str, typer.Argument(help="Name of the key in logs.")],
+    tenant: Annotated[str, typer.Option(help="Tenant whose quota applies.  [default: the name]")] = "",
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow draining, watching events and reading metrics.")
+    ] = False,
+    expires: Annotated[str, typer.Option(help="Expiry time, such as 2027-01-01T00:00:00Z.  [default: never]")] = "",
 ) -> None:
-    """Make a key: the entry for the gateway's file on stdout, the key itself, once, on stderr.
+    """Create a key. Prints its entry for the key file on stdout and the key itself, which is stored nowhere, on stderr.
 
       rootward keys new mobile-app >> keys.yaml
       rootward serve gateway --api-keys keys.yaml …
 
-    The first entry of a file needs the line "keys:" above it.
+    A new file must begin with the line "keys:".
     """
     from rootward.keys import digest, new_key
 
-    if expires and _moment(expires) is None:
-        raise ConfigurationError(f"expires: {expires!r} is no moment; write one such as 2027-01-01T00:00:00Z")
+    if expires and _parse_time(expires) is None:
+        raise ConfigurationError(
+            f"expires: {expires!r} is not a time with time zone; write one such as 2027-01-01T00:00:00Z"
+        )
     key = new_key()
     lines = [f"  - name: {json.dumps(name)}", f"    sha256: {digest(key)}"]
     lines += [f"    tenant: {json.dumps(tenant)}"] if tenant else []
@@ -45,9 +49,10 @@ def new(
     typer.echo(f"key of {name}, shown once: {key}", err=True)
 
 
-def _moment(text: str) -> datetime | None:
+def _parse_time(text: str) -> datetime | None:
+    """None unless `text` is an ISO 8601 time with a time zone."""
     try:
-        moment = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
         return None
-    return moment if moment.tzinfo else None
+    return time if time.tzinfo else None

@@ -151,7 +151,7 @@ class AsyncClient:
             except grpc.RpcError as error:
                 raise api_error(error) from error
 
-        return await self._retries(min(self._timeout_s, SHORT_TIMEOUT_S)).first(attempt)
+        return await self._retries(min(self._timeout_s, SHORT_TIMEOUT_S)).attempt_until_success(attempt)
 
 
 class AsyncStream:
@@ -219,13 +219,13 @@ class AsyncStream:
 
     async def _chunk(self) -> Chunk | None:
         if self._call is None:
-            return await self._retries.first(self._begin)
+            return await self._retries.attempt_until_success(self._begin)
         try:
             return await _read(self._call)
         except APIError as error:
-            if self._request.sampling.n > 1 or not self._retries.resumes(error):
+            if self._request.sampling.n > 1 or not self._retries.allow_resume(error):
                 raise
-            return await self._retries.first(self._begin)
+            return await self._retries.attempt_until_success(self._begin)
 
     async def _begin(self, timeout_s: float) -> Chunk | None:
         """One attempt, up to its first chunk. Tokens received before are never generated again: the request is resumed by its id."""

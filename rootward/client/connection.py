@@ -1,4 +1,4 @@
-"""Connections of the SDK: where to, with what options, and when to try again."""
+"""Connections of the SDK: addresses, channels and retries."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 ApiKey = str | Callable[[], str]
 
 FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 8.0
+MAX_BACKOFF_S = 8.0
 RESUME_ATTEMPTS = 10
 RESUME_BACKOFF_S = 0.1
-LONGEST_RETRY_AFTER_S = 60.0
+MAX_RETRY_AFTER_S = 60.0  # a call whose server asks for a longer pause fails
 
 
 class Connection:
-    """A few channels to the addresses of a target, opened on first use inside the loop that uses them, taken in turn."""
+    """Channels to the addresses of a target, used round robin. Each is opened on first use, in the event loop of the caller."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class Connection:
         self._metadata = dict(metadata)
         transport = replace(CALLING, keepalive_time_s=keepalive.time_s, keepalive_timeout_s=keepalive.timeout_s)
         options = dict(client_options(transport, round_robin=target.startswith("dns:")))
-        options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # how long one attempt may take
+        options["grpc.min_reconnect_backoff_ms"] = int(connect_timeout_s * 1000)  # limit of one connection attempt
         self._options = [*(options | dict(channel_options)).items()]
-        each = -(-max(1, num_channels) // len(self.addresses))
-        self._num_channels = each * len(self.addresses)
+        channels_per_address = -(-max(1, num_channels) // len(self.addresses))
+        self._num_channels = channels_per_address * len(self.addresses)
         self._channels: list[grpc.aio.Channel] = []
-        self._turn = 0
+        self._last = 0
 
     def channel(self) -> grpc.aio.Channel:
-        """The next channel in turn, skipping those that failed to connect where there is another: a gateway that is down fails calls at
-        once, and would get most of the attempts."""
+        """The next channel, without those that failed to connect as long as there is another: calls to a gateway that is down fail at
+        once, so it would get most of the attempts."""
         for _ in range(self._num_channels):
             channel = self._next()
             if channel.get_state(try_to_connect=True) is not grpc.ChannelConnectivity.TRANSIENT_FAILURE:
@@ -71,10 +71,10 @@ class Connection:
         return channel
 
     def _next(self) -> grpc.aio.Channel:
-        self._turn = (self._turn + 1) % self._num_channels
-        while len(self._channels) <= self._turn:
+        self._last = (self._last + 1) % self._num_channels
+        while len(self._channels) <= self._last:
             self._channels.append(self._open(self.addresses[len(self._channels) % len(self.addresses)]))
-        return self._channels[self._turn]
+        return self._channels[self._last]
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Metadata of every call."""
@@ -97,28 +97,28 @@ class Connection:
 
 
 class Retries:
-    """Retries calls that failed before an answer, and resumes streams that broke later; one deadline for all attempts."""
+    """Retries of one call, before its first message and after (a stream that is resumed), under one deadline for all attempts."""
 
     def __init__(self, timeout_s: float, max_retries: int):
         self._timeout_s = timeout_s
         self._max = max_retries
         self._left = max_retries
-        self._num_waits = 0
+        self._num_retries = 0
         self._first_backoff_s = FIRST_BACKOFF_S
         self._deadline: float | None = None
 
-    def resumes(self, error: APIError) -> bool:
-        """Whether a stream that broke after its first message is resumed elsewhere. Then there are more attempts, and sooner: a
-        generation waits."""
+    def allow_resume(self, error: APIError) -> bool:
+        """Whether a stream that failed after its first message is to be resumed. If so, the next `attempt_until_success` has
+        RESUME_ATTEMPTS attempts with short pauses, because a user is waiting for the rest of the text."""
         if not self._max or self._wait_s(error) is None:
             return False
         self._left = RESUME_ATTEMPTS
-        self._num_waits = 0
+        self._num_retries = 0
         self._first_backoff_s = RESUME_BACKOFF_S
         return True
 
-    async def first(self, attempt: Callable[[float], Awaitable[T]]) -> T:
-        """The result of the first attempt that succeeds; it is given the seconds left."""
+    async def attempt_until_success(self, attempt: Callable[[float], Awaitable[T]]) -> T:
+        """The result of the first successful attempt. attempt: gets the seconds until the deadline."""
         deadline = self._deadline = self._deadline or time.monotonic() + self._timeout_s
         last: APIError | None = None
         while True:
@@ -133,22 +133,22 @@ class Retries:
                 if wait_s is None or self._left <= 0 or time.monotonic() + wait_s >= deadline:
                     raise
             self._left -= 1
-            self._num_waits += 1
+            self._num_retries += 1
             await asyncio.sleep(wait_s)
 
     def _wait_s(self, error: APIError) -> float | None:
-        """Seconds until the next attempt; None for an error that would come again."""
-        again = isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
-        if isinstance(error, APITimeoutError) or not again:
+        """Seconds until the next attempt; None if the error is permanent or the server asks for a longer pause than MAX_RETRY_AFTER_S."""
+        transient = isinstance(error, APIConnectionError | UnavailableError | RateLimitError)
+        if isinstance(error, APITimeoutError) or not transient:
             return None
-        asked = error.retry_after_s if isinstance(error, APIStatusError) else None
-        if asked is not None:
-            return asked if asked <= LONGEST_RETRY_AFTER_S else None
-        return backoff_s(self._num_waits, self._first_backoff_s, LONGEST_BACKOFF_S, id(self))
+        retry_after_s = error.retry_after_s if isinstance(error, APIStatusError) else None
+        if retry_after_s is not None:
+            return retry_after_s if retry_after_s <= MAX_RETRY_AFTER_S else None
+        return backoff_s(self._num_retries, self._first_backoff_s, MAX_BACKOFF_S, id(self))
 
 
 def parse_target(target: str) -> tuple[list[str], bool]:
-    """(addresses for gRPC, whether TLS is asked for). Several gateways have commas between. ValueError for what is no gRPC target."""
+    """(addresses for gRPC, whether TLS is required). target: addresses separated by commas. ValueError: other scheme, no port."""
     scheme, sep, rest = target.partition("://")
     if sep and scheme in ("grpc", "grpcs"):
         addresses = rest.rstrip("/").split(",")

@@ -1,16 +1,17 @@
-"""The KV tree of one session, as bookkeeping: which token's K/V lies in which cell. Pure numpy; knows nothing of tensors or blocks.
+"""The KV tree of one session: the assignment of tokens to KV cells. Pure numpy, without tensors or blocks.
 
-Cells are counted within the session (its block table says where they lie). **The committed token at position i lies in cell i.** A new
-node takes the cell of its own position when that is unclaimed, otherwise the lowest unclaimed one: the first node of each depth is in
-place already, and committing moves only the others of its path. What else is needed of a moved cell's old holder, one that stays below
-the committed node, moves too; the context never does.
+Cells are numbered within the session; its block table maps them to physical cells. **The committed token at position i is in cell i.**
+A new node gets the cell of its own position if that is free, otherwise the lowest free cell. The first node of each depth therefore already
+has its final cell, and a commit copies only the other nodes of its path. A node that stays below the committed node is copied too if its
+cell is needed for a committed token. Committed tokens are never copied.
 
-Legend: Q new rows, M uncommitted nodes once the new rows are in.
+Legend: Q new rows, M uncommitted nodes including the new rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,13 +24,13 @@ NONE: Ints = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Where new rows go and what they see. A plan until `KvTree.adopt` is called with it.
+    """Cells, positions and visible nodes of new rows. `KvTree.adopt` applies it; until then the tree is unchanged.
 
-    node       int64[M]    ids, older nodes first, the Q new rows last
+    node       int64[M]    ids of the uncommitted nodes, the Q new rows last
     token      int64[M]    their tokens
     scratch    int64[M]    their cells
     position   int64[M]    their logical positions
-    ancestors  bool[M, M]  row sees column (itself included) among the uncommitted nodes
+    ancestors  bool[M, M]  [i, j]: node j is node i or one of its ancestors
     """
 
     num_rows: int
@@ -39,12 +40,12 @@ class Placement:
     scratch: Ints
     position: Ints
     ancestors: Bools
-    end: int  # every cell in use is below this one
-    version: int  # of the tree this was planned for
+    end: int  # one past the highest cell in use
+    version: int  # version of the tree that it applies to
 
     @property
     def cells(self) -> Ints:
-        """int64[Q]: where the new rows are written."""
+        """int64[Q]: cells of the new rows."""
         return self.scratch[len(self.scratch) - self.num_rows :]
 
     @property
@@ -54,13 +55,13 @@ class Placement:
 
     @property
     def sees(self) -> Bools:
-        """bool[Q, M]: which uncommitted nodes each new row sees, besides everything committed."""
+        """bool[Q, M]: the uncommitted nodes that each new row attends to, in addition to all committed tokens."""
         return self.ancestors[len(self.ancestors) - self.num_rows :]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Moves:
-    """What a commit asks for: the content of cell source[i] goes to target[i], all at once. `token`: what was committed."""
+    """Copies that a commit requires: cell source[i] to cell target[i], all reads before all writes. `token`: the committed tokens."""
 
     token: Ints
     source: Ints
@@ -68,21 +69,21 @@ class Moves:
 
 
 class KvTree:
-    """A committed chain and, below its end, uncommitted nodes.
+    """A committed chain with uncommitted nodes below its last token.
 
-    `max_positions` is the length of the context. Cells beyond it leave room for the trees on top of it; a tree may hang
-    over the end of the context, but nothing grows from a committed end that has reached it.
+    `max_positions` is the length of the context; further cells are for trees. A tree may extend past the end of the context, but a chain
+    that has reached it takes no new nodes.
     """
 
     def __init__(self, num_cells: int, max_positions: int | None = None, *, length: int = 0):
-        """`length` committed tokens are held already."""
+        """The first `length` cells hold committed tokens."""
         self.num_cells = num_cells
         self.max_positions = num_cells if max_positions is None else max_positions
         self._length = length
         self._version = 0
-        self._keep(NONE, NONE, NONE, NONE, np.empty((0, 0), np.bool_))
+        self._set_nodes(NONE, NONE, NONE, NONE, np.empty((0, 0), np.bool_))
 
-    def _keep(self, node: Ints, token: Ints, cell: Ints, position: Ints, ancestors: Bools) -> None:
+    def _set_nodes(self, node: Ints, token: Ints, cell: Ints, position: Ints, ancestors: Bools) -> None:
         self._node, self._token, self._cell, self._position, self._ancestors = node, token, cell, position, ancestors
         self._row = {n: i for i, n in enumerate(node.tolist())}
         self._end = max(self._length, int(cell.max()) + 1) if len(cell) else self._length
@@ -102,42 +103,42 @@ class KvTree:
 
     @property
     def end(self) -> int:
-        """Every cell in use is below it."""
+        """One past the highest cell in use."""
         return self._end
 
     def __contains__(self, node: int) -> bool:
-        """Whether an uncommitted node of this id is held."""
+        """Whether `node` is an uncommitted node."""
         return node in self._row
 
-    def end_with(self, num_rows: int) -> int:
-        """What `end` can become at most with so many new nodes, wherever they hang."""
+    def max_end_with(self, num_rows: int) -> int:
+        """Upper bound of `end` after `num_rows` new nodes, whatever their parents."""
         return max(self._end, self._length + len(self._node) + num_rows)
 
     def plan(self, node: Ints, parent: Ints, token: Ints) -> Placement:
-        """Where new rows would go. ValueError if they cannot be placed; changes nothing."""
-        up, position = self._lineage(node, parent)
+        """The placement of new rows, without applying it. ValueError if they cannot be placed."""
+        parent_row, position = self._lineage(node, parent)
         cells = self._cells_for(position)
         return Placement(
-            num_rows=len(up),
+            num_rows=len(parent_row),
             length=self._length,
-            node=_joined(self._node, np.asarray(node, dtype=np.int64)),
-            token=_joined(self._token, np.asarray(token, dtype=np.int64)),
-            scratch=_joined(self._cell, cells),
-            position=_joined(self._position, position),
-            ancestors=_grown(self._ancestors, up),
+            node=np.concatenate([self._node, np.asarray(node, dtype=np.int64)]),
+            token=np.concatenate([self._token, np.asarray(token, dtype=np.int64)]),
+            scratch=np.concatenate([self._cell, cells]),
+            position=np.concatenate([self._position, position]),
+            ancestors=_with_new_rows(self._ancestors, parent_row),
             end=max(self._end, int(cells.max()) + 1),
             version=self._version,
         )
 
     def adopt(self, plan: Placement) -> None:
-        """Make a plan come true: its rows are uncommitted nodes from now on."""
+        """Apply a placement: its rows become uncommitted nodes."""
         if plan.version != self._version:
-            raise RuntimeError("placement: planned for an older state of this tree; plan again")
-        self._keep(plan.node, plan.token, plan.scratch, plan.position, plan.ancestors)
+            raise RuntimeError("placement: the tree has changed since it was planned; plan again")
+        self._set_nodes(plan.node, plan.token, plan.scratch, plan.position, plan.ancestors)
         self._version += 1
 
     def commit(self, node: int, *, keep_below: bool) -> Moves:
-        """Commit the path down to `node`. Other nodes go; those below `node` may stay."""
+        """Commit the path to `node`. Other nodes are freed; descendants of `node` are kept if `keep_below`."""
         if node not in self._row:
             raise ValueError(f"node: {node} is not an uncommitted node of this slot; commit a node that was forwarded")
         row = self._row[node]
@@ -148,22 +149,22 @@ class KvTree:
         token, source, target = self._token[path], self._cell[path], self._position[path]
         self._length += len(path)
         below = np.flatnonzero(stays)
-        cell = self._made_way(below)
+        cell = self._cells_above_committed(below)
         source, target = np.concatenate([source, self._cell[below]]), np.concatenate([target, cell])
-        self._thin(below, cell)
+        self._retain(below, cell)
         moved = source != target
         return Moves(token, source[moved], target[moved])
 
     def release(self, keep: Iterable[int] = ()) -> None:
-        """Free every uncommitted node but those to keep. ValueError for one without its parent."""
+        """Free all uncommitted nodes except `keep`. ValueError if `keep` contains a node without its parent."""
         rows = np.array(sorted(self._row[n] for n in keep if n in self._row), dtype=np.int64)
         above = self._ancestors[rows].any(0)
         if not np.isin(np.flatnonzero(above), rows).all():
-            raise ValueError("keep: holds a node without its parent; keep whole paths")
-        self._thin(rows, self._cell[rows])
+            raise ValueError("keep: contains a node without its parent; keep whole paths")
+        self._retain(rows, self._cell[rows])
 
     def check(self) -> None:
-        """RuntimeError unless committed tokens and uncommitted nodes hold a cell of their own each."""
+        """RuntimeError if two tokens share a cell or a cell is out of range."""
         own = set(self._cell.tolist())
         sound = (
             len(own) == len(self._cell) == len(self._row)
@@ -176,7 +177,7 @@ class KvTree:
             )
 
     def _lineage(self, node: Ints, parent: Ints) -> tuple[list[int], Ints]:
-        """Per new row the row of its parent (-1: the committed end) and its logical position."""
+        """Of each new row: the index of its parent (-1: the last committed token) and its logical position."""
         nodes, parents = np.asarray(node).tolist(), np.asarray(parent).tolist()
         if self._length >= self.max_positions:
             raise ValueError(f"position: {self._length} is outside a context of {self.max_positions} tokens; end here")
@@ -184,87 +185,71 @@ class KvTree:
             raise ValueError(f"parent: {len(parents)} entries for {len(nodes)} nodes; give one each")
         old = self._position.tolist()
         fresh: dict[int, int] = {}
-        up: list[int] = []
+        parent_rows: list[int] = []
         for i, (n, p) in enumerate(zip(nodes, parents, strict=True)):
             if n < 0 or n in self._row or n in fresh:
-                raise ValueError(f"node: {n} is negative or already held; give each uncommitted node an id of its own")
+                raise ValueError(f"node: {n} is negative or in use; give each uncommitted node an id of its own")
             above = -1 if p == COMMITTED else fresh.get(p, self._row.get(p))
             if above is None:
-                raise ValueError(f"parent: {p} of node {n} is not held; forward parents first")
-            up.append(above)
+                raise ValueError(f"parent: {p} of node {n} is unknown; forward parents first")
+            parent_rows.append(above)
             old.append(old[above] + 1 if above >= 0 else self._length)
             fresh[n] = len(self._node) + i
-        return up, np.array(old[len(self._node) :], dtype=np.int64)
+        return parent_rows, np.array(old[len(self._node) :], dtype=np.int64)
 
     def _cells_for(self, position: Ints) -> Ints:
-        """A cell for each new node: that of its position for the first to ask, the lowest unclaimed ones for the others."""
+        """int64[Q]: for each new node the cell of its position if that is free, otherwise the lowest free cell."""
         if len(position) > self.num_free:
             raise ValueError(
                 f"rows: {len(position)} need cells, {self.num_free} of {self.num_cells} are free; the slot is full"
             )
-        claimed = set(self._cell.tolist())
+        used = set(self._cell.tolist())
         cells: list[int] = []
         for p in position.tolist():
-            in_place = p not in claimed and p < self.num_cells
+            in_place = p not in used and p < self.num_cells
             cells.append(p if in_place else -1)
             if in_place:
-                claimed.add(p)
-        lowest = self._length
-        for i, cell in enumerate(cells):
-            if cell < 0:
-                while lowest in claimed:
-                    lowest += 1
-                cells[i] = lowest
-                claimed.add(lowest)
-        return np.array(cells, dtype=np.int64)
+                used.add(p)
+        free = self._free_cells(used)
+        return np.array([next(free) if cell < 0 else cell for cell in cells], dtype=np.int64)
 
-    def _made_way(self, below: Ints) -> Ints:
-        """Cells of the nodes that stay: their own, unless the committed tokens need it."""
-        cell = self._cell[below]
-        if not len(cell) or int(cell.min()) >= self._length:
-            return cell
-        claimed = {c for c in cell.tolist() if c >= self._length}
-        lowest, found = self._length, []
-        for c in cell.tolist():
-            if c < self._length:
-                while lowest in claimed:
-                    lowest += 1
-                c = lowest
-                claimed.add(c)
-            found.append(c)
-        return np.array(found, dtype=np.int64)
+    def _cells_above_committed(self, rows: Ints) -> Ints:
+        """Cells of the nodes that stay: their own, or the lowest free ones where a committed token takes it."""
+        cells = self._cell[rows].tolist()
+        free = self._free_cells({cell for cell in cells if cell >= self._length})
+        return np.array([cell if cell >= self._length else next(free) for cell in cells], dtype=np.int64)
 
-    def _thin(self, rows: Ints, cell: Ints) -> None:
-        """Keep these uncommitted nodes only, in these cells. Positions are absolute, so the survivors' stay as they are."""
+    def _free_cells(self, used: set[int]) -> Iterator[int]:
+        """Cells above the committed tokens outside `used`, lowest first."""
+        return (cell for cell in itertools.count(self._length) if cell not in used)
+
+    def _retain(self, rows: Ints, cell: Ints) -> None:
+        """Keep only these uncommitted nodes, in these cells. Positions are absolute and do not change."""
         among = self._ancestors[rows[:, None], rows]
-        self._keep(self._node[rows], self._token[rows], cell, self._position[rows], among)
+        self._set_nodes(self._node[rows], self._token[rows], cell, self._position[rows], among)
         self._version += 1
 
 
-def _joined(old: Ints, new: Ints) -> Ints:
-    return np.concatenate([old, new]) if len(old) else new
+def _with_new_rows(ancestors: Bools, parent_row: list[int]) -> Bools:
+    """bool[M, M]: the ancestor matrix with new rows added. parent_row: index of each new row's parent, -1 for the last committed token.
 
-
-def _grown(ancestors: Bools, up: list[int]) -> Bools:
-    """bool[M, M]: the ancestor matrix with new rows below it; `up` holds the row of each one's parent, -1 for none.
-
-    Among the new rows a set of ancestors is an integer, one bit a row: one Python operation per row, whatever its depth.
+    Ancestors among the new rows are bits of one integer a row: one Python operation per row, whatever its depth.
     """
-    old, new = len(ancestors), len(up)
+    old, new = len(ancestors), len(parent_row)
     bits: list[int] = []
-    hook: list[int] = []  # the old row each new one hangs below, -1 for none
-    for i, above in enumerate(up):
-        inside = above - old
-        bits.append(1 << i | (bits[inside] if inside >= 0 else 0))
-        hook.append(hook[inside] if inside >= 0 else above)
+    nearest_old: list[int] = []  # the closest ancestor among the old rows, -1 for none
+    for i, parent in enumerate(parent_row):
+        new_parent = parent - old
+        bits.append(1 << i | (bits[new_parent] if new_parent >= 0 else 0))
+        nearest_old.append(nearest_old[new_parent] if new_parent >= 0 else parent)
     size = (new + 7) // 8
     packed = np.frombuffer(b"".join([b.to_bytes(size, "little") for b in bits]), dtype=np.uint8).reshape(new, size)
     among_new = np.unpackbits(packed, axis=1, count=new, bitorder="little").view(np.bool_)
     if not old:
         return among_new
-    grown = np.zeros((old + new, old + new), dtype=np.bool_)
-    grown[:old, :old] = ancestors
-    grown[old:, old:] = among_new
-    hooks = np.array(hook)
-    grown[old:, :old] = ancestors[hooks] & (hooks >= 0)[:, None]
-    return grown
+    matrix = np.zeros((old + new, old + new), dtype=np.bool_)
+    matrix[:old, :old] = ancestors
+    matrix[old:, old:] = among_new
+    nearest = np.array(nearest_old)
+    matrix[old:, :old] = ancestors[nearest] & (nearest >= 0)[:, None]
+    return matrix

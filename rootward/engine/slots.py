@@ -158,7 +158,7 @@ class Slots:
     def blocks_needed(self, slot: int, num_rows: int) -> int:
         """Blocks that a forward of so many new nodes of this slot takes at most (exactly, if they are a chain)."""
         session = self.session(slot)
-        return max(0, self._blocks(session.tree.end_with(num_rows)) - len(session.table))
+        return max(0, self._blocks(session.tree.max_end_with(num_rows)) - len(session.table))
 
     def _blocks(self, num_cells: int) -> int:
         return -(-num_cells // self.size.block_size)

@@ -12,13 +12,13 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from support.helm import CHART, ROOT, of_kind
 
-from drafter_service.metrics import READINGS as OF_DRAFTER
+from drafter_service.metrics import GAUGES as OF_DRAFTER
 from drafter_service.metrics import Metrics as DrafterMetrics
 from gateway.metrics import Metrics as GatewayMetrics
 from rootward.core.audit import Draws
 from rootward.demand import DemandCollector, DrafterDemand, VerifierDemand
 from verifier_service.audit import DrafterAudit
-from verifier_service.metrics import READINGS as OF_VERIFIER
+from verifier_service.metrics import GAUGES as OF_VERIFIER
 from verifier_service.metrics import Metrics as VerifierMetrics
 
 RULES = CHART / "files" / "rules"

@@ -1,4 +1,4 @@
-"""Session store and registry on every kind of Redis: behind Sentinel while the master dies, on a cluster, with ACL users, over TLS."""
+"""Session store and registry on Redis Cluster, behind Sentinel with failover, with an ACL user and over TLS."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def run(*tokens: int) -> Run:
     return Run(tokens, (True,) * len(tokens))
 
 
-async def works(store: RedisStore, name: str) -> Lease:
-    """A request's life, many requests in one write, hints and a bucket."""
+async def check_store(store: RedisStore, name: str) -> Lease:
+    """Leases, batched writes, fencing by epochs, routing hints and rate limits of a store. Returns a lease that is still valid."""
     leases = [await store.begin(f"{name}-{i}", "a", 30, ABOUT) for i in range(8)]
     assert await store.write([Write(lease, 0, run(1, 2)) for lease in leases], 30) == [2] * 8
-    again, record = await store.take_over(f"{name}-0", "b", 30, "d")
-    assert (again.epoch, record.output) == (2, run(1, 2))
-    last = Write(again, 2, run(3), {"finish": "x"}, "finished", total=3)
+    taken_over, record = await store.take_over(f"{name}-0", "b", 30, "d")
+    assert (taken_over.epoch, record.output) == (2, run(1, 2))
+    last = Write(taken_over, 2, run(3), {"finish": "x"}, "finished", total=3)
     assert await store.write([last, Write(leases[0])], 30) == [3, -1]
     assert (await store.take_over(f"{name}-0", "c", 30, "d"))[0] is None
     assert (await store.next_epoch(leases[1], 30)).epoch == 2
@@ -57,23 +57,23 @@ async def works(store: RedisStore, name: str) -> Lease:
     return leases[2]
 
 
-async def registry_works(url: str) -> None:
+async def check_registry(url: str) -> None:
     async with open_registry(url) as registry:
         await registry.publish(Worker("verifier", "v-1", "large", "h:1"))
         assert [w.address for w in await registry.workers("verifier", "large")] == ["h:1"]
 
 
-def port_with_a_bus() -> int:
-    """Nodes of a cluster also listen on their port + 10000."""
+def free_cluster_port() -> int:
+    """A free port below 55536: nodes of a cluster also listen on port + 10000."""
     return next(port for port in iter(free_port, None) if port + 10_000 < 65_536)
 
 
 @contextmanager
 def cluster(size: int = 3) -> Iterator[list[RedisProcess]]:
-    """Servers that share all slots among them."""
+    """The nodes of a Redis Cluster without replicas."""
     with ExitStack() as running:
         flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000")
-        nodes = [running.enter_context(RedisProcess(port_with_a_bus(), *flags)) for _ in range(size)]
+        nodes = [running.enter_context(RedisProcess(free_cluster_port(), *flags)) for _ in range(size)]
         clients = [running.enter_context(redis.Redis(port=node.port, decode_responses=True)) for node in nodes]
         for number, client in enumerate(clients):
             slots = range(16384 * number // size, 16384 * (number + 1) // size)
@@ -85,13 +85,13 @@ def cluster(size: int = 3) -> Iterator[list[RedisProcess]]:
         yield nodes
 
 
-async def test_a_cluster() -> None:
+async def test_store_on_a_cluster_reports_the_loss_of_a_node() -> None:
     with cluster() as nodes:
         url = "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in nodes)
         async with connected(url) as store:
-            await works(store, "one")
+            await check_store(store, "one")
             nodes[1].kill()
-            begun = (store.begin(f"two-{i}", "a", 30, ABOUT) for i in range(9))  # some lie on the one that is gone
+            begun = (store.begin(f"two-{i}", "a", 30, ABOUT) for i in range(9))  # some keys belong to the lost node
             errors = [e for e in await asyncio.gather(*begun, return_exceptions=True) if isinstance(e, Exception)]
             assert errors
             assert all(isinstance(error, StoreUnavailable) for error in errors)
@@ -99,14 +99,14 @@ async def test_a_cluster() -> None:
             await open_store("redis+cluster://127.0.0.1:1", timeout_s=1.0).ping()
 
 
-async def test_the_registry_on_a_cluster() -> None:
+async def test_registry_on_a_cluster() -> None:
     with cluster() as nodes:
-        await registry_works(f"redis+cluster://127.0.0.1:{nodes[0].port}")
+        await check_registry(f"redis+cluster://127.0.0.1:{nodes[0].port}")
 
 
 @contextmanager
-def watched(folder: Path) -> Iterator[tuple[RedisProcess, RedisProcess, list[int]]]:
-    """(master, replica, ports of three Sentinels that watch them)."""
+def sentinel_setup(folder: Path) -> Iterator[tuple[RedisProcess, RedisProcess, list[int]]]:
+    """(master, replica, ports of three Sentinels)."""
     with ExitStack() as running:
         master = running.enter_context(RedisProcess())
         replica = running.enter_context(RedisProcess(0, "--replicaof", "127.0.0.1", str(master.port)))
@@ -119,20 +119,20 @@ def watched(folder: Path) -> Iterator[tuple[RedisProcess, RedisProcess, list[int
             running.enter_context(RedisProcess(port, config=file))
             ports.append(port)
         with redis.Redis(port=ports[0], decode_responses=True) as sentinel:
-            known = sentinel.execute_command
-            wait_until(lambda: len(known("SENTINEL", "sentinels", "main")) == 2, what="the Sentinels")
-            wait_until(lambda: len(known("SENTINEL", "replicas", "main")) == 1, what="the replica")
+            ask = sentinel.execute_command
+            wait_until(lambda: len(ask("SENTINEL", "sentinels", "main")) == 2, what="the Sentinels")
+            wait_until(lambda: len(ask("SENTINEL", "replicas", "main")) == 1, what="the replica")
         with redis.Redis(port=replica.port) as client:
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", what="replication")
         yield master, replica, ports
 
 
-async def test_sentinel_failover_in_the_middle(tmp_path: Path) -> None:
-    with watched(tmp_path) as (master, replica, ports):
+async def test_a_lease_survives_a_sentinel_failover(tmp_path: Path) -> None:
+    with sentinel_setup(tmp_path) as (master, replica, ports):
         url = "redis+sentinel://" + ",".join(f"127.0.0.1:{port}" for port in ports) + "/main"
         async with connected(url) as store:
-            lease = await works(store, "one")
-            await registry_works(url)
+            lease = await check_store(store, "one")
+            await check_registry(url)
             with redis.Redis(port=replica.port) as client:
                 wait_until(lambda: client.llen(f"rw:req:{{{lease.request_id}}}:log") == 1, what="the replica's copy")
             master.kill()
@@ -145,26 +145,26 @@ async def test_sentinel_failover_in_the_middle(tmp_path: Path) -> None:
                         break
                     except StoreUnavailable:
                         await asyncio.sleep(0.1)
-            await works(store, "two")
+            await check_store(store, "two")
 
 
-async def test_an_acl_user_that_may_touch_our_keys_only() -> None:
+async def test_an_acl_user_limited_to_the_key_prefix_suffices() -> None:
     with RedisProcess() as server:
         with redis.Redis(port=server.port) as client:
             client.execute_command("ACL", "SETUSER", *USER.split()[1:])
             client.execute_command("ACL", "SETUSER", "default", "off")
         url = f"redis://rootward:word@127.0.0.1:{server.port}/0"
         async with connected(url) as store:
-            await works(store, "one")
-        await registry_works(url)
+            await check_store(store, "one")
+        await check_registry(url)
         with pytest.raises(StoreUnavailable) as caught:
             await open_store(url.replace("word@", "wrong@"), timeout_s=1.0).ping()
         assert "wrong" not in str(caught.value)
 
 
 @asynccontextmanager
-async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
-    """A port that speaks TLS and hands everything on (the server of the tests is built without it)."""
+async def tls_proxy(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
+    """The port of a TLS proxy in front of `port` (the Redis server of the tests is built without TLS)."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -185,22 +185,24 @@ async def behind_tls(port: int, context: ssl.SSLContext) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
 
 
-async def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+async def test_mutual_tls(tmp_path: Path) -> None:
     authority, stranger = Authority(tmp_path), Authority(tmp_path, "stranger")
-    ours, theirs, foreign = authority.issue("redis"), authority.issue("gateway"), stranger.issue("foreign")
+    server_side = authority.issue("redis")
+    client_side = authority.issue("gateway")
+    foreign = stranger.issue("foreign")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.file))
-    context.load_cert_chain(ours.certificate, ours.key)
+    context.load_cert_chain(server_side.certificate, server_side.key)
     context.verify_mode = ssl.CERT_REQUIRED
     with RedisProcess() as server:
-        async with behind_tls(server.port, context) as port:
+        async with tls_proxy(server.port, context) as port:
 
-            def url(certificates: object = theirs, ca: Path = authority.file) -> str:
+            def url(certificates: object = client_side, ca: Path = authority.file) -> str:
                 own = f"ssl_certfile={certificates.certificate}&ssl_keyfile={certificates.key}"
                 return f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={ca}&{own}"
 
             async with connected(url()) as store:
-                await works(store, "one")
-            await registry_works(url())
+                await check_store(store, "one")
+            await check_registry(url())
             for wrong in (url(ca=stranger.file), url(foreign), f"redis://127.0.0.1:{port}/0"):
                 with pytest.raises(StoreUnavailable):
                     await open_store(wrong, timeout_s=2.0).ping()

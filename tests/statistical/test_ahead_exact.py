@@ -94,7 +94,7 @@ class LooksAtAGuess(Grown):
 
     def grow(self, num_levels: int) -> None:
         super().grow(1)
-        token = self.peek(0)
+        token = self.prediction(0)
         own = self.ahead.own
         own.strategy, own.node_cap = BestFirst(self.law, **SHAPE | {"max_depth": 1}), 1 + (token == 0)
         super().grow(1)

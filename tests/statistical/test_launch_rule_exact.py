@@ -141,12 +141,12 @@ class AtOnce(Session):
 
     def run(self) -> None:
         self.draw(0)
-        guess = self.guess(0)
+        guess = self.predict(0)
         self.draw(guess)
         if self.round(99):
             return
         if len(self.tree):
-            self.draw(self.guess(next(iter(self.tree.nodes))))
+            self.draw(self.predict(next(iter(self.tree.nodes))))
         else:
             self.draw(self.tree.root_id)
             self.draw(self.tree.root_id)
@@ -159,7 +159,7 @@ class AtOnceOrPlain(Session):
 
     def run(self) -> None:
         self.draw(0)
-        guess = self.guess(0)
+        guess = self.predict(0)
         below = self.draw(guess)
         if self.round(99):
             return

@@ -20,49 +20,57 @@ MODELS = test_models()
 DEEP = deep_models()
 EXACT = 1e-12
 
-TOKEN, TRAVERSAL, BLOCK = enum.by("token"), enum.by("traversal"), enum.by("block")
-COPIES = {name: enum.by(name, replacement=True) for name in ("token", "multi_step", "traversal")}
-RATIO = {"token": TOKEN, "traversal": TRAVERSAL, "match": enum.matching}
-CHAIN = {**RATIO, "block": BLOCK, "multi_step": enum.by("multi_step")}
-COPY = {**COPIES, "match": enum.matching}
+# Verifiers by name, for trees whose siblings are drawn without replacement, for chains, and for siblings drawn independently.
+WITHOUT_REPLACEMENT = {"token": enum.by("token"), "traversal": enum.by("traversal"), "match": enum.matching}
+CHAIN = {**WITHOUT_REPLACEMENT, "block": enum.by("block"), "multi_step": enum.by("multi_step")}
+INDEPENDENT = {
+    **{name: enum.by(name, replacement=True) for name in ("token", "multi_step", "traversal")},
+    "match": enum.matching,
+}
 
 
 def drawn(process, **kwargs):
-    """The trees of a process that needs nothing but the model."""
+    """A function from a model to all weighted trees of the drawing process `process(model)`."""
     return lambda model: enum.drawn(model, process(model), **kwargs)
+
+
+# Each entry: construction, and the verifiers that are lossless for it.
 
 
 CONSTRUCTIONS = {
     "chain": (drawn(lambda m: enum.shape(m, [1, 1])), CHAIN),
     "chain, stops after an unlikely draw": (drawn(lambda m: enum.chain_until(m, 2, lambda q: q < 0.4)), CHAIN),
     "chain, stops after a likely draw": (drawn(lambda m: enum.chain_until(m, 2, lambda q: q > 0.4)), CHAIN),
-    "rsd_c [2, 1]": (drawn(lambda m: enum.shape(m, [2, 1])), RATIO),
-    "rsd_c [2, 2]": (drawn(lambda m: enum.shape(m, [2, 2])), RATIO),
-    "rsd_c [3, 1]": (drawn(lambda m: enum.shape(m, [3, 1])), RATIO),
-    "rsd_s, width 2": (lambda m: enum.stochastic_beam(m, 2, 2), RATIO),
-    "rsd_s, width 3": (lambda m: enum.stochastic_beam(m, 3, 2), RATIO),
-    "best-first by value": (drawn(lambda m: enum.best_first(m, 4)), RATIO),
-    "best-first, fixed rate": (drawn(lambda m: enum.best_first(m, 4, by_value=False)), RATIO),
-    "i.i.d. paths merged": (lambda m: enum.merged_paths(m, 3, 2), RATIO),
-    "greedy [2, 2]": (lambda m: enum.greedy(m, [2, 2]), RATIO),
-    "greedy [3, 2]": (lambda m: enum.greedy(m, [3, 2]), RATIO),
-    "greedy, chosen first": (lambda m: enum.greedy(m, [2, 2], chosen_first=True), RATIO),
-    "chosen after drawn": (
+    "rsd_c [2, 1]": (drawn(lambda m: enum.shape(m, [2, 1])), WITHOUT_REPLACEMENT),
+    "rsd_c [2, 2]": (drawn(lambda m: enum.shape(m, [2, 2])), WITHOUT_REPLACEMENT),
+    "rsd_c [3, 1]": (drawn(lambda m: enum.shape(m, [3, 1])), WITHOUT_REPLACEMENT),
+    "rsd_s, width 2": (lambda m: enum.stochastic_beam(m, 2, 2), WITHOUT_REPLACEMENT),
+    "rsd_s, width 3": (lambda m: enum.stochastic_beam(m, 3, 2), WITHOUT_REPLACEMENT),
+    "best-first by value": (drawn(lambda m: enum.best_first(m, 4)), WITHOUT_REPLACEMENT),
+    "best-first, fixed rate": (drawn(lambda m: enum.best_first(m, 4, by_value=False)), WITHOUT_REPLACEMENT),
+    "i.i.d. paths merged": (lambda m: enum.merged_paths(m, 3, 2), WITHOUT_REPLACEMENT),
+    "greedy [2, 2]": (lambda m: enum.greedy(m, [2, 2]), WITHOUT_REPLACEMENT),
+    "greedy [3, 2]": (lambda m: enum.greedy(m, [3, 2]), WITHOUT_REPLACEMENT),
+    "greedy, highest-q child first": (lambda m: enum.greedy(m, [2, 2], chosen_first=True), WITHOUT_REPLACEMENT),
+    "highest-q child after drawn ones": (
         lambda m: enum.with_chosen_last(m, enum.drawn(m, enum.shape(m, [2, 1]))),
-        RATIO,
+        WITHOUT_REPLACEMENT,
     ),
-    "chosen after best-first": (lambda m: enum.with_chosen_last(m, enum.drawn(m, enum.best_first(m, 3))), RATIO),
-    "top_k [2, 2]": (lambda m: enum.top_k(m, [2, 2]), RATIO),
+    "highest-q child after best-first": (
+        lambda m: enum.with_chosen_last(m, enum.drawn(m, enum.best_first(m, 3))),
+        WITHOUT_REPLACEMENT,
+    ),
+    "top_k [2, 2]": (lambda m: enum.top_k(m, [2, 2]), WITHOUT_REPLACEMENT),
     "top_k chain": (lambda m: enum.top_k(m, [1, 1]), CHAIN),
-    "copies [2, 1]": (drawn(lambda m: enum.shape(m, [2, 1], replacement=True), replacement=True), COPY),
-    "copies [3, 1]": (drawn(lambda m: enum.shape(m, [3, 1], replacement=True), replacement=True), COPY),
-    "copies, growth by value": (
+    "i.i.d. siblings [2, 1]": (drawn(lambda m: enum.shape(m, [2, 1], replacement=True), replacement=True), INDEPENDENT),
+    "i.i.d. siblings [3, 1]": (drawn(lambda m: enum.shape(m, [3, 1], replacement=True), replacement=True), INDEPENDENT),
+    "i.i.d. siblings, growth by value": (
         drawn(lambda m: enum.best_first(m, 4), replacement=True),
-        {name: COPY[name] for name in ("token", "traversal", "match")},
+        {name: INDEPENDENT[name] for name in ("token", "traversal", "match")},
     ),
-    "copies shuffled": (
+    "i.i.d. siblings, shuffled": (
         lambda m: wrong.shuffled(enum.drawn(m, enum.shape(m, [2, 1], replacement=True), replacement=True)),
-        COPY,
+        INDEPENDENT,
     ),
     "sorted after drawing, matched": (
         lambda m: wrong.sorted_by_q(enum.drawn(m, enum.shape(m, [2, 1]))),
@@ -75,11 +83,14 @@ CONSTRUCTIONS = {
 }
 DEEP_CONSTRUCTIONS = {
     "chain": (drawn(lambda m: enum.shape(m, [1, 1, 1])), CHAIN),
-    "rsd_c [2, 1, 1]": (drawn(lambda m: enum.shape(m, [2, 1, 1])), RATIO),
-    "rsd_s, width 2": (lambda m: enum.stochastic_beam(m, 2, 3), RATIO),
-    "best-first by value": (drawn(lambda m: enum.best_first(m, 4)), RATIO),
-    "greedy [2, 2, 1]": (lambda m: enum.greedy(m, [2, 2, 1]), RATIO),
-    "copies [2, 1, 1]": (drawn(lambda m: enum.shape(m, [2, 1, 1], replacement=True), replacement=True), COPY),
+    "rsd_c [2, 1, 1]": (drawn(lambda m: enum.shape(m, [2, 1, 1])), WITHOUT_REPLACEMENT),
+    "rsd_s, width 2": (lambda m: enum.stochastic_beam(m, 2, 3), WITHOUT_REPLACEMENT),
+    "best-first by value": (drawn(lambda m: enum.best_first(m, 4)), WITHOUT_REPLACEMENT),
+    "greedy [2, 2, 1]": (lambda m: enum.greedy(m, [2, 2, 1]), WITHOUT_REPLACEMENT),
+    "i.i.d. siblings [2, 1, 1]": (
+        drawn(lambda m: enum.shape(m, [2, 1, 1], replacement=True), replacement=True),
+        INDEPENDENT,
+    ),
 }
 
 
@@ -108,7 +119,7 @@ def test_lossless_at_depth_three(construction, verifier):
 
 
 def bounded(model: Model, num_atoms: int) -> tuple[Model, dict[tuple[int, ...], DraftDistribution]]:
-    """The model whose drafter declares, and draws from, K atoms with integer weights."""
+    """(the model with its drafter limited to K tokens with integer weights, its draft distributions in that form)."""
     rows = {path: quantise(row, num_atoms) for path, row in model.q.items()}
     dense = {path: row.dense(model.vocab) for path, row in rows.items()}
     return Model(model.name, model.vocab, model.depth, model.p, dense), rows
@@ -117,7 +128,8 @@ def bounded(model: Model, num_atoms: int) -> tuple[Model, dict[tuple[int, ...], 
 def batched(
     rows: dict[tuple[int, ...], DraftDistribution], algorithm: str, num_atoms: int, chosen: int = 0
 ) -> enum.Verifier:
-    """The batched verifier, fed what a drafter sends: atoms and weights of every expanded node."""
+    """The batched verifier on tokens and integer weights of every expanded node, the data that a drafter sends. chosen: leading tokens of a
+    distribution that were not drawn but chosen (GREEDY children)."""
 
     def verifier(tree: TokenTree, target: np.ndarray, draft: np.ndarray):
         atoms = np.full((len(tree), num_atoms), -1)
@@ -150,13 +162,13 @@ def test_bounded_support_greedy_is_lossless(algorithm):
         )
 
 
-def test_published_loop_is_the_same_law():
+def test_traversal_has_the_law_of_the_published_algorithm():
     loop = wrong.published_loop(wrong.first_in_post_order)
     for index, model in enumerate(MODELS[:6]):
         for construction in ("rsd_c [2, 1]", "best-first by value"):
             for _, tree, draft in trees(construction, index, False)[:40]:
                 target = model.target(tree)
-                want, got = loop(tree, target, draft), TRAVERSAL(tree, target, draft)
+                want, got = loop(tree, target, draft), CHAIN["traversal"](tree, target, draft)
                 np.testing.assert_allclose(got.stop, want.stop, rtol=0, atol=1e-13)
                 used = want.stop > 1e-9
                 np.testing.assert_allclose(got.residual[used], want.residual[used], rtol=0, atol=1e-9)

@@ -17,7 +17,7 @@ class AtTheRoot(Session):
 
     def run(self) -> None:
         self.draw(0)
-        self.draw(self.guess(0))
+        self.draw(self.predict(0))
         if not self.round(ALL):
             self.draw(self.tree.root_id)
             self.last_round(ALL)
@@ -31,7 +31,7 @@ class BelowANode(Session):
         self.draw(0)
         leaf = self.draw(first)
         for node in (0, first, leaf):
-            self.guess(node)
+            self.predict(node)
         if not self.round(ALL):
             self.last_round(ALL)
 
@@ -39,10 +39,10 @@ class BelowANode(Session):
 class ThreeRounds(Session):
     def run(self) -> None:
         self.draw(0)
-        self.draw(self.guess(0))
+        self.draw(self.predict(0))
         if self.round(ALL):
             return
-        self.draw(self.guess(self.tree.root_id))
+        self.draw(self.predict(self.tree.root_id))
         if self.round(ALL):
             return
         self.draw(self.tree.root_id)
@@ -54,8 +54,8 @@ class PlainRound(Session):
 
     def run(self) -> None:
         below = self.draw(0)
-        self.guess(below)
-        self.draw(self.guess(0))
+        self.predict(below)
+        self.draw(self.predict(0))
         if not self.round(0):
             self.draw(self.tree.root_id)
             self.last_round(ALL)
@@ -67,8 +67,8 @@ class CutByClock(Session):
     def run(self) -> None:
         self.draw(self.draw(0))
         second = self.draw(0)
-        self.guess(second)
-        self.draw(self.guess(0))
+        self.predict(second)
+        self.draw(self.predict(0))
         if not self.round(FIRST):
             self.draw(self.tree.root_id)
             self.last_round(ALL)
@@ -79,7 +79,7 @@ class DeeperByThePast(Session):
 
     def run(self) -> None:
         self.draw(0)
-        guess = self.guess(0)
+        guess = self.predict(0)
         below = self.draw(guess)
         self.draw(below if self.token(guess) == 2 else guess)
         if not self.round(ALL):
@@ -97,7 +97,7 @@ class GuessVerified(Session):
     """The guess takes part in the verdict, as a chosen child after the drawn one."""
 
     def run(self) -> None:
-        first, token = self.draw(0), self.peek(0)
+        first, token = self.draw(0), self.prediction(0)
         if token != self.token(first):
             self.tree.draw(0, token, sampled=False)
         if not self.round(ALL):
@@ -109,7 +109,7 @@ class GuessVerifiedLater(Session):
 
     def run(self) -> None:
         below = self.draw(0)
-        token = self.peek(below)
+        token = self.prediction(below)
         if not self.round(0):
             if self.tree.root_id == below:
                 self.tree.draw(below, token, sampled=False)
@@ -121,7 +121,7 @@ class PlacedByGuess(Session):
 
     def run(self) -> None:
         first = self.draw(0)
-        self.draw(first if self.peek(0) == 0 else 0)
+        self.draw(first if self.prediction(0) == 0 else 0)
         if not self.round(ALL):
             self.last_round(0)
 
@@ -131,7 +131,7 @@ class MadeByGuess(Session):
 
     def run(self) -> None:
         self.draw(0)
-        if self.peek(0) == 0:
+        if self.prediction(0) == 0:
             self.draw(0)
         if not self.round(ALL):
             self.last_round(0)
@@ -141,7 +141,7 @@ class CutByGuess(Session):
     def run(self) -> None:
         self.draw(0)
         self.draw(0)
-        if not self.round(1 if self.peek(0) == 0 else 2):
+        if not self.round(1 if self.prediction(0) == 0 else 2):
             self.last_round(0)
 
 
@@ -149,7 +149,7 @@ class NoiseUsedForADraw(Session):
     def run(self) -> None:
         row = self.row(0)
         self.tree.at(0).row = (row.ids, row.weight)
-        self.tree.draw(0, self.peek(0), sampled=True)
+        self.tree.draw(0, self.prediction(0), sampled=True)
         if not self.round(ALL):
             self.last_round(0)
 
@@ -158,7 +158,7 @@ class ShareOfARepeatedGuess(Session):
     """A guess that a draw has spelled already is skipped, and its share spent on one more draw."""
 
     def run(self) -> None:
-        if self.token(self.draw(0)) == self.peek(0):
+        if self.token(self.draw(0)) == self.prediction(0):
             self.draw(0)
         if not self.round(ALL):
             self.last_round(0)
@@ -169,9 +169,9 @@ class ShareHandedUpwards(Session):
 
     def run(self) -> None:
         first = self.draw(0)
-        guess = self.guess(0)
+        guess = self.predict(0)
         self.draw(guess)
-        if self.peek(first) == 0:
+        if self.prediction(first) == 0:
             self.draw(guess)
         if not self.round(ALL):
             self.last_round(ALL)
@@ -182,7 +182,7 @@ class OneQueue(Session):
 
     def run(self) -> None:
         self.draw(0)
-        row, token = self.row(0), self.peek(0)
+        row, token = self.row(0), self.prediction(0)
         if row.law[row.ids == token].sum() <= 0.4:
             self.draw(0)
         if not self.round(ALL):
@@ -193,7 +193,7 @@ class DrawTakesTheSubtreeOver(Session):
     """A draw that repeats a guess gets what hangs below it, and the cut counts that too."""
 
     def run(self) -> None:
-        token, first = self.peek(0), self.draw(0)
+        token, first = self.prediction(0), self.draw(0)
         if self.token(first) == token:
             self.draw(first)
         self.draw(0)

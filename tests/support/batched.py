@@ -1,4 +1,4 @@
-"""The batched form of verification on one tree, as the oracle of `rootward.core.verification` gives its laws."""
+"""The law of `rootward.engine.verify` (batched) for one tree, in the type of `rootward.core.verification` (the oracle), to compare them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def batched_law(
     copies: bool = False,
     order: ArrayLike | None = None,
 ) -> VerificationLaw:
-    """The law of one round over the vocabulary: what the engine computes from atoms and weights int[N, K] and rows float[N, V]."""
+    """The engine's law of one round, over the whole vocabulary. atoms, weight: int[N, K]; target: float[N, V]."""
     forest = Forest.of([tree], [algorithm], [copies], None if order is None else np.asarray(order, dtype=np.float64))
     ids = gather_ids(forest, atoms)
     return dense_law(forest_law(forest, ids, weight, *split(target, ids)), 0, tree, target)
 
 
 def dense_law(law: ForestLaw, b: int, tree: TokenTree, target: ArrayLike) -> VerificationLaw:
-    """The law of tree b over the vocabulary. target float64[N, V]."""
+    """The law of tree b, over the whole vocabulary. target: float64[N, V]."""
     nodes = slice(int(law.forest.start[b]), int(law.forest.start[b + 1]))
     residual = np.asarray(target, dtype=np.float64) * law.tail_scale[nodes, None]
     node, column = np.nonzero(law.ids[nodes] >= 0)
@@ -37,7 +37,8 @@ def dense_law(law: ForestLaw, b: int, tree: TokenTree, target: ArrayLike) -> Ver
 
 
 def split(target: ArrayLike, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`gather` without its division by the mass of the row, which is 1 here: that would cost the last digit."""
+    """(target at `ids`, mass of the other tokens). Unlike `engine.verify.gather` without division by the mass of a row, which is 1 here:
+    the division would round the last digit."""
     rows = np.array(target, dtype=np.float64)
     node, column = np.nonzero(ids >= 0)
     at = np.zeros(ids.shape)

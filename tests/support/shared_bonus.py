@@ -1,8 +1,8 @@
-"""Rounds whose bonus noise the drafter knows, as a random program that can be enumerated.
+"""Enumeration of rounds in which the drafter knows the noise of the bonus token.
 
-The noise of the bonus token at text length t is a uniform b_t; the bonus is the inverse distribution function of the residual at b_t,
-and a guess that of the draft's row. Nothing is discretised: b_t is known to lie in an interval, and every question about it splits the
-interval where the answer changes.
+The noise of the bonus token at text length t is a uniform b_t. The bonus token is the inverse distribution function of the residual at b_t,
+the drafter's prediction that of the draft distribution at b_t. b_t is not discretised: it is known to lie in an interval, and each question
+about it splits the interval at the points where the answer changes.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from rootward.core.distribution import DraftDistribution
 from rootward.core.living_tree import LivingTree
 
 PROMPT = [0, 1]
-SLIVER = 1e-14  # what rounding leaves of an empty interval
+EMPTY = 1e-14  # an interval that is empty up to rounding
 
 
 class Uniforms:
-    """b by text length (and epoch)."""
+    """b_t by text length t and epoch, each known up to an interval."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def law(self, length: int, row: np.ndarray, epoch: int = 0) -> np.ndarray:
-        """float64[V]: of the token that the row's inverse distribution function gives, given what is known of b."""
+        """float64[V]: distribution of the inverse distribution function of `row` at b_length, given the interval of b_length."""
         low, high = self._known.get((length, epoch), (0.0, 1.0))
         edges = np.concatenate([[0.0], np.cumsum(row)])
         edges[-1] = 1.0
         mass = np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)
-        mass[(mass < SLIVER) | (row <= 0.0)] = 0.0
+        mass[(mass < EMPTY) | (row <= 0.0)] = 0.0
         return mass / mass.sum()
 
     def token(self, length: int, row: np.ndarray, epoch: int = 0) -> int:
+        """A token of that distribution (a branch of the enumeration). Narrows the interval."""
         token = self._chooser.choose(self.law(length, row, epoch))
         low, high = self._known.get((length, epoch), (0.0, 1.0))
         edges = np.concatenate([[0.0], np.cumsum(row)])
@@ -45,7 +46,7 @@ class Uniforms:
 
 
 class Session:
-    """Text, living tree and noise. What a test writes is `run`: a program of these steps."""
+    """Text, living tree and noise of one session. A test implements `run` by calls of the methods below."""
 
     def __init__(self, model: Model, chooser: Chooser, out: np.ndarray) -> None:
         self.model, self.chooser, self.out = model, chooser, out
@@ -62,7 +63,7 @@ class Session:
         return self.model.q[tuple((self.text + self.path(node))[-2:])]
 
     def draw(self, node: int | None) -> int | None:
-        """A child drawn without replacement; None if there is no node or nothing left to draw."""
+        """A new child drawn without replacement; None if `node` is None or all tokens are drawn."""
         if node is None:
             return None
         record, row = self.tree.at(node), self.row(node)
@@ -72,15 +73,15 @@ class Session:
             return None
         return self.tree.draw(node, int(left.ids[self.chooser.choose(left.law)]), sampled=True)
 
-    def guess(self, node: int | None) -> int | None:
-        """What the noise makes of the draft's row, below a node; None if a child spells it."""
-        token = self.peek(node)
+    def predict(self, node: int | None) -> int | None:
+        """A new child with the predicted bonus token; None if `node` is None or has a child with this token."""
+        token = self.prediction(node)
         if node is None or token in {self.tree.nodes[c].token for c in self.tree.at(node).children}:
             return None
         return self.tree.draw(node, token, sampled=False, guess=True)
 
-    def peek(self, node: int | None) -> int:
-        """The token of that guess, -1 if there is no node."""
+    def prediction(self, node: int | None) -> int:
+        """The predicted bonus token below `node`, -1 if `node` is None."""
         return -1 if node is None else self.noise.token(self.tree.at(node).depth, self.row(node).dense(V))
 
     def token(self, node: int | None) -> int:
@@ -95,30 +96,31 @@ class Session:
     # -- the verifier
 
     def round(self, cap: int) -> bool:
-        """Verify the first nodes and commit. True when there is text enough."""
-        first = self.tree.snapshot(cap)
-        verdict = decide(self.model, first, self.text)
+        """Verify the first `cap` nodes and commit. True if the compared length is reached."""
+        snapshot = self.tree.snapshot(cap)
+        verdict = decide(self.model, snapshot, self.text)
         stop = self.chooser.choose(verdict.stop)
-        length = len(self.text) + int(first.tree.depth[stop])
+        length = len(self.text) + int(snapshot.tree.depth[stop])
         bonus = self.noise.token(length, verdict.bonus_row(stop))
-        self.commit([*first.tree.path(stop), bonus])
-        return self.enough()
+        self.commit([*snapshot.tree.path(stop), bonus])
+        return self.finished()
 
     def last_round(self, cap: int, epoch: int = 0) -> None:
-        """As `round`, summed up."""
-        first = self.tree.snapshot(cap)
-        verdict = decide(self.model, first, self.text)
+        """As `round`, but adds the probabilities of all outcomes instead of branching."""
+        snapshot = self.tree.snapshot(cap)
+        verdict = decide(self.model, snapshot, self.text)
         for stop in np.flatnonzero(verdict.stop).tolist():
-            length = len(self.text) + int(first.tree.depth[stop])
+            length = len(self.text) + int(snapshot.tree.depth[stop])
             law = self.noise.law(length, verdict.bonus_row(stop), epoch)
             for bonus in np.flatnonzero(law).tolist():
-                self.put([*self.text, *first.tree.path(stop), bonus], verdict.stop[stop] * law[bonus])
+                self.put([*self.text, *snapshot.tree.path(stop), bonus], verdict.stop[stop] * law[bonus])
 
     def commit(self, run: list[int]) -> None:
         self.tree.commit(run)
         self.text += run
 
-    def enough(self) -> bool:
+    def finished(self) -> bool:
+        """Whether the text has the compared length; its probability is then recorded."""
         if len(self.text) < len(PROMPT) + self.out.ndim:
             return False
         self.put(self.text, 1.0)
@@ -131,7 +133,7 @@ class Session:
 def error(
     session: type[Session], seed: int, length: int = LENGTH, begin: Callable[[Chooser], None] | None = None
 ) -> float:
-    """Largest error of the law of the first `length` committed tokens."""
+    """Largest error of the distribution of the first `length` committed tokens. begin: called with the chooser before the enumeration."""
     model, chooser, out = Model(seed), Chooser(), np.zeros((V,) * length)
     if begin is not None:
         begin(chooser)

@@ -1,4 +1,4 @@
-"""`rootward bench acceptance`: the closed form in rank space, the pairs it measures, its report and its errors."""
+"""`rootward bench acceptance`: expected tokens per round from the K declared tokens, measured strategy-rule pairs, report, errors."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def cells(report, **wanted):
         ("greedy", "traversal"),
     ],
 )
-def test_rank_space_has_the_law_of_the_whole_vocabulary(strategy, rule):
-    given = options("--num-atoms", "12")
-    models = [load_model(spec, max_slots=3, max_len=64) for spec in (given.target, given.draft)]
+def test_expected_tokens_agree_with_the_law_over_the_whole_vocabulary(strategy, rule):
+    settings = options("--num-atoms", "12")
+    models = [load_model(spec, max_slots=3, max_len=64) for spec in (settings.target, settings.draft)]
     contexts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     target, draft = (acceptance.Slots(model, contexts) for model in models)
-    asked = DraftStrategy.parse(strategy)
-    mode = asked.mode or DraftMode.SAMPLED
-    trees = acceptance.grown(draft, strategy_of(asked, mode, BestFirst()), Sampling(1.0), 12, given, 12)
+    parsed = DraftStrategy.parse(strategy)
+    mode = parsed.mode or DraftMode.SAMPLED
+    trees = acceptance.grown(draft, strategy_of(parsed, mode, BestFirst()), Sampling(1.0), 12, settings, 12)
     rounds = acceptance.rounds_of(target, trees, Sampling(1.0), 12)
-    for one, found in zip(trees, rounds, strict=True):
-        ids = [ROOT, *one.tree.nodes]
-        logits = target.forward([(one.context, one.tree, ids)])
+    for grown, found in zip(trees, rounds, strict=True):
+        ids = [ROOT, *grown.tree.nodes]
+        logits = target.forward([(grown.context, grown.tree, ids)])
         target.release()
         rows = processed(logits, [Sampling(1.0)] * len(ids)).double().numpy()
         q = np.zeros((len(ids), 12))
         for i, node in enumerate(ids):
-            if one.tree.at(node).children and (declared := one.tree.at(node).row) is not None:
+            if grown.tree.at(node).children and (declared := grown.tree.at(node).row) is not None:
                 q[i, declared[0]] = declared[1] / declared[1].sum()
-        records = list(one.tree.nodes.values())
+        records = list(grown.tree.nodes.values())
         tree = TokenTree(
             [0, *(r.token for r in records)],
             [-1, *(ids.index(r.parent) for r in records)],
@@ -88,12 +88,12 @@ def test_every_strategy_is_measured_under_the_rules_that_are_lossless_for_it(rep
         assert wrong not in found
 
 
-def test_at_temperature_0_every_tree_is_matched(report):
+def test_temperature_0_uses_the_match_rule_only(report):
     assert {cell.rule for cell in cells(report, temperature=0.0)} == {"match"}
 
 
 @pytest.mark.parametrize("strategy", ["top_k", "marginals"])
-def test_all_rules_take_the_longest_match_of_a_chosen_tree(report, strategy):
+def test_all_rules_accept_the_longest_match_of_a_deterministic_tree(report, strategy):
     for nodes in (4, 8):
         found = {round(cell.tokens, 6) for cell in cells(report, temperature=1.0, strategy=strategy, max_nodes=nodes)}
         assert len(found) == 1
@@ -105,7 +105,7 @@ def test_traversal_of_a_chain_is_block_verification_and_above_token_level(report
     assert tokens["traversal"] >= tokens["token"] >= tokens["match"] >= 1.0
 
 
-def test_budgets_limit_strategies_without_a_shape_of_their_own(report):
+def test_node_budget_limits_strategies_without_a_fixed_shape(report):
     assert all(cell.nodes <= cell.max_nodes for cell in cells(report))
     assert {cell.nodes for cell in cells(report, strategy="chain:4")} == {4.0}
 

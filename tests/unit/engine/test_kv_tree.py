@@ -49,7 +49,7 @@ class KvTreeMachine(RuleBasedStateMachine):
         for i in range(num):
             known = [COMMITTED, *self.parent, *new[:i]]
             parents.append(new[i - 1] if chain and i else data.draw(st.sampled_from(known)))
-        before, most = self.snapshot(), self.tree.end_with(num)
+        before, most = self.snapshot(), self.tree.max_end_with(num)
         if num > self.tree.num_free or len(self.committed) >= self.tree.max_positions:
             with pytest.raises(ValueError):
                 place(self.tree, ints(*new), ints(*parents))

@@ -1,4 +1,4 @@
-"""Several outputs of one request, as one stream."""
+"""Several outputs (prompts x choices) of one request, read as one stream."""
 
 from contextlib import aclosing
 
@@ -6,12 +6,12 @@ import pytest
 from unit.gateway.service_for_tests import IDS, at_rest, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway.choices import Tally, in_runs, outputs, side_by_side
+from gateway.choices import Tally, coalesced, concurrent_deltas, outputs
 from gateway.requests import GenerateRequest
 from rootward.errors import InvalidRequest, RootwardError
 
 
-def test_outputs_are_prompts_times_choices():
+def test_a_request_becomes_one_request_for_each_prompt_and_choice():
     request = GenerateRequest("a", request_id="r", n=2, seed=3)
     made = outputs(request, ["a", (5, 6)])
     assert [(m.prompt, m.request_id, m.choice, m.index, m.n) for m in made] == [
@@ -28,12 +28,12 @@ def test_outputs_are_prompts_times_choices():
             outputs(GenerateRequest("a", n=n), prompts)
 
 
-async def test_all_outputs_arrive_and_each_prompt_counts_once():
+async def test_all_outputs_arrive_and_usage_counts_each_prompt_once():
     verifier = SpellingVerifier(max_sessions=8)
     async with serving(verifier) as service:
         made = outputs(GenerateRequest("abc", request_id="r", n=3, seed=5), ["abc", "ab"])
         tally, tokens = Tally(3), {}
-        async for delta in side_by_side(service.generate, made):
+        async for delta in concurrent_deltas(service.generate, made):
             tally.add(delta)
             assert delta.request_id == "r"
             assert delta.offset == len(tokens.setdefault(delta.index, []))
@@ -46,31 +46,31 @@ async def test_all_outputs_arrive_and_each_prompt_counts_once():
 
 
 @pytest.mark.parametrize("num_read", [0, 1, 4])
-async def test_leaving_early_ends_all_of_them(num_read):
+async def test_closing_the_stream_ends_all_outputs(num_read):
     verifier = SpellingVerifier(delay_s=0.02)
     async with serving(verifier) as service:
         made = outputs(GenerateRequest("abc", n=3))
-        async with aclosing(side_by_side(service.generate, made)) as deltas:
+        async with aclosing(concurrent_deltas(service.generate, made)) as deltas:
             for _ in range(num_read):
                 await anext(deltas)
         await at_rest(service, verifier)
 
 
-async def test_one_that_fails_ends_all():
+async def test_failure_of_one_output_ends_all():
     verifier = SpellingVerifier(delay_s=0.02)
     async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:
         with pytest.raises(RootwardError, match="queue"):
-            async for _ in side_by_side(service.generate, outputs(GenerateRequest("abc", n=3))):
+            async for _ in concurrent_deltas(service.generate, outputs(GenerateRequest("abc", n=3))):
                 pass
         await at_rest(service, verifier)
 
 
-async def test_abort_by_the_clients_id_ends_all():
+async def test_abort_of_the_request_id_ends_all_outputs():
     verifier = SpellingVerifier(delay_s=0.05)
     async with serving(verifier) as service:
         reasons = []
         aborted = None
-        async for delta in side_by_side(service.generate, outputs(GenerateRequest("abc", request_id="r", n=3))):
+        async for delta in concurrent_deltas(service.generate, outputs(GenerateRequest("abc", request_id="r", n=3))):
             aborted = aborted or service.abort(["r", "other"])
             if delta.ending:
                 reasons.append(delta.ending.reason.value)
@@ -78,11 +78,11 @@ async def test_abort_by_the_clients_id_ends_all():
         await at_rest(service, verifier)
 
 
-async def test_runs_of_each_output_are_gathered_alone():
+async def test_deltas_are_coalesced_for_each_output_separately():
     async with serving() as service:
         made = outputs(GenerateRequest("abc", n=2))
         tokens = {0: [], 1: []}
-        async for delta in in_runs(side_by_side(service.generate, made), 7):
+        async for delta in coalesced(concurrent_deltas(service.generate, made), 7):
             assert delta.offset == len(tokens[delta.index])
             assert len(delta.spans) >= 7 or delta.ending
             tokens[delta.index] += delta.token_ids

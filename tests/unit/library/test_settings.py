@@ -1,4 +1,4 @@
-"""Settings: precedence, and errors that say in one line what to change."""
+"""Settings of a service: precedence of their sources, one-line errors that name the fix, help text."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def yaml_file(tmp_path):
     return str(path)
 
 
-def test_the_constructor_reads_nothing(monkeypatch):
+def test_the_constructor_ignores_environment_and_files(monkeypatch):
     monkeypatch.setenv("ROOTWARD_MAX_NUM_SEQS", "3")
     assert Settings(model="m").max_num_seqs == 8
 
 
-def test_precedence(monkeypatch, yaml_file):
+def test_flags_override_environment_variables_which_override_the_file(monkeypatch, yaml_file):
     monkeypatch.setenv("ROOTWARD_MAX_NUM_SEQS", "3")
     monkeypatch.setenv("ROOTWARD_CONFIG", yaml_file)
     settings = Settings.load([])
@@ -41,7 +41,7 @@ def test_precedence(monkeypatch, yaml_file):
 
 
 @pytest.mark.parametrize("text", ["a:1,b:2", " a:1 , b:2 "])
-def test_lists_in_the_environment(monkeypatch, text):
+def test_comma_separated_lists_from_environment_and_flags(monkeypatch, text):
     monkeypatch.setenv("ROOTWARD_PEERS", text)
     assert Settings.load(["--model", "m"]).peers == ["a:1", "b:2"]
     assert Settings.load(["--model", "m", "--peers", text]).peers == ["a:1", "b:2"]
@@ -69,14 +69,14 @@ def test_errors_name_field_value_and_fix(argv, message):
 
 
 @pytest.mark.parametrize("text", ["- a\n- b\n", "model: [", "modle: m\n"])
-def test_files_that_cannot_be_used_are_refused(tmp_path, text):
+def test_malformed_files_and_unknown_settings_in_them_are_refused(tmp_path, text):
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=r"^(config|modle): "):
         Settings.load(["--config", str(path), "--model", "m"])
 
 
-def test_help_explains_every_setting(capsys):
+def test_help_shows_descriptions_and_defaults(capsys):
     with pytest.raises(SystemExit) as caught:
         Settings.load(["--help"], prog="rootward serve verifier")
     text = capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.controller_simulation import WORLDS, share_of_best
+from benchmarks.controller_simulation import SCENARIOS, share_of_best
 from rootward.engine.tabular import TabularModel
 from verifier_service.speculation import (
     MAX_KINDS,
@@ -49,9 +49,9 @@ def rounds(
 
 
 def test_reaches_most_of_the_best_fixed_size_on_simulated_machines_and_drafts() -> None:
-    worlds = WORLDS[::2]
-    assert len(worlds) >= 20
-    shares = [float(np.mean([share_of_best(world, seed)[0] for seed in range(SEEDS)])) for world in worlds]
+    scenarios = SCENARIOS[::2]
+    assert len(scenarios) >= 20
+    shares = [float(np.mean([share_of_best(scenario, seed)[0] for seed in range(SEEDS)])) for scenario in scenarios]
     assert np.mean(shares) >= 0.95
     assert min(shares) >= 0.8
 

@@ -1,4 +1,4 @@
-"""Packed columns: width, range, and how many bytes a round of drafting costs."""
+"""Packed integer columns: round trips, width, range, and the size of the frame of one round."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_columns_round_trip(values):
 
 
 @given(u32_lists)
-def test_columns_of_a_least_width_round_trip(values):
+def test_columns_with_a_minimum_width_round_trip(values):
     packed = columns.pack_small(values, "ids", least_width=3)
     assert len(packed) in (3 * len(values), 4 * len(values))
     assert columns.unpack_column(packed, len(values), "ids").tolist() == values
@@ -49,7 +49,7 @@ def test_the_width_is_the_smallest_that_fits(largest, width):
     assert len(columns.pack_small([0, largest], "ids")) == 2 * width
 
 
-def test_references_to_a_young_part_of_an_old_tree_take_one_byte():
+def test_references_within_255_of_their_base_take_one_byte():
     assert len(columns.pack_references([0, 10_000, 10_100, 10_254], "nodes")[1]) == 4
 
 
@@ -65,7 +65,7 @@ def test_values_outside_u32_are_refused(values):
 
 
 def round_of_64(rng: np.random.Generator, *, vocab: int, atoms: int) -> Grow:
-    """64 nodes with ids around 700 in a tree that has lived for a while; one row of `atoms` tokens per node."""
+    """The frame of 64 nodes with ids from 700 on; each has a draft distribution of `atoms` tokens (none for 0)."""
     first = 700
     parent = np.maximum(first + np.arange(64) - rng.integers(1, 60, 64), 0)
     parent[:4] = 0
@@ -89,7 +89,7 @@ def round_of_64(rng: np.random.Generator, *, vocab: int, atoms: int) -> Grow:
 
 @pytest.mark.parametrize("vocab", [32_000, 151_936, 256_000])
 @pytest.mark.parametrize(("atoms", "limit"), [(0, 300), (32, 16 * 1024)])
-def test_a_round_of_64_nodes_is_small(vocab, atoms, limit):
+def test_size_of_the_frame_of_64_nodes_is_bounded(vocab, atoms, limit):
     grow = round_of_64(np.random.default_rng(0), vocab=vocab, atoms=atoms)
     size = to_pb(FromDrafter(grows=(grow,))).ByteSize()
     print(f"vocabulary {vocab}, {atoms} atoms: {size} bytes")
