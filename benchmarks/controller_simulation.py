@@ -31,7 +31,7 @@ RELATIVE_STEP_TIMES: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """step_time: key of RELATIVE_STEP_TIMES; first: acceptance of the first node; level_s: per level of growth"""
+    """step_time: key of RELATIVE_STEP_TIMES; first: acceptance of the first node; level_s: time to grow a level."""
 
     step_time: str
     first: float
