@@ -86,7 +86,7 @@ async def test_status(capsys):
     async with grpc_serving(verifier) as (_, address):
         assert await run("status", "--url", address) == 0
         out = capsys.readouterr().out
-        assert all(word in out for word in ("gateway", "verifier", "drafter", "draft-1", "ready", "demo (context 256)"))
+        assert all(word in out for word in ("gateway", "verifier", "drafter", "draft-1", "ready", "demo (context 256,"))
         verifier.up = False
         await asyncio.sleep(0.1)
         assert await run("status", "--url", address) == 4
