@@ -18,7 +18,9 @@ from gateway.redis_store import open_store
 from gateway.router import Upstreams
 from gateway.service import ABORT_S, GatewayService, loop_time
 from gateway.servicer import register
+from gateway.session_store import Store
 from gateway.settings import GatewaySettings
+from gateway.stored_responses import ResponseStore
 from gateway.tokenizer import load_tokenizer
 from gateway.watching import Watching
 from rootward.discovery.sources import open_sources
@@ -42,7 +44,15 @@ async def serve(settings: GatewaySettings) -> None:
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
         keys = Keys(settings.api_keys) if settings.api_keys else None
         access = Access(keys, [served.name for served in settings.served], local=is_loopback(settings.listen))
-        models = await _models(settings, stack)
+        store = open_store(settings.redis_url, prefix=settings.redis_prefix)
+        stack.push_async_callback(store.close)
+        stored = ResponseStore(
+            store,
+            lifetime_s=settings.response_lifetime_s,
+            max_responses=settings.max_stored_responses,
+            max_bytes=settings.max_stored_response_bytes,
+        )
+        models = await _models(settings, store, stack)
         in_flight = BytesInFlight(settings.max_bytes_in_flight)
         server = RpcServer(
             settings.listen,
@@ -58,7 +68,7 @@ async def serve(settings: GatewaySettings) -> None:
         await stack.enter_async_context(scaler_port(settings))
         async with asyncio.TaskGroup() as group:
             app = RequestGuard(
-                build_app(models),
+                build_app(models, stored=stored, reasoning_content=settings.reasoning_content),
                 max_body_bytes=settings.max_request_bytes,
                 in_flight=in_flight,
                 hosts=settings.http_hosts,
@@ -78,9 +88,8 @@ async def serve(settings: GatewaySettings) -> None:
             http.stop()
 
 
-async def _models(settings: GatewaySettings, stack: AsyncExitStack) -> Models:
-    store, watching = open_store(settings.redis_url, prefix=settings.redis_prefix), Watching(loop_time)
-    stack.push_async_callback(store.close)
+async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack) -> Models:
+    watching = Watching(loop_time)
     several, services = len(settings.served) > 1, []
     for served in settings.served:
         tokenizer = await asyncio.to_thread(

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from gateway.choices import Tally
+from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest, Seen, Usage
 from gateway.schemas import GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span, Tokenizer
@@ -18,6 +19,7 @@ from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
+OPENING_TOKENS = 8  # at the end of a prompt, which hold an opening tag
 
 Json = dict[str, object]
 
@@ -60,6 +62,7 @@ class Answer:
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    typed_events: ClassVar[bool] = False  # events of the stream go by their types, and [DONE] does not end them
 
     body: GenerationBody
     request: GenerateRequest
@@ -93,6 +96,11 @@ class Answer:
     @property
     def logprobs(self) -> bool:
         return self.request.logprobs is not None
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of all outputs, told apart from the answer."""
+        return 0
 
     @property
     def resumable(self) -> bool:
@@ -133,6 +141,14 @@ class Answer:
             return None
         return self._object([], self.chunk_object) | {"usage": self._usage()} | self._metrics()
 
+    async def settled(self, final: Json) -> Json:
+        """The whole answer or the last chunk, when what must be done before a client hears of it is done."""
+        return final
+
+    def failure(self, error: Json) -> Json:
+        """The last chunk of a stream that fails; error: an object of OpenAI's errors."""
+        return error
+
     def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
         """With the prompt, and the log-probabilities of all its tokens but the first where they are wanted."""
         if not self.body.echoes:
@@ -166,7 +182,8 @@ class Answer:
 
     def _usage(self) -> Json:
         counts = self.tally.usage
-        return usage_object(replace(counts, completion_tokens=0) if self.body.only_echoes else counts)
+        shown = replace(counts, completion_tokens=0) if self.body.only_echoes else counts
+        return usage_object(shown, reasoning_tokens=self.num_reasoning_tokens)
 
     def _metrics(self) -> Json:
         """Of a single output, as in vLLM, where the request speaks of speculation."""
@@ -191,6 +208,15 @@ class CompletionAnswer(Answer):
         return [{"text": text_of(spans), "logprobs": logprobs, **finish(ending)}]
 
 
+@dataclass(frozen=True, slots=True)
+class ChatParts:
+    """What a text of a chat is made of."""
+
+    reasoning: str
+    text: str
+    calls: list[Json]  # of functions
+
+
 @dataclass(slots=True, kw_only=True)
 class ChatAnswer(Answer):
     """/v1/chat/completions. The first chunk has the role, the last one how it ended and nothing else; tool calls come whole, in a chunk
@@ -200,28 +226,42 @@ class ChatAnswer(Answer):
 
     call_format: CallFormat | None = None  # None: there are no tools
     function: str = ""  # the only one that may be called: its arguments are the whole text
+    reasoning: bool = False  # thoughts in tags are told apart, unless the output has a form
     _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
+    _thoughts: dict[int, ThoughtParser] = field(default_factory=dict)  # by output
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return sum(thoughts.num_tokens for thoughts in self._thoughts.values())
 
     @property
     def resumable(self) -> bool:
-        return self.num_outputs == 1 and self.call_format is None
+        return self.num_outputs == 1 and self.call_format is None and not self.reasoning
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
-        text, calls = self._told(index, spans, ending)
-        message: Json = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
-        if calls:
-            message["tool_calls"] = calls
-        return {"message": message, "logprobs": self._logprobs(spans), **self._finish(ending, calls)}
+        parts = self._parts(index, spans, ending)
+        content = None if parts.calls and not parts.text else parts.text
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if parts.reasoning:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["tool_calls"] = parts.calls
+        return {"message": message, "logprobs": self._logprobs(spans), **self._finish(ending, parts.calls)}
 
     def _chunk_choices(
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
     ) -> list[Json]:
-        role = {"role": "assistant"} if first else {}
-        text, calls = self._told(index, spans, ending)
+        parts = self._parts(index, spans, ending)
+        text, calls = parts.text, parts.calls
         choices: list[Json] = []
         details = self.logprobs or self.body.return_token_ids or self.body.return_trees
-        if first or (spans and (text or details or self.call_format is None)):
-            delta = {**role, "content": text}
+        held_back = self.call_format is not None or self.reasoning
+        if first or parts.reasoning or (spans and (text or details or not held_back)):
+            delta: Json = {"role": "assistant"} if first else {}
+            if parts.reasoning:
+                delta["reasoning_content"] = parts.reasoning
+            if text or not parts.reasoning:
+                delta["content"] = text
             choices.append({"delta": delta, "logprobs": self._logprobs(spans), **finish(None)})
         if calls:
             numbered = [{"index": i, **call} for i, call in enumerate(calls)]
@@ -230,19 +270,33 @@ class ChatAnswer(Answer):
             choices.append({"delta": {}, "logprobs": None, **self._finish(ending, calls)})
         return choices
 
-    def _told(self, index: int, spans: Sequence[Span], ending: Ending | None) -> tuple[str, list[Json]]:
-        """The text that is no tool call, as far as that is known, and the calls, at the end."""
-        text = text_of(spans)
+    def _parts(self, index: int, spans: Sequence[Span], ending: Ending | None) -> ChatParts:
+        """Thoughts and text as far as they are known, and the calls, at the end."""
+        reasoning, text = self._without_thoughts(index, spans, ended=ending is not None)
         if self.call_format is None:
-            return text, []
+            return ChatParts(reasoning, text, [])
         parser = self._parsers.setdefault(index, CallParser(self.call_format, function=self.function))
         text = parser.push(text)
         if ending is None:
-            return text, []
+            return ChatParts(reasoning, text, [])
         rest, calls = parser.finish()
         functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
         # Nine letters and digits, which the templates of all models accept.
-        return text + rest, [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
+        numbered: list[Json] = [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
+        return ChatParts(reasoning, text + rest, numbered)
+
+    def _without_thoughts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, str]:
+        """(thoughts, the rest of the text)"""
+        if not self.reasoning or self.request.structure is not None:
+            return "", text_of(spans)
+        if index not in self._thoughts:
+            end = "".join(self.names[token].text for token in self.tally.prompts[index][-OPENING_TOKENS:])
+            self._thoughts[index] = ThoughtParser(opened=end.rstrip().endswith(OPEN))
+        parser = self._thoughts[index]
+        pieces = [parser.push(span.text) for span in spans]
+        if ended:
+            pieces.append(parser.finish())
+        return "".join(thoughts for thoughts, _ in pieces), "".join(text for _, text in pieces)
 
     def _finish(self, ending: Ending, calls: list[Json]) -> Json:
         """OpenAI says "tool_calls" of calls that the model chose."""
@@ -276,8 +330,8 @@ def round_object(one: Seen, names: TokenNames) -> Json:
     }
 
 
-def usage_object(counts: Usage) -> Json:
-    details = {"reasoning_tokens": 0}
+def usage_object(counts: Usage, *, reasoning_tokens: int = 0) -> Json:
+    details = {"reasoning_tokens": reasoning_tokens}
     if counts.predicted is not None:
         accepted, rejected = counts.predicted
         details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
@@ -342,12 +396,17 @@ def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) 
 
 
 def chat_logprobs(spans: Sequence[Span], names: TokenNames) -> Json:
+    return {"content": token_logprobs(spans, names), "refusal": None}
+
+
+def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[Json]:
+    """An entry for each token."""
     content = []
     for span in spans:
         if span.logprob is not None:
             top = [_entry(token, logprob, names) for token, logprob in span.logprob.top]
             content.append(_entry(span.token, span.logprob.logprob, names) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], names: TokenNames) -> list[Json | None]:

@@ -20,15 +20,17 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 import rootward
-from gateway import schemas
+from gateway import response_schemas, schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, model_card
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, simple_error
 from gateway.models import Models
 from gateway.planning import check_name
+from gateway.response_answers import ResponseAnswer
+from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
 from gateway.tools import CallFormat
-from rootward.errors import InvalidRequest, ServiceError
+from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
@@ -43,8 +45,12 @@ REFUSAL: dict[int | str, dict[str, Any]] = {
 EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}  # of Completion or ChatChunk, then [DONE]
 
 
-def build_app(models: Models) -> FastAPI:
-    """The ASGI application of a gateway."""
+def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_content: bool = False) -> FastAPI:
+    """The ASGI application of a gateway.
+
+    stored: answers of /v1/responses (default: in memory). reasoning_content: thoughts in tags are told apart in chats.
+    """
+    responses = stored or ResponseStore()
     names, created = {service.served_model: TokenNames(service.tokenizer) for service in models}, int(time.time())
     app = FastAPI(
         title="Rootward",
@@ -67,23 +73,47 @@ def build_app(models: Models) -> FastAPI:
         service = models.of(body.model)
         return GenerationResponse(service, names[service.served_model], body=body, request=wanted, kind=kind)
 
+    def chat(request: Request, body: schemas.ChatRequest, kind: Callable[..., ChatAnswer]) -> Response:
+        form = body.call_format(
+            CallFormat.of_template(models.of(body.model).tokenizer.special_texts.get("chat_template"))
+        )
+        if "last-event-id" in request.headers and (form is not None or reasoning_content or kind is not ChatAnswer):
+            fix = "is of no stream that can be resumed: those of plain text can; send the request again"
+            raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
+        if form is CallFormat.MISTRAL:  # calls begin with a special token
+            body = body.model_copy(update={"skip_special_tokens": False})
+        answer = partial(kind, call_format=form, function=body.function, reasoning=reasoning_content)
+        return generation(request, body, answer)
+
     @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
         return generation(request, body, CompletionAnswer)
 
     @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
-        form = body.call_format(
-            CallFormat.of_template(models.of(body.model).tokenizer.special_texts.get("chat_template"))
-        )
-        if form is None:
-            return generation(request, body, ChatAnswer)
-        if "last-event-id" in request.headers:
-            fix = "cannot be used with tools, whose calls come whole; send the request again"
-            raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
-        if form is CallFormat.MISTRAL:  # calls begin with a special token
-            body = body.model_copy(update={"skip_special_tokens": False})
-        return generation(request, body, partial(ChatAnswer, call_format=form, function=body.function))
+        return chat(request, body, ChatAnswer)
+
+    @app.post("/v1/responses", responses=_answers(response_schemas.Response, EVENTS))
+    async def create_response(request: Request, body: response_schemas.ResponseRequest) -> Response:
+        owner, before = tenant(request.headers), []
+        if body.previous_response_id:
+            found = await responses.find(owner, body.previous_response_id, field="previous_response_id")
+            before = found.messages
+        messages = [*before, *body.messages]
+        answer = partial(ResponseAnswer, wanted=body, messages=messages, keep=partial(responses.keep, owner))
+        return chat(request, body.chat(messages), answer)
+
+    @app.get("/v1/responses/{response_id}", responses=_answers(response_schemas.Response))
+    async def response(request: Request, response_id: str) -> Response:
+        for name, value in request.query_params.items():
+            raise UnsupportedParameter(name, value[:32], "is not supported by this server; leave it out")
+        found = await responses.find(tenant(request.headers), response_id)
+        return json_response(found.answer)
+
+    @app.delete("/v1/responses/{response_id}", responses=_answers(response_schemas.DeletedResponse))
+    async def delete_response(request: Request, response_id: str) -> Response:
+        await responses.delete(tenant(request.headers), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", responses=_answers(schemas.ModelList))
     async def list_models() -> Response:
@@ -180,15 +210,16 @@ def _answers(model: type[schemas.Object], more: dict[str, Any] | None = None) ->
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's description without the 422 that this server never answers, with the events of chat streams, which no route returns."""
+    """FastAPI's description without the 422 that this server never answers, with the events of streams, which no route returns."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in made["paths"].values():
             for operation in path.values():
                 operation["responses"].pop("422", None)
-        chunk = schemas.ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
         components = made["components"]["schemas"]
-        components |= {**chunk.pop("$defs"), "ChatChunk": chunk}
+        for event in (schemas.ChatChunk, response_schemas.ResponseEvent):
+            schema = event.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
+            components |= {**schema.pop("$defs", {}), event.__name__: schema}
         for name in ("HTTPValidationError", "ValidationError"):
             components.pop(name, None)
         app.openapi_schema = made
@@ -220,4 +251,4 @@ async def _refused(request: Request, error: Exception) -> Response:
         else:
             known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {error.detail}")
             return json_response(known.body, status=known.status, headers=headers)
-    return error_response(error, headers)
+    return error_response(error, headers, path=request.url.path)

@@ -35,6 +35,7 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "CONTEXT_LENGTH_EXCEEDED": (400, "invalid_request_error", "context_length_exceeded"),
     "INVALID_API_KEY": (401, "authentication_error", "invalid_api_key"),
     "PERMISSION_DENIED": (403, "permission_error", "permission_denied"),
+    "RESPONSE_NOT_FOUND": (404, "invalid_request_error", "response_not_found"),
     "NOT_FOUND": (404, "invalid_request_error", "model_not_found"),
     "DUPLICATE_REQUEST_ID": (400, "invalid_request_error", "duplicate_request_id"),
     "NO_DRAFTER": (400, "invalid_request_error", "speculation_unavailable"),
@@ -51,6 +52,15 @@ _NAMES = {
     "token_ids": "prompt",
     "structured_output": "structured_outputs",
     "chat.template_kwargs": "chat_template_kwargs",
+}
+# Fields of chats that go by another name at another path.
+_NAMES_AT = {
+    "/v1/responses": {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "structured_output": "text.format",
+        "response_format.json_schema.schema": "text.format.schema",
+    }
 }
 _BUG = (500, "internal_server_error", "internal_error")
 
@@ -84,14 +94,14 @@ _VALUE_TYPES = {
 }
 
 
-def http_error(error: Exception) -> HttpError:
-    """What the client is told. Of a bug it learns that it is one."""
+def http_error(error: Exception, *, path: str = "") -> HttpError:
+    """What the client of this path is told. Of a bug it learns that it is one."""
     if not isinstance(error, ServiceError):
         message = f"internal error ({type(error).__name__})"
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
     kind = _KINDS.get(error.reason, _BUG)
     field = (error.field if isinstance(error, InvalidRequest) else error.metadata.get("field")) or ""
-    param, message = _NAMES.get(field, field), str(error)
+    param, message = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field), str(error)
     if message.startswith(f"{field}:"):
         message = param + message[len(field) :]
     return HttpError(kind[0], _body(message, kind, param or None), _headers(error))
@@ -122,10 +132,10 @@ def json_response(body: Mapping[str, object], *, status: int = 200, headers: dic
     return Response(orjson.dumps(body), status, headers, "application/json")
 
 
-def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+def error_response(error: Exception, headers: dict[str, str] | None = None, *, path: str = "") -> Response:
     """The answer to a request that failed; a bug is logged."""
     log_bug(error)
-    known = http_error(error)
+    known = http_error(error, path=path)
     return json_response(known.body, status=known.status, headers={**(headers or {}), **known.headers})
 
 

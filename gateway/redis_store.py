@@ -11,6 +11,8 @@
                                  the fingerprint of the model, K a hash of the prefix (a hint, see `router`)
     rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
     rw:suspicion        string   the request under suspicion that is tried now
+    rw:response:{:S}:{id}    string   a stored answer of /v1/responses with its conversation (JSON, see `stored_responses`)
+    rw:responses:{:S}   zset     ids of these, by the second at which they were stored; S is the tenant, without API keys empty
     rw:poison:{content} string   a request of this content (fingerprint of the model and a hash) ended two verifiers
 
 `rw` is the setting `redis_prefix`.
@@ -28,6 +30,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
+from urllib.parse import quote
 
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
@@ -191,6 +194,11 @@ class RedisStore:
     def _hint_key(self, model: str, key: str) -> str:
         return f"{self._prefix}:kv:{model}:{key}"
 
+    def _response_keys(self, space: str, name: str) -> tuple[str, str]:
+        """(response, index), in one slot of a cluster; that of a space without a name, too."""
+        tag = f"{{:{quote(space, safe='')}}}"
+        return f"{self._prefix}:response:{tag}:{name}", f"{self._prefix}:responses:{tag}"
+
     def _poison_key(self, content: str) -> str:
         return f"{self._prefix}:poison:{content}"
 
@@ -298,6 +306,32 @@ class RedisStore:
     async def is_poison(self, content: str) -> bool:
         async with self._answering():
             return bool(await self._client.exists(self._poison_key(content)))
+
+    async def put_response(self, space: str, name: str, text: str, *, ttl_s: float, max_responses: int) -> None:
+        key, index = self._response_keys(space, name)
+        now_s = self._clock.wall()
+        async with self._answering():
+            pipeline: Any = self._client.pipeline(transaction=False)
+            pipeline.set(key, text, px=_ms(ttl_s))
+            pipeline.zadd(index, {name: now_s})
+            pipeline.zremrangebyscore(index, "-inf", now_s - ttl_s)
+            pipeline.pexpire(index, _ms(ttl_s))
+            pipeline.zrange(index, 0, -max_responses - 1)
+            *_, too_many = await pipeline.execute()
+            if too_many:
+                await self._client.delete(*(self._response_keys(space, old)[0] for old in too_many))
+                await self._client.zrem(index, *too_many)
+
+    async def response(self, space: str, name: str) -> str | None:
+        async with self._answering():
+            text: Any = await self._client.get(self._response_keys(space, name)[0])
+        return None if text is None else str(text)
+
+    async def delete_response(self, space: str, name: str) -> bool:
+        key, index = self._response_keys(space, name)
+        async with self._answering():
+            await self._client.zrem(index, name)
+            return bool(await self._client.delete(key))
 
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:

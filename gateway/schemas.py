@@ -55,7 +55,7 @@ def refused(fix: str, *, unsupported: bool = False) -> PydanticCustomError:
     return PydanticCustomError("unsupported" if unsupported else "refused", fix)
 
 
-def _at_most(most: int, noun: str) -> BeforeValidator:
+def at_most(most: int, noun: str) -> BeforeValidator:
     """Refuses longer lists and objects before their items are looked at."""
 
     def check(value: object) -> object:
@@ -163,6 +163,7 @@ class Message(Body):
     name: str = ""
     tool_calls: Annotated[list[CallInMessage], Field(fail_fast=True)] = []
     tool_call_id: str = ""
+    reasoning_content: str = ""  # of an earlier answer
 
     def for_template(self, at: str) -> Mapping[str, object]:
         """As chat templates read it: they know the role "system" only, and arguments as objects. InvalidRequest names the field, whose
@@ -170,7 +171,11 @@ class Message(Body):
         if self.content is None and not self.tool_calls:
             raise InvalidRequest(f"{at}.content", None, "is missing; send a text or a list of parts")
         role = "system" if self.role == "developer" else self.role
-        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        named = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         message: dict[str, object] = {"role": role, "content": text_of(self.content or "")}
         message |= {name: value for name, value in named.items() if value}
         if self.tool_calls:
@@ -189,7 +194,7 @@ class Message(Body):
                 raise InvalidRequest(f"{at}.tool_calls[{i}].function.arguments", given, "is no JSON") from None
 
 
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES, "messages")]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "messages")]
 
 
 class Conversation(Body):
@@ -290,8 +295,11 @@ class StructuredOutputs(Body):
         return Structure(Form.JSON_OBJECT)
 
 
+FunctionName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+
+
 class FunctionTool(Body):
-    name: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
+    name: FunctionName
     description: str = ""
     parameters: dict[str, Any] = {}
     strict: bool = False  # forced calls are always valid, others are as the model writes them
@@ -311,7 +319,7 @@ class ToolChoice(Body):
     function: NamedFunction | None = None
 
 
-def _tool_choice(value: object) -> object:
+def typed_choice(value: object) -> object:
     return {"type": value} if isinstance(value, str) else value
 
 
@@ -352,6 +360,12 @@ def _speculation_options(value: object) -> object:
     return value
 
 
+SpeculationField = Annotated[
+    SpeculationOptions,
+    BeforeValidator(_speculation_options, json_schema_input_type=bool | Mode | SpeculationOptions),
+]
+
+
 class GenerationBody(Body):
     """What both generating endpoints take."""
 
@@ -379,7 +393,7 @@ class GenerationBody(Body):
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[
-        dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Number], _at_most(MAX_BIASES, "entries")
+        dict[Annotated[str, Field(pattern="^[0-9]{1,20}$")], Number], at_most(MAX_BIASES, "entries")
     ] = {}
     allowed_token_ids: TokenIds = []
     bad_words: Texts = []
@@ -398,13 +412,7 @@ class GenerationBody(Body):
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: (
-        Annotated[
-            SpeculationOptions,
-            BeforeValidator(_speculation_options, json_schema_input_type=bool | Mode | SpeculationOptions),
-        ]
-        | None
-    ) = None
+    speculation: SpeculationField | None = None
     cache_salt: str = ""
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
     session_id: str = ""
@@ -578,7 +586,7 @@ class ChatRequest(GenerationBody, Conversation):
     tool_choice: (
         Annotated[
             ToolChoice,
-            BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice),
+            BeforeValidator(typed_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice),
         ]
         | None
     ) = None
@@ -606,7 +614,7 @@ class ChatRequest(GenerationBody, Conversation):
         if forced and (
             self.structured_outputs is not None or (self.response_format and self.response_format.structure)
         ):
-            fix = "cannot be combined with response_format or structured_outputs; send one of them"
+            fix = "cannot be combined with another form of the output (response_format, structured_outputs, text.format); send one of them"
             raise InvalidRequest("tool_choice", kind, fix)
         return self
 

@@ -111,6 +111,12 @@ class Write:
 
 
 @dataclass(slots=True)
+class _KeptResponse:
+    text: str
+    expires: float
+
+
+@dataclass(slots=True)
 class _Kept:
     fields: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
@@ -129,6 +135,7 @@ class MemoryStore:
     def __init__(self, *, now: Callable[[], float] = time.monotonic, retention_s: float = RETENTION_S):
         self._now, self._retention_s = now, retention_s
         self._requests: dict[str, _Kept] = {}
+        self._responses: dict[str, dict[str, _KeptResponse]] = {}  # by space and name, the oldest first
         self._poison: dict[str, float] = {}
         self._suspicion = asyncio.Lock()
         self._buckets = Buckets(now)
@@ -218,6 +225,27 @@ class MemoryStore:
         self._forget_expired()
         return content in self._poison
 
+    async def put_response(self, space: str, name: str, text: str, *, ttl_s: float, max_responses: int) -> None:
+        """Store one, for `ttl_s`; of more than `max_responses` of the space the oldest go."""
+        stored = self._responses.setdefault(space, {})
+        stored.pop(name, None)
+        stored[name] = _KeptResponse(text, self._now() + ttl_s)
+        while len(stored) > max_responses:
+            del stored[next(iter(stored))]
+
+    async def response(self, space: str, name: str) -> str | None:
+        """The text that was stored, if it is still there."""
+        self._forget_expired()
+        kept = self._responses.get(space, {}).get(name)
+        return kept.text if kept is not None and kept.expires > self._now() else None
+
+    async def delete_response(self, space: str, name: str) -> bool:
+        """Whether it was there."""
+        known = await self.response(space, name) is not None
+        if known:
+            del self._responses[space][name]
+        return known
+
     def suspicion(self) -> AbstractAsyncContextManager[None]:
         """One holder at a time in all gateways."""
         return self._suspicion
@@ -247,6 +275,10 @@ class MemoryStore:
         for request_id in [i for i, kept in self._requests.items() if kept.expires <= now and kept.epoch]:
             del self._requests[request_id]
         self._poison = {content: until for content, until in self._poison.items() if until > now}
+        for space, stored in list(self._responses.items()):
+            self._responses[space] = {name: kept for name, kept in stored.items() if kept.expires > now}
+            if not self._responses[space]:
+                del self._responses[space]
 
 
 def duplicate(request_id: str) -> DuplicateRequest:

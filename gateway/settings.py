@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
+from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from rootward.discovery.sources import Source, SourceList, parse_sources
 from rootward.process_settings import ProcessSettings
 from rootward.settings import ServiceSettings
@@ -81,6 +82,17 @@ class GatewaySettings(ProcessSettings):
     add_special_tokens: bool = Field(False, description="put the tokenizer's special tokens around text prompts")
     special_tokens_in_messages: bool = Field(
         False, description="texts of special tokens in messages become control tokens (default: they stay text)"
+    )
+    reasoning_content: bool = Field(
+        False,
+        description="what chat models write between <think> and </think> first is told apart, as reasoning_content",
+    )
+    response_lifetime_s: float = Field(
+        LIFETIME_S, ge=0, description="how long answers of /v1/responses are stored; 0: not at all"
+    )
+    max_stored_responses: int = Field(MAX_RESPONSES, ge=1, description="of a tenant at one time; the oldest ones go")
+    max_stored_response_bytes: int = Field(
+        MAX_BYTES, ge=1, description="largest answer of /v1/responses that is stored, with its conversation"
     )
     max_request_bytes: int = Field(
         MAX_REQUEST_BYTES, ge=1 << 12, le=1 << 30, description="largest gRPC message or HTTP body of a request"

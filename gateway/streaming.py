@@ -48,7 +48,7 @@ class GenerationResponse(Response):
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Headers of a stream go out with the first delta, so that a refusal still has its own status."""
         headers = {"x-request-id": self._request.request_id}
-        started = False
+        streamed: Answer | None = None  # once its first delta is there
         try:
             made = outputs(self._request, self._body.prompts)
             requests = await tokenised(made, self._request.n, self._service.prompt_ids)
@@ -65,21 +65,23 @@ class GenerationResponse(Response):
             async with aclosing(deltas):
                 if not self._body.stream:
                     whole = await self._collected(answer, deltas)
-                    await json_response(whole, headers=headers)(scope, receive, send)
+                    await json_response(await answer.settled(whole), headers=headers)(scope, receive, send)
                     return
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
-                started = True
+                streamed = answer
                 # Closed with care: it may be waiting for the next delta.
                 async with aclosing(self._events(answer, first, deltas)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
-            if not started:
-                await error_response(error, headers)(scope, receive, send)
+            if streamed is None:
+                await error_response(error, headers, path=scope["path"])(scope, receive, send)
                 return
             log_bug(error)
-            await send({"type": "http.response.body", "body": _event(http_error(error).body), "more_body": True})
+            failure = streamed.failure(http_error(error, path=scope["path"]).body)
+            event = _event(failure, typed=streamed.typed_events)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _spans(self, prompt: tuple[int, ...]) -> Sequence[Span]:
@@ -104,7 +106,8 @@ class GenerationResponse(Response):
             while delta is not None:
                 long = not delta.offset and _is_long(answer, [delta.prompt])
                 for chunk in await self._service.off_loop(long, answer.chunks, delta):
-                    yield _event(chunk, delta.offset + len(delta.spans) if answer.resumable else None)
+                    event_id = delta.offset + len(delta.spans) if answer.resumable else None
+                    yield _event(chunk, event_id, typed=answer.typed_events)
                 pending = asyncio.create_task(_next_or_none(deltas))
                 while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
                     yield KEEP_ALIVE
@@ -114,10 +117,11 @@ class GenerationResponse(Response):
                 pending.cancel()
                 with suppress(asyncio.CancelledError, Exception):
                     await pending
-        usage = answer.last()
-        if usage is not None:
-            yield _event(usage)
-        yield DONE
+        last = answer.last()
+        if last is not None:
+            yield _event(await answer.settled(last), typed=answer.typed_events)
+        if not answer.typed_events:
+            yield DONE
 
 
 def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
@@ -153,6 +157,8 @@ def _start(headers: dict[str, str]) -> dict[str, object]:
     return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
-def _event(body: dict[str, object], event_id: int | None = None) -> bytes:
+def _event(body: dict[str, object], event_id: int | None = None, *, typed: bool = False) -> bytes:
     prefix = b"" if event_id is None else b"id: %d\n" % event_id
+    if typed:
+        prefix += f"event: {body['type']}\n".encode()
     return prefix + b"data: " + orjson.dumps(body) + b"\n\n"

@@ -54,13 +54,16 @@ def undisturbed(stack):
 def check(case) -> None:
     body = case.body
     if isinstance(body, dict):
-        for name in ("max_tokens", "max_completion_tokens", "n"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n"):
             if isinstance(body.get(name), int | float) and body[name] > FEW_TOKENS:
                 body[name] = FEW_TOKENS
         if "messages" in body and "max_tokens" in properties_of(case) and not body.get("max_completion_tokens"):
             body.setdefault("max_tokens", FEW_TOKENS)
-        if isinstance(body.get("prompt"), str):
-            body["prompt"] = CANARY + body["prompt"]
+        if "input" in body:
+            body.setdefault("max_output_tokens", FEW_TOKENS)
+        for name in ("prompt", "input"):
+            if isinstance(body.get(name), str):
+                body[name] = CANARY + body[name]
     response = case.call()
     seen = (response.status_code, response.text[:1000], body)
     assert response.status_code in (200, 400, 404, 405), seen
@@ -69,7 +72,7 @@ def check(case) -> None:
         return
     error = jsonschema_of(case, "Error")(response.json())["error"]
     assert error["code"], seen
-    if response.status_code == 400 or error["code"] == "model_not_found":
+    if response.status_code == 400 or error["code"] in ("model_not_found", "response_not_found"):
         names_its_field(case, error)
 
 
@@ -85,7 +88,7 @@ def names_its_field(case, error: dict) -> None:
     assert error["message"].startswith(re.split(r"[.\[]", param)[0]), error
 
 
-EVERYWHERE = {"body", "model", "x-request-id", "request_id", "session_id", "x-session-id"}
+EVERYWHERE = {"response_id", "body", "model", "x-request-id", "request_id", "session_id", "x-session-id"}
 
 
 def properties_of(case) -> set[str]:
@@ -128,6 +131,9 @@ def check_answer(case, response) -> None:
         return
     assert not response.stream_cut_short  # by the client that fuzzes
     events = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    if "responses" in case.operation.path:
+        check_response_events(case, [json.loads(event) for event in events])
+        return
     valid = jsonschema_of(case, "ChatChunk" if "chat" in case.operation.path else "Completion")
     *chunks, last = events
     if last != "[DONE]":  # it failed after it had begun
@@ -135,6 +141,17 @@ def check_answer(case, response) -> None:
         assert json.loads(last)["error"]["code"] != "internal_error", last
     for chunk in chunks:
         valid(json.loads(chunk))
+
+
+def check_response_events(case, events: list[dict]) -> None:
+    valid = jsonschema_of(case, "ResponseEvent")
+    assert [valid(event)["sequence_number"] for event in events] == list(range(len(events)))
+    last = events[-1]
+    if last["type"] == "error":
+        assert last["code"] != "internal_error", last
+    else:
+        assert last["type"] in ("response.completed", "response.incomplete"), last
+        jsonschema_of(case, "Response")(last["response"])
 
 
 def fuzz(stack, max_examples: int) -> None:
@@ -177,6 +194,8 @@ def test_the_schema_names_every_field_that_is_read(stack) -> None:
         body = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         properties = resolved(body, described)["properties"]
         assert {"temperature", "seed", "speculation", "prediction", "n", "stop"} <= set(properties)
+    body = described["paths"]["/v1/responses"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {"input", "previous_response_id", "text", "speculation"} <= set(resolved(body, described)["properties"])
 
 
 # -- gRPC ---------------------------------------------------------------------------------------------------------------

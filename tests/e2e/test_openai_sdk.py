@@ -281,3 +281,53 @@ def test_a_prediction_and_the_other_parameters(client, model) -> None:
     required = client.chat.completions.create(**wanted, extra_body={"speculation": "required"})
     assert required.choices[0].message.content == text
     assert required.metrics["speculative_decoding"]["num_accepted_draft_tokens"] >= 0
+
+
+def test_responses_whole_streamed_and_continued(client, model) -> None:
+    """The text is the chat's, with and without speculation."""
+    wanted = {"model": model, "temperature": 0, "max_output_tokens": 40}
+    whole = client.responses.create(**wanted, instructions="Python 3.", input=CHAT[1]["content"])
+    chat = client.chat.completions.create(model=model, messages=CHAT, temperature=0, max_tokens=40)
+    assert whole.output_text == chat.choices[0].message.content
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    plain = client.responses.create(**wanted, input=CHAT, extra_body={"speculation": "disabled"})
+    assert plain.output_text == whole.output_text
+    assert plain.metrics["speculative_decoding"]["num_spec_steps"] == 0
+    with client.responses.stream(**wanted, input=CHAT) as stream:
+        text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        final = stream.get_final_response() if whole.status == "completed" else None
+    assert text == whole.output_text
+    assert final is None or final.output_text == text
+    again = client.responses.create(**wanted, input="And the next one?", previous_response_id=plain.id)
+    said = [
+        *CHAT,
+        {"role": "assistant", "content": plain.output_text},
+        {"role": "user", "content": "And the next one?"},
+    ]
+    stateless = client.responses.create(**wanted, input=said, store=False)
+    assert again.output_text == stateless.output_text
+    assert again.usage.input_tokens == stateless.usage.input_tokens
+    assert client.responses.retrieve(again.id).to_dict() == again.to_dict()
+    client.responses.delete(again.id)
+    for gone in (again.id, stateless.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+
+
+def test_responses_call_functions(client, model) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "name": "switch", "parameters": schema, "strict": True}
+    wanted = {"model": model, "input": CHAT, "temperature": 0, "max_output_tokens": 300, "tools": [tool]}
+    forced = {"tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = client.responses.create(**wanted, **forced).output
+    assert (call.name, type(json.loads(call.arguments)["on"])) == ("switch", bool)
+    events = list(client.responses.create(**wanted, **forced, stream=True))
+    assert events[-1].response.output[0].arguments == call.arguments
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=model, input="x", tools=[{"type": "web_search"}])
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools[0].type")

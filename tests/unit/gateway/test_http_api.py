@@ -29,11 +29,11 @@ async def api(*verifiers, **options):
 
 
 @asynccontextmanager
-async def real_server(*verifiers, **options):
+async def real_server(*verifiers, build=build_app, **options):
     """The same behind uvicorn on loopback."""
     async with serving(*verifiers, **options) as service, asyncio.TaskGroup() as group:
         server = HttpServer("127.0.0.1:0")
-        group.create_task(server.run_until_stopped(build_app(Models([service]))))
+        group.create_task(server.run_until_stopped(build(Models([service]))))
         async with httpx.AsyncClient(base_url=f"http://{server.address}", timeout=10) as client:
             yield service, client
         server.stop()

@@ -1,0 +1,242 @@
+"""Answers of /v1/responses: a chat's thoughts, text and calls as OpenAI's output items, whole and as events of a stream.
+
+Both come from the same steps: an answer that is not streamed is what the last event of a stream has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from gateway.answers import ChatAnswer, Json, token_logprobs
+from gateway.requests import Delta, Ending
+from gateway.response_schemas import ResponseRequest, items_of, messages_of
+from gateway.schemas import Message
+from gateway.stored_responses import StoredResponse
+from gateway.tokenizer import Span
+from rootward.core.requests import FinishReason
+
+Kind: TypeAlias = Literal["message", "reasoning"]
+
+STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORTED: "cancelled"}
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponseAnswer(ChatAnswer):
+    """One answer in the making."""
+
+    id_prefix, whole_object, chunk_object, typed_events = "resp_", "response", "response", True
+
+    wanted: ResponseRequest
+    messages: list[Message]  # of the conversation before it
+    keep: Callable[[str, StoredResponse], Awaitable[bool]]  # under its id
+    _output: list[Json] = field(default_factory=list)  # items; the last one may still grow
+    _growing: Kind | None = None  # of the last item
+    _text: list[str] = field(default_factory=list)  # of the growing item
+    _logprobs_told: list[Json] = field(default_factory=list)  # of the growing item
+    _new_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back
+    _num_events: int = 0
+
+    @property
+    def resumable(self) -> bool:
+        return False
+
+    def whole(self, spans: Mapping[int, Sequence[Span]]) -> Json:
+        self._grow(spans[0], self.tally.endings[0])
+        return self._response(self._status)
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        self.tally.add(delta)
+        events: list[Json] = []
+        if not self._num_events:
+            for name in ("created", "in_progress"):
+                events.append(self._event(f"response.{name}", response=self._response("in_progress")))
+        return events + self._grow(delta.spans, delta.ending)
+
+    def last(self) -> Json:
+        name = "completed" if self._status == "completed" else "incomplete"
+        return self._event(f"response.{name}", response=self._response(self._status))
+
+    async def settled(self, final: Json) -> Json:
+        """The response, or its last event, which says whether it was stored."""
+        response = final.get("response", final)
+        assert isinstance(response, dict)
+        if self.wanted.store:
+            stored = StoredResponse(response, [*self.messages, *messages_of(items_of(self._output))])
+            response["store"] = await self.keep(self._id, stored)
+        return final
+
+    def failure(self, error: Json) -> Json:
+        """The event of an error in mid-stream, with the fields of OpenAI's event and those that its package raises at."""
+        known = error["error"]
+        assert isinstance(known, dict)
+        told = {name: known[name] for name in ("code", "message", "param")}
+        return self._event("error", **told, error=known)
+
+    @property
+    def _id(self) -> str:
+        return self.id_prefix + self.request.request_id
+
+    @property
+    def _status(self) -> str:
+        """At the end."""
+        return STATUSES[self.tally.endings[0].reason]
+
+    def _grow(self, spans: Sequence[Span], ending: Ending | None) -> list[Json]:
+        """The output with these spans more, and the events that tell of them."""
+        num_thoughts = self.num_reasoning_tokens
+        parts = self._parts(0, spans, ending)
+        if self.logprobs:
+            answer = spans[self.num_reasoning_tokens - num_thoughts :]
+            self._new_logprobs += token_logprobs(answer, self.names)
+        events = self._say("reasoning", parts.reasoning)
+        events += self._say("message", parts.text)
+        if ending is None:
+            return events
+        status = "completed" if ending.reason is FinishReason.STOP else "incomplete"
+        if not self._output and not parts.calls:
+            events += self._open("message")
+        events += self._close(status)
+        for call in parts.calls:
+            events += self._call(call, status)
+        return events
+
+    def _say(self, kind: Kind, text: str) -> list[Json]:
+        if not text:
+            return []
+        events = [] if self._growing == kind else [*self._close("completed"), *self._open(kind)]
+        self._text.append(text)
+        logprobs: list[Json] = []
+        if kind == "message":
+            logprobs, self._new_logprobs = self._new_logprobs, []
+            self._logprobs_told += logprobs
+        return [*events, self._part_event("delta", delta=text, logprobs=logprobs)]
+
+    def _open(self, kind: Kind) -> list[Json]:
+        """A new item begins."""
+        self._growing, self._text, self._logprobs_told = kind, [], []
+        added = self._add(self._growing_item("in_progress", []))
+        return [added, self._item_event("response.content_part.added", content_index=0, part=self._part())]
+
+    def _close(self, status: str) -> list[Json]:
+        """The growing item, if there is one, is complete."""
+        if self._growing is None:
+            return []
+        part = self._part()
+        told = self._part_event("done", text=part["text"], logprobs=self._logprobs_told)
+        done = self._item_event("response.content_part.done", content_index=0, part=part)
+        self._output.pop()
+        self._output.append(self._growing_item(status, [part]))
+        self._growing = None
+        return [told, done, self._done()]
+
+    def _call(self, call: Json, status: str) -> list[Json]:
+        function = call["function"]
+        assert isinstance(function, dict)
+        arguments = function["arguments"]
+        item: Json = {
+            "id": self._item_id("fc"),
+            "type": "function_call",
+            "status": "in_progress",
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": "",
+        }
+        events = [
+            self._add(item),
+            self._item_event("response.function_call_arguments.delta", delta=arguments),
+            self._item_event("response.function_call_arguments.done", name=function["name"], arguments=arguments),
+        ]
+        self._output[-1] = item | {"arguments": arguments, "status": status}
+        return [*events, self._done()]
+
+    def _item_id(self, prefix: str) -> str:
+        """Of the next item."""
+        return f"{prefix}_{self.request.request_id}_{len(self._output)}"
+
+    def _growing_item(self, status: str, content: list[Json]) -> Json:
+        """The last item of the output, which is put there afterwards."""
+        if self._growing == "reasoning":
+            return {"id": self._item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
+        return {
+            "id": self._item_id("msg"),
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
+
+    def _part(self) -> Json:
+        """The text of the growing item so far."""
+        text = "".join(self._text)
+        if self._growing == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs_told)}
+
+    def _add(self, item: Json) -> Json:
+        self._output.append(item)
+        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
+
+    def _done(self) -> Json:
+        last = len(self._output) - 1
+        return self._event("response.output_item.done", output_index=last, item=self._output[last])
+
+    def _part_event(self, name: str, *, logprobs: list[Json], **fields: object) -> Json:
+        """Of the text of the growing item."""
+        if self._growing == "reasoning":
+            return self._item_event(f"response.reasoning_text.{name}", content_index=0, **fields)
+        return self._item_event(f"response.output_text.{name}", content_index=0, logprobs=logprobs, **fields)
+
+    def _item_event(self, kind: str, **fields: object) -> Json:
+        """Of the last item."""
+        last = len(self._output) - 1
+        return self._event(kind, item_id=self._output[last]["id"], output_index=last, **fields)
+
+    def _event(self, kind: str, **fields: object) -> Json:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+    def _response(self, status: str) -> Json:
+        """The response as it is now; with usage at its end."""
+        wanted, ended = self.wanted, status != "in_progress"
+        choice, form = wanted.tool_choice, wanted.text.format
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": wanted.instructions or None,
+            "max_output_tokens": wanted.max_output_tokens,
+            "metadata": wanted.metadata,
+            "model": self.model,
+            "output": list(self._output),
+            "parallel_tool_calls": wanted.parallel_tool_calls,
+            "previous_response_id": wanted.previous_response_id or None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": wanted.store,
+            "temperature": wanted.temperature,
+            "text": {"format": {"type": form.type, **form.model_dump(by_alias=True, exclude_defaults=True)}},
+            "tool_choice": {"type": choice.type, "name": choice.name} if choice.name else choice.type,
+            "tools": [tool.model_dump() for tool in wanted.tools],
+            "top_logprobs": wanted.top_logprobs,
+            "top_p": wanted.top_p,
+            "truncation": "disabled",
+            "usage": self._response_usage() if ended else None,
+            "user": wanted.user or None,
+            **(self._metrics() if ended else {}),
+        }
+
+    def _response_usage(self) -> Json:
+        counts = self.tally.usage
+        return {
+            "input_tokens": counts.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": counts.cached_tokens},
+            "output_tokens": counts.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        }

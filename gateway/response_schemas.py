@@ -1,0 +1,380 @@
+"""OpenAI's Responses API: its bodies as pydantic models, translated into requests of the chat endpoint.
+
+Everything that is generated is generated as a chat (`schemas.ChatRequest`). A conversation is a list of items, which become messages: a
+function call belongs to the message of the assistant before it, and so do thoughts to the one after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+
+from gateway.schemas import (
+    MAX_MESSAGES,
+    MAX_TOP_LOGPROBS,
+    WHOLE,
+    Body,
+    CalledFunction,
+    CallInMessage,
+    ChatRequest,
+    Count,
+    FunctionName,
+    FunctionTool,
+    JsonSchema,
+    Message,
+    NamedFunction,
+    Number,
+    Object,
+    ResponseFormat,
+    SpeculationField,
+    Tool,
+    ToolChoice,
+    at_most,
+    refused,
+    typed_choice,
+)
+from rootward.errors import InvalidRequest
+
+MAX_TOOLS = 128
+LOGPROBS = "message.output_text.logprobs"  # the entry of `include` that asks for them
+
+
+def _only(*served: str, fix: str) -> AfterValidator:
+    """Refuses the types of others, which OpenAI's own server has."""
+
+    def check(value: str) -> str:
+        if value not in served:
+            raise refused(f"is not supported; {fix}", unsupported=True)
+        return value
+
+    return AfterValidator(check)
+
+
+# -- Items of a conversation --------------------------------------------------------------------------------------------
+
+
+class InputPart(Body):
+    """A text in a message. Items of earlier answers may be sent as they came."""
+
+    harmless: ClassVar = {"annotations": ([],)}
+
+    type: Annotated[str, _only("input_text", "output_text", "text", fix="this model reads text alone")]
+    text: str
+    logprobs: list[Any] = Field(default=[])  # of an earlier answer
+
+
+Parts = Annotated[list[InputPart], Field(fail_fast=True)]
+
+
+class Item(Body):
+    """What all items may have, which changes nothing."""
+
+    id: str = ""
+    status: Literal["in_progress", "completed", "incomplete"] = "completed"
+
+
+class MessageItem(Item):
+    type: Annotated[
+        str,
+        _only("message", fix="use 'message', 'function_call', 'function_call_output' or 'reasoning'"),
+        WithJsonSchema({"const": "message"}),
+    ] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | Parts
+
+
+class CallItem(Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+
+    @model_validator(mode="after")
+    def _arguments_are_json(self) -> CallItem:
+        try:
+            json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            raise refused("has arguments that are no JSON") from None
+        return self
+
+
+class CallOutputItem(Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Parts
+
+
+class ReasoningPart(Body):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningPart], Field(fail_fast=True)] = Field(default=[])
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] = Field(default=[])
+
+
+def _item_tag(value: object) -> str:
+    """In brackets, which keeps it out of the paths of errors."""
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"[{kind}]" if kind in ("function_call", "function_call_output", "reasoning") else "[message]"
+
+
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("[message]")]
+    | Annotated[CallItem, Tag("[function_call]")]
+    | Annotated[CallOutputItem, Tag("[function_call_output]")]
+    | Annotated[ReasoningItem, Tag("[reasoning]")],
+    Discriminator(_item_tag),
+]
+Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "items")]
+
+
+def _text(content: str | Sequence[InputPart | ReasoningPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def messages_of(items: Iterable[InputItem]) -> list[Message]:
+    """The messages of a chat that these items are. Items that make one message of the assistant stand side by side."""
+    messages: list[Message] = []
+    thoughts = ""  # of the next message of the assistant
+    open_answer = False  # the last message is of the assistant and takes calls
+    for item in items:
+        if isinstance(item, ReasoningItem):
+            thoughts += _text(item.content or item.summary)
+            open_answer = False
+        elif isinstance(item, CallOutputItem):
+            messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            open_answer = False
+        elif isinstance(item, CallItem):
+            call = CallInMessage(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+            if open_answer:
+                before = messages.pop()
+                messages.append(before.model_copy(update={"tool_calls": [*before.tool_calls, call]}))
+            else:
+                messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=thoughts))
+                thoughts, open_answer = "", True
+        else:
+            open_answer = item.role == "assistant"
+            reasoning = thoughts if open_answer else ""
+            messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=reasoning))
+            thoughts = ""
+    return messages
+
+
+_ITEM: TypeAdapter[InputItem] = TypeAdapter(InputItem)
+
+
+def items_of(output: Iterable[Mapping[str, object]]) -> list[InputItem]:
+    """The output of an answer as items of a conversation. Calls that have no JSON are left out: no template could show them."""
+    items = []
+    for item in output:
+        with suppress(ValidationError):
+            items.append(_ITEM.validate_python(item))
+    return items
+
+
+# -- The request --------------------------------------------------------------------------------------------------------
+
+
+class ResponseTool(Body):
+    """A function, as `FunctionTool`. Unlike a chat's it is no object in an object."""
+
+    type: Annotated[
+        str, _only("function", fix="use functions, which the client calls"), WithJsonSchema({"const": "function"})
+    ]
+    name: FunctionName
+    description: str = ""
+    parameters: dict[str, Any] = Field(default={})
+    strict: bool = False
+
+
+class ResponseToolChoice(Body):
+    type: Literal["none", "auto", "required", "function"]
+    name: str = ""
+
+
+class TextFormat(Body):
+    """A form of the output, as `response_format` of a chat."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    description: str = ""
+    strict: bool = False
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise refused("has no schema; send a schema object")
+        return self
+
+    @property
+    def response_format(self) -> ResponseFormat:
+        schema = None if self.schema_ is None else JsonSchema(name=self.name, schema=self.schema_)
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextOptions(Body):
+    harmless: ClassVar = {"verbosity": ("medium",)}
+
+    format: TextFormat = TextFormat(schema=None)
+
+
+class ReasoningOptions(Body):
+    """Whether thoughts are told apart is a setting of the gateway; how much a model thinks is its template's (`chat_template_kwargs`)."""
+
+    harmless: ClassVar = {"effort": ("none",)}
+
+
+class ResponseStreamOptions(Body):
+    harmless: ClassVar = {"include_obfuscation": (False, True)}
+
+
+class ResponseRequest(Body):
+    """POST /v1/responses"""
+
+    harmless: ClassVar = {
+        "background": (False,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+    }
+
+    input: str | Items
+    instructions: str = ""
+    previous_response_id: str = ""
+    store: bool = True
+    model: str = ""
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    text: TextOptions = TextOptions()
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default=[])
+    tool_choice: Annotated[
+        ResponseToolChoice,
+        BeforeValidator(typed_choice, json_schema_input_type=Literal["none", "auto", "required"] | ResponseToolChoice),
+    ] = ResponseToolChoice(type="auto")
+    parallel_tool_calls: bool = True
+    include: Annotated[
+        list[Annotated[str, _only(LOGPROBS, fix=f"use {LOGPROBS!r}"), WithJsonSchema({"const": LOGPROBS})]],
+        Field(max_length=16, fail_fast=True),
+    ] = Field(default=[])
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = 0
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
+    ] = Field(default={})
+    # Labels of the client for its own records; nothing depends on them.
+    user: Annotated[str, Field(max_length=512)] = ""
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    # As in chats.
+    speculation: SpeculationField | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**32), WHOLE] = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
+    cache_salt: str = ""
+    session_id: str = ""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+
+    @property
+    def messages(self) -> list[Message]:
+        """The messages of `input`."""
+        if isinstance(self.input, str):
+            return [Message(role="user", content=self.input)]
+        return messages_of(self.input)
+
+    def chat(self, messages: list[Message]) -> ChatRequest:
+        """The chat that answers these messages, under the instructions. InvalidRequest names the field that cannot be served."""
+        if self.instructions:
+            messages = [Message(role="system", content=self.instructions), *messages]
+        if not 1 <= len(messages) <= MAX_MESSAGES:
+            fix = f"messages, with those of the responses before it, are not 1 to {MAX_MESSAGES}"
+            raise InvalidRequest("input", len(messages), fix)
+        if self.top_logprobs and LOGPROBS not in self.include:
+            raise InvalidRequest(
+                "top_logprobs", self.top_logprobs, f"is given without {LOGPROBS!r} in include; send both"
+            )
+        choice = self.tool_choice
+        named = NamedFunction(name=choice.name) if choice.type == "function" else None
+        return ChatRequest(
+            messages=messages,
+            model=self.model,
+            stream=self.stream,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=self.seed,
+            response_format=self.text.format.response_format,
+            tools=[
+                Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"}))) for tool in self.tools
+            ],
+            tool_choice=ToolChoice(type=choice.type, function=named),
+            parallel_tool_calls=self.parallel_tool_calls,
+            logprobs=LOGPROBS in self.include,
+            top_logprobs=self.top_logprobs,
+            speculation=self.speculation,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            session_id=self.session_id,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+# -- Answers, as far as clients may rely on them ------------------------------------------------------------------------
+
+
+class OutputItem(Object):
+    id: str
+    type: Literal["message", "reasoning", "function_call"]
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponseUsage(Object):
+    input_tokens: Count
+    output_tokens: Count
+    total_tokens: Count
+
+
+class Response(Object):
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    status: Literal["in_progress", "completed", "incomplete", "cancelled"]
+    model: str
+    output: list[OutputItem]
+    store: bool
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(Object):
+    """An event of a stream of /v1/responses."""
+
+    type: str
+    sequence_number: Count
+
+
+class DeletedResponse(Object):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]

@@ -1,0 +1,100 @@
+"""Stored answers of /v1/responses, for `previous_response_id` and to be read again: each belongs to a tenant, for a bounded time and within
+a bounded space of the session store. The oldest ones of a tenant make room for new ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+import structlog
+
+from gateway.auth import caller
+from gateway.planning import check_name
+from gateway.requests import of_tenant
+from gateway.schemas import Message
+from gateway.session_store import MemoryStore, Store, StoreUnavailable
+from rootward.errors import NotFound
+
+log = structlog.get_logger()
+
+LIFETIME_S = 3600.0
+MAX_RESPONSES = 256  # of a tenant
+MAX_BYTES = 1 << 16  # of one, with its conversation
+
+
+class ResponseNotFound(NotFound):
+    reason = "RESPONSE_NOT_FOUND"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer, and the conversation that another request may go on with: the answer included, instructions not."""
+
+    answer: dict[str, object]
+    messages: list[Message]
+
+    def to_json(self) -> bytes:
+        messages = [message.model_dump(exclude_defaults=True) for message in self.messages]
+        return orjson.dumps({"answer": self.answer, "messages": messages})
+
+    @staticmethod
+    def from_json(text: str) -> StoredResponse:
+        known = orjson.loads(text)
+        return StoredResponse(known["answer"], [Message.model_validate(message) for message in known["messages"]])
+
+
+class ResponseStore:
+    """lifetime_s: 0 = nothing is stored. max_responses: of one tenant. max_bytes: of one response with its conversation."""
+
+    def __init__(
+        self,
+        store: Store | None = None,
+        *,
+        lifetime_s: float = LIFETIME_S,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+    ):
+        self._store = store or MemoryStore()
+        self._lifetime_s, self._max_responses, self._max_bytes = lifetime_s, max_responses, max_bytes
+
+    async def keep(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
+        """Whether it is stored: it may be too large, or the store away, which is no reason not to answer."""
+        text = response.to_json()
+        if not self._lifetime_s or len(text) > self._max_bytes:
+            return False
+        try:
+            await self._store.put_response(
+                _space(tenant),
+                of_tenant(tenant, response_id),
+                text.decode(),
+                ttl_s=self._lifetime_s,
+                max_responses=self._max_responses,
+            )
+        except StoreUnavailable as error:
+            log.warning("response_not_stored", error=str(error))
+            return False
+        return True
+
+    async def find(self, tenant: str, response_id: str, *, field: str = "response_id") -> StoredResponse:
+        """ResponseNotFound, naming `field`, if this tenant has none of this id; Unavailable while the store does not answer."""
+        check_name(field, response_id)
+        text = await self._store.response(_space(tenant), of_tenant(tenant, response_id))
+        if text is None:
+            raise _not_found(field, response_id)
+        return StoredResponse.from_json(text)
+
+    async def delete(self, tenant: str, response_id: str) -> None:
+        """ResponseNotFound if this tenant has none of this id."""
+        check_name("response_id", response_id)
+        if not await self._store.delete_response(_space(tenant), of_tenant(tenant, response_id)):
+            raise _not_found("response_id", response_id)
+
+
+def _space(tenant: str) -> str:
+    """Where the responses of a tenant count. Clients without keys name their tenants themselves, and share the space of one."""
+    return "" if caller() is None else tenant
+
+
+def _not_found(field: str, response_id: str) -> ResponseNotFound:
+    fix = "is not stored; it has expired, was deleted, or was not stored at all: send the conversation in input"
+    return ResponseNotFound(f"{field}: {response_id!r} {fix}", metadata={"field": field})
