@@ -13,7 +13,7 @@ from gateway.answers import ChatAnswer, Json, token_logprobs
 from gateway.requests import Delta, Ending
 from gateway.response_schemas import ResponseRequest, items_of, messages_of
 from gateway.schemas import Message
-from gateway.stored_responses import StoredResponse
+from gateway.stored_responses import ID_PREFIX, StoredResponse
 from gateway.tokenizer import Span
 from rootward.core.requests import FinishReason
 
@@ -26,7 +26,9 @@ STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", F
 class ResponseAnswer(ChatAnswer):
     """One answer in the making."""
 
-    id_prefix, whole_object, chunk_object, typed_events = "resp_", "response", "response", True
+    id_prefix = ID_PREFIX
+    whole_object = chunk_object = "response"
+    typed_events = True
 
     wanted: ResponseRequest
     messages: list[Message]  # of the conversation before it

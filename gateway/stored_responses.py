@@ -17,6 +17,7 @@ from rootward.errors import NotFound
 
 log = structlog.get_logger()
 
+ID_PREFIX = "resp_"  # before the id of the request
 LIFETIME_S = 3600.0
 MAX_RESPONSES = 256  # of a tenant
 MAX_BYTES = 1 << 16  # of one, with its conversation
@@ -77,7 +78,7 @@ class ResponseStore:
 
     async def find(self, tenant: str, response_id: str, *, field: str = "response_id") -> StoredResponse:
         """ResponseNotFound, naming `field`, if this tenant has none of this id; Unavailable while the store does not answer."""
-        check_name(field, response_id)
+        check_name(field, response_id.removeprefix(ID_PREFIX))
         text = await self._store.response(_space(tenant), of_tenant(tenant, response_id))
         if text is None:
             raise _not_found(field, response_id)
@@ -85,7 +86,7 @@ class ResponseStore:
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """ResponseNotFound if this tenant has none of this id."""
-        check_name("response_id", response_id)
+        check_name("response_id", response_id.removeprefix(ID_PREFIX))
         if not await self._store.delete_response(_space(tenant), of_tenant(tenant, response_id)):
             raise _not_found("response_id", response_id)
 
