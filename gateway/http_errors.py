@@ -75,6 +75,7 @@ _FIXES = {
     "finite_number": "is not a finite number",
     "string_unicode": "is not valid Unicode; send no lone surrogates",
     "string_too_short": "is empty",
+    "string_too_long": "is longer than {max_length} characters",
     "string_pattern_mismatch": "does not match {pattern}",
     "too_short": "has fewer than {min_length} entries",
     "refused": "",

@@ -282,7 +282,7 @@ class ResponseRequest(Body):
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
     ] = Field(default={})
     # Labels of the client for its own records; nothing depends on them.
-    user: Annotated[str, Field(max_length=512)] = ""
+    user: str = ""
     safety_identifier: str = ""
     prompt_cache_key: str = ""
     # As in chats.
