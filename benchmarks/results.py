@@ -1,9 +1,10 @@
-"""The head of a dated result (hardware, commit, versions; nothing that identifies one machine), and intervals of medians."""
+"""The head of a dated result (hardware, commit, versions; nothing that identifies one machine), and its statistics."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -11,7 +12,12 @@ from math import comb
 from os import cpu_count
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rootward.engine.tabular import TabularModel
 
 PACKAGES = ("rootward", "numpy", "torch", "transformers")
 
@@ -82,3 +88,31 @@ def interval(values: Sequence[float]) -> Interval:
 
     k = max((k for k in range(1, (n + 1) // 2 + 1) if coverage(k) >= WANTED_COVERAGE), default=1)
     return Interval(median(ordered), ordered[k - 1], ordered[n - k], coverage(k))
+
+
+CONTEXT = 3  # tokens: one more than a tabular target looks at by default, which would show a dependence between rounds
+LEAST_EXPECTED = 5  # of a cell of a chi-square statistic
+
+
+def p_value(target: TabularModel, texts: Sequence[Sequence[int]], *, least_freedom: int = 100) -> float:
+    """Of the hypothesis that every token of the texts, from the fourth on, was drawn from the target's law given the text before it.
+
+    Given that text the next token has this law whatever came before, so the counts that follow each context of three tokens are
+    multinomial; all of them together are one chi-square statistic. ValueError: too few tokens for so many degrees of freedom.
+    """
+    from scipy.stats import chi2
+
+    counts: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(target.vocab))
+    for text in texts:
+        for i in range(CONTEXT, len(text)):
+            counts[tuple(text[i - CONTEXT : i])][text[i]] += 1
+    statistic = 0.0
+    freedom = 0
+    for context, seen in counts.items():
+        expected = target.law(context) * seen.sum()
+        if expected.min() >= LEAST_EXPECTED:
+            statistic += float(((seen - expected) ** 2 / expected).sum())
+            freedom += target.vocab - 1
+    if freedom < least_freedom:
+        raise ValueError(f"texts: {freedom} degrees of freedom are fewer than {least_freedom}; give more tokens")
+    return float(chi2.sf(statistic, freedom))

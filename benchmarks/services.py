@@ -116,6 +116,16 @@ class Outcome:
         return self.tree_rounds / self.rounds if self.rounds else 0.0
 
 
+async def generated(verifier: Verifier, request: VerifierRequest) -> tuple[list[int], SpeculationStats]:
+    """The tokens of a request and its statistics."""
+    tokens: list[int] = []
+    stats = SpeculationStats()
+    async for run in verifier.generate(request):
+        tokens += run.tokens
+        stats = run.finish.stats if run.finish is not None else stats
+    return tokens, stats
+
+
 async def measured(verifier: Verifier, load: Load) -> Outcome:
     """All sessions of a load, started together."""
     async with asyncio.timeout(LONGEST_S), asyncio.TaskGroup() as group:

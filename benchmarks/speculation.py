@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from benchmarks.contexts import read_prompts
 from benchmarks.inflate import save_inflated
 from benchmarks.results import described
-from benchmarks.services import service
+from benchmarks.services import generated, service
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.wire.clients import RemoteVerifier
@@ -88,12 +88,8 @@ class Client:
             seed=seed,
             cache_salt=str(self._count),
         )
-        num, stats = 0, None
-        async for run in self._verifier.generate(request):
-            num += len(run.tokens)
-            stats = run.finish.stats if run.finish is not None else None
-        assert stats is not None
-        return num, stats.num_spec_steps + stats.num_plain_steps
+        tokens, stats = await generated(self._verifier, request)
+        return len(tokens), stats.num_spec_steps + stats.num_plain_steps
 
 
 async def started(

@@ -51,6 +51,7 @@ SLOW = (  # beginnings of "file::test"
     "statistical/test_strategies_through_the_wire.py",
     "statistical/test_verdict.py::test_keyed_rounds_emit_the_target",
     "unit/bench/test_gpu_scripts.py",
+    "unit/bench/test_strategies.py::test_a_short_run",
     *(
         f"unit/engine/test_layers.py::test_every_way_to_a_token_gives_the_same_bits[{case}"
         for case in ("grouped by three", "one head each", "windows", "llama-dtype0-256", "llama-dtype1-256")

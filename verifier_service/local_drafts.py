@@ -31,6 +31,7 @@ from verifier_service.speculation import RoundResult, SpeculationController, Sta
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
 HEAD = "head:"  # and the folder of a draft head, in the setting
+NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
 
@@ -93,9 +94,11 @@ class LocalDrafts:
         """What a request may ask for."""
         return (*(["head"] if self._has_head else []), *self._recipes)
 
-    def grows(self, drafter: str) -> bool:
-        """Whether a request that requires trees of this name ("": of any drafter) gets them here."""
-        return drafter in self.names or (self._has_head and not drafter)
+    def grows(self, drafter: str, rule: Rule) -> bool:
+        """Whether a request that requires trees of this name ("": of any drafter) for this rule gets them here."""
+        if self._has_head and drafter in ("", "head"):
+            return True
+        return drafter in self._recipes and rule not in NOT_LOOKED_UP
 
     def of(self, session: Session) -> LocalDraft | None:
         """For a session that begins; None: it takes none."""
@@ -108,7 +111,7 @@ class LocalDrafts:
             statistics = self._controller.of(("head", session.rule, session.mode, session.strategy, *bucket))
             return LocalDraft("head", None, statistics, opening, session.required)
         recipe = self._recipes.get(wish.drafter or self._settings.local_draft)
-        if recipe is None or session.rule in (Rule.BLOCK, Rule.MULTI_STEP):
+        if recipe is None or session.rule in NOT_LOOKED_UP:
             return None
         law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
         kind = ("local", recipe.name, session.rule, *bucket)

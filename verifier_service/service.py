@@ -234,7 +234,7 @@ class VerifierService:
         rule, law, strategy = choose_rule(request, self.settings.law, self.pool.strategy(drafter))
         check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
-        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and not self.local.grows(drafter):
+        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and not self.local.grows(drafter, rule):
             raise NoDrafter("speculation.mode: 'required' and no drafter grows such trees; use 'auto', or start one")
         self.admission.fence(request, rule)
         self._num_sessions += 1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from statistical.test_law_through_the_wire import VOCAB, p_value
+from statistical.test_law_through_the_wire import VOCAB
 from support.services import System, collect, in_process, request, tabular_pair
 
 from benchmarks import dishonest
+from benchmarks.results import p_value
 from rootward.core.distribution import DraftDistribution
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel

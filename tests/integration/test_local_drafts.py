@@ -129,6 +129,10 @@ async def test_who_drafts_can_be_asked_for_and_unknown_names_are_refused() -> No
             NotFound, match=r"speculation.drafter: 'cheap' is unknown here; use one of 'default', 'ngram'"
         ):
             await collect(verifier, unknown)
+        for rule in (Rule.BLOCK, Rule.MULTI_STEP):  # what is looked up is no chain and no copies
+            wish = Speculation(SpeculationMode.REQUIRED, rule, drafter="ngram")
+            with pytest.raises(NoDrafter):
+                await collect(verifier, VerifierRequest(rule.value, (1, 2), speculation=wish))
     async with verifier_of(target, {}) as verifier:
         asked = VerifierRequest("r", (1, 2), speculation=named("default", SpeculationMode.REQUIRED))
         with pytest.raises(NoDrafter):

@@ -15,6 +15,7 @@ from support.services import collect, drafter_of, request, tabular_pair, until, 
 from transformers import AutoTokenizer
 
 from benchmarks.lookup import replayed
+from benchmarks.results import p_value
 from drafter_service.__main__ import build_lookup, recipe_of
 from drafter_service.growth_loop import DrafterService, without_model
 from drafter_service.lookup_grower import LookupGrower
@@ -175,20 +176,6 @@ async def test_the_same_drafter_as_a_process() -> None:
 ALPHA = 1e-4
 
 
-def p_value(target: TabularModel, texts: list[list[int]]) -> float:
-    """χ² of the next token after every context of three tokens (the target looks at two) against its exact law."""
-    vocab = target.info.vocab_size
-    counts: dict[tuple[int, ...], np.ndarray] = {}
-    for text in texts:
-        for i in range(3, len(text)):
-            counts.setdefault(tuple(text[i - 3 : i]), np.zeros(vocab))[text[i]] += 1
-    wanted = {context: target.law(context) * seen.sum() for context, seen in counts.items()}
-    usable = [context for context, law in wanted.items() if law.min() >= 5]
-    statistic = sum(float(((counts[c] - wanted[c]) ** 2 / wanted[c]).sum()) for c in usable)
-    assert len(usable) >= 10
-    return float(chi2.sf(statistic, (vocab - 1) * len(usable)))
-
-
 @pytest.mark.parametrize("rule", [Rule.TRAVERSAL, Rule.TOKEN])
 async def test_the_law_under_ratio_tests_is_the_target_s(rule: Rule) -> None:
     target, _ = tabular_pair(vocab=4, slots=16)
@@ -196,7 +183,7 @@ async def test_the_law_under_ratio_tests_is_the_target_s(rule: Rule) -> None:
         wishes = [request(f"r{i}", max_tokens=400, seed=i, rule=rule, law=DraftMode.SAMPLED) for i in range(32)]
         results = await asyncio.gather(*(collect(verifier, wish) for wish in wishes))
     assert sum(last.finish.stats.num_spec_steps for _, last in results) > 32 * 100
-    assert p_value(target, [[*PROMPT, *tokens] for tokens, _ in results]) > ALPHA / 2
+    assert p_value(target, [[*PROMPT, *tokens] for tokens, _ in results], least_freedom=30) > ALPHA / 2
 
 
 async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: TabularModel) -> np.ndarray:

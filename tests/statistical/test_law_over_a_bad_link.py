@@ -10,9 +10,10 @@ import asyncio
 from itertools import cycle
 
 import pytest
-from statistical.test_law_through_the_wire import ALPHA, RULES, VOCAB, p_value
+from statistical.test_law_through_the_wire import ALPHA, RULES, VOCAB
 from support.services import System, collect, over_grpc, request, tabular_pair, until
 
+from benchmarks.results import p_value
 from benchmarks.slow_link import Conditions
 
 NEAR = Conditions(delay_s=0.001, jitter_s=0.002, loss=0.02)

@@ -1,20 +1,17 @@
 """The law of what the running system emits: verifier and drafter over gRPC, a tabular target, χ² against its exact law.
 
-Given the text so far, the next token has the target's law whatever came before. So for every context of three tokens (one more than
-the target looks at, which would show a dependence between rounds) the counts of the next token are compared with the exact row, and the
-whole is one χ² statistic. Family-wise error of this file: ALPHA in all, ALPHA / (number of tests) each.
+The statistic is that of `benchmarks.results.p_value`. Family-wise error of this file: ALPHA in all, ALPHA / (number of tests) each.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 
 import numpy as np
 import pytest
-from scipy.stats import chi2
 from support.services import collect, over_grpc, request, tabular_pair
 
+from benchmarks.results import p_value
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import ForestLaw, forest_law
@@ -28,21 +25,6 @@ RULES = {
     "token-sampled": {"rule": Rule.TOKEN, "law": DraftMode.SAMPLED},
     "match-coupled": {"rule": Rule.MATCH, "law": DraftMode.COUPLED},
 }
-
-
-def p_value(target: TabularModel, texts: list[list[int]], *, least_freedom: int = 100) -> float:
-    counts: dict[tuple[int, ...], np.ndarray] = defaultdict(lambda: np.zeros(VOCAB))
-    for text in texts:
-        for i in range(3, len(text)):
-            counts[tuple(text[i - 3 : i])][text[i]] += 1
-    statistic, freedom = 0.0, 0
-    for context, seen in counts.items():
-        wanted = target.law(context) * seen.sum()
-        if wanted.min() >= 5:
-            statistic += float(((seen - wanted) ** 2 / wanted).sum())
-            freedom += VOCAB - 1
-    assert freedom >= least_freedom
-    return float(chi2.sf(statistic, freedom))
 
 
 async def texts_of(

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from statistical.test_law_through_the_wire import ALPHA, VOCAB, p_value
+from statistical.test_law_through_the_wire import ALPHA, VOCAB
 from support.services import collect, over_grpc, request, tabular_pair
 
+from benchmarks.results import p_value
 from rootward.core.pairing import check_rule
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 
