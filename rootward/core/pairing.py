@@ -113,6 +113,8 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
 def check_rule(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> None:
     """`check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
     construction = strategy.name if mode.ratio and strategy.name != "best_first" else mode.value
+    if mode is DraftMode.COUPLED:  # no shape of the tree would help
+        check_pair(construction, rule.value)
     if rule is Rule.BLOCK and strategy.name != "chain":
         raise ValueError(f"rule: block is not lossless for {strategy}; it {NEEDS_CHAIN}, or draft_strategy chain:K")
     if rule is Rule.MULTI_STEP and mode is not DraftMode.IID:

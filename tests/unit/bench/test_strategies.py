@@ -37,8 +37,11 @@ def test_results_as_they_must_be_are_no_faults() -> None:
     ],
 )
 def test_a_fault_is_named(served: list[Cell], control: list[Cell], named: str) -> None:
-    (fault,) = faults([*SERVED, *served], [*CONTROL, *control])
-    assert fault.startswith(named)
+    assert faults([*SERVED, *served], [*CONTROL, *control])[0].startswith(named)
+
+
+def test_many_small_faults_are_one() -> None:
+    assert faults([Cell("greedy", "traversal", p_value=0.01)] * 5, [])[-1].startswith("all pairs together")
 
 
 def test_tokens_per_pass_are_those_of_all_texts() -> None:
@@ -50,7 +53,7 @@ def test_tokens_per_pass_are_those_of_all_texts() -> None:
 
 def test_a_short_run_serves_the_documented_pairs_and_refuses_all_others(tmp_path: Path) -> None:
     drafts = ["best_first", "chain:8", "rsd_s:4,4", "iid:2,2,2", "top_k", "coupled", "ngram", "ngram:"]
-    size = ["--texts", "8", "--length", "240", "--prompts", "2", "--tokens", "12"]
+    size = ["--texts", "12", "--length", "240", "--prompts", "2", "--tokens", "12"]
     assert main(["--drafts", *drafts, *size, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "strategies.json").read_text())
     served: dict[str, set[str]] = {name: set() for name in drafts}

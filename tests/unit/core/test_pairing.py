@@ -115,6 +115,12 @@ def test_each_strategy_has_its_rules_and_the_others_are_refused(strategy: str, m
                 check_rule(asked, mode, rule)
 
 
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.MATCH])
+def test_no_ratio_test_is_suggested_for_coupled_trees(rule: Rule) -> None:
+    with pytest.raises(ValueError, match=r"so only match may verify them$"):
+        check_rule(DraftStrategy.parse("coupled:2,2"), DraftMode.COUPLED, rule)
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
