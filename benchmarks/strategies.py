@@ -88,13 +88,14 @@ _numbers = count()  # of requests
 
 @dataclass
 class Cell:
-    """One pair. p_value: of the tabular target's texts; tokens_per_pass and its standard error: of the demo pair at temperature 1."""
+    """One pair. p_value: of the tabular target's texts; with_tree: share of their rounds; tokens_per_pass and its standard error: of the demo pair at temperature 1."""
 
     drafts: str
     rule: str
     refused: str = ""
     p_value: float = math.nan
     tokens: int = 0
+    with_tree: float = 1.0
     tokens_per_pass: float = math.nan
     error: float = math.nan
 
@@ -163,7 +164,8 @@ async def started(target: str, draft: str, sessions: int) -> AsyncIterator[Remot
 def verifier_flags(target: str, drafters: str) -> list[str]:
     """Children are drawn where a request does not say, and what the verifier looks up itself is asked for by name."""
     flags = ["--model", target, "--drafters", drafters, "--law", "sampled", "--local-draft", "ngram+recycling"]
-    return [*flags, "--max-num-batched-tokens", "1024", "--max-model-len", "640"]
+    patient = ["--draft-wait-ms", "10000"]  # tokens per pass shall not depend on the speed of the machine
+    return [*flags, *patient, "--max-num-batched-tokens", "1024", "--max-model-len", "640"]
 
 
 class LawTest:
@@ -187,16 +189,14 @@ class LawTest:
             return replace(cell, refused=str(error))
         found = await texts_of(verifier, asked, prompts, self._length, 1.0, next(_numbers))
         stats = [one for _, one in found]
-        with_tree = sum(one.num_spec_steps for one in stats) / sum(rounds(one) for one in stats)
-        if {one.verification for one in stats} != {rule.value} or with_tree < LEAST_TREE_ROUNDS:
-            raise RuntimeError(
-                f"{drafts}, {rule.value}: another rule decided, or {with_tree:.0%} of the rounds had a tree"
-            )
+        if {one.verification for one in stats} != {rule.value}:
+            raise RuntimeError(f"{drafts}, {rule.value}: another rule decided")
         texts = [[*self._prompt, *tokens] for tokens, _ in found]
         return replace(
             cell,
             p_value=p_value(self._target, texts, least_freedom=LEAST_FREEDOM),
             tokens=sum(len(tokens) for tokens, _ in found),
+            with_tree=sum(one.num_spec_steps for one in stats) / sum(map(rounds, stats)),
         )
 
 
@@ -263,6 +263,11 @@ def faults(cells: Sequence[Cell], control: Sequence[Cell]) -> list[str]:
         f"{cell.drafts}, {cell.rule}: p = {cell.p_value:.2g} is below {least:.2g}"
         for cell in served
         if cell.p_value < least
+    ]
+    wrong += [
+        f"{cell.drafts}, {cell.rule}: {cell.with_tree:.0%} of the rounds had a tree, below {LEAST_TREE_ROUNDS:.0%}"
+        for cell in served
+        if cell.with_tree < LEAST_TREE_ROUNDS
     ]
     if (joint := together(cells)) < ALPHA:
         wrong.append(f"all pairs together: p = {joint:.2g} is below {ALPHA:g}")
@@ -359,8 +364,8 @@ async def measure(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="strategies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--drafts", nargs="+", choices=list(ways()), metavar="NAME", help="default: all")
-    parser.add_argument("--texts", type=int, default=16, help="of the tabular target for a pair")
-    parser.add_argument("--length", type=int, default=320, help="of each, in tokens")
+    parser.add_argument("--texts", type=int, default=32, help="of the tabular target for a pair")
+    parser.add_argument("--length", type=int, default=120, help="of each, in tokens")
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts of the demo pair")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
     parser.add_argument("--out", type=Path, help="folder of the report")

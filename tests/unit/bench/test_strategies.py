@@ -31,6 +31,7 @@ def test_results_as_they_must_be_are_no_faults() -> None:
     ("served", "control", "named"),
     [
         ([Cell("greedy", "traversal", p_value=1e-6)], [], "greedy, traversal"),
+        ([Cell("greedy", "token", p_value=0.5, with_tree=0.6)], [], "greedy, token: 60% of the rounds"),
         ([], [Cell("chain:8", "block", p_value=0.01)], "control, chain:8, block"),
         ([], [Cell("chain:8", "match", p_value=1e-20)], "control, chain:8, match"),
         ([], [Cell("chain:8", "block", refused="no drafter", p_value=math.nan)], "control, chain:8, block"),
@@ -53,7 +54,7 @@ def test_tokens_per_pass_are_those_of_all_texts() -> None:
 
 def test_a_short_run_serves_the_documented_pairs_and_refuses_all_others(tmp_path: Path) -> None:
     drafts = ["best_first", "chain:8", "rsd_s:4,4", "iid:2,2,2", "top_k", "coupled", "ngram", "ngram:"]
-    size = ["--texts", "12", "--length", "240", "--prompts", "2", "--tokens", "12"]
+    size = ["--texts", "24", "--length", "100", "--prompts", "2", "--tokens", "12"]
     assert main(["--drafts", *drafts, *size, "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "strategies.json").read_text())
     served: dict[str, set[str]] = {name: set() for name in drafts}
