@@ -77,7 +77,7 @@ ALPHA = 1e-4  # error of all tests together
 CERTAIN = 1e-9  # a control is rejected below it
 SMALLEST = 1e-100  # that is written in full
 LEAST_FREEDOM = 20  # of a chi-square statistic
-LEAST_TREE_ROUNDS = 0.9  # share of rounds with a tree, or the texts say nothing about the pair
+LEAST_TREE_ROUNDS = 0.8  # share of rounds with a tree, or the texts say nothing about the pair
 WITHOUT_AUDIT = (
     "from verifier_service import __main__, audit; audit.DrafterAudit.trusts = lambda *_: True; __main__.main()"
 )
@@ -88,7 +88,8 @@ _numbers = count()  # of requests
 
 @dataclass
 class Cell:
-    """One pair. p_value: of the tabular target's texts; with_tree: share of their rounds; tokens_per_pass and its standard error: of the demo pair at temperature 1."""
+    """One pair. Of the tabular target's texts: p_value, tokens, share of rounds with a tree. Of the demo pair at temperature 1: tokens per
+    pass and their standard error."""
 
     drafts: str
     rule: str
