@@ -33,6 +33,8 @@ from rootward.engine.cpu_tiles import (
     GROUP,
     LANES,
     LINEAR_ROWS,
+    LINEAR_STEPS,
+    PREFETCH_BYTES,
     SUM_ROWS,
     dot_tile,
     linear_tile,
@@ -217,41 +219,56 @@ def _softmax(score: Any, num: int, sink: float) -> None:
 
 
 @part
-def _linear_rows(num, x, n, weight, g, bias, out, m, o):
+def _linear_rows(num, x, n, weight, g, k, steps, ahead, pace, out, m, o):
     """`linear_tile` of a number of rows that is known only now."""
     if num >= 8:
-        linear_tile(8, x, n, weight, g, bias, out, m, o)
+        linear_tile(8, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 7:
-        linear_tile(7, x, n, weight, g, bias, out, m, o)
+        linear_tile(7, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 6:
-        linear_tile(6, x, n, weight, g, bias, out, m, o)
+        linear_tile(6, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 5:
-        linear_tile(5, x, n, weight, g, bias, out, m, o)
+        linear_tile(5, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 4:
-        linear_tile(4, x, n, weight, g, bias, out, m, o)
+        linear_tile(4, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 3:
-        linear_tile(3, x, n, weight, g, bias, out, m, o)
+        linear_tile(3, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     elif num == 2:
-        linear_tile(2, x, n, weight, g, bias, out, m, o)
+        linear_tile(2, x, n, weight, g, k, steps, ahead, pace, out, m, o)
     else:
-        linear_tile(1, x, n, weight, g, bias, out, m, o)
+        linear_tile(1, x, n, weight, g, k, steps, ahead, pace, out, m, o)
 
 
 @parallel_kernel
 def linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
     """out float32[N, O] = bias + weight · x float32[N, I], for a weight and a bias as `packed` and `packed_bias` make them; I >= 1, and
-    even for a weight in bfloat16."""
+    even for a weight in bfloat16.
+
+    More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
+    part, so that the memory is busy all the time."""
     num, num_out = out.shape
+    depth, tiles = weight.shape[1], -(-num // LINEAR_ROWS)
+    steps = depth if tiles == 1 else LINEAR_STEPS
     for g in numba.prange(len(weight)):
         whole = min(GROUP, num_out - g * GROUP)
-        spare = np.empty((LINEAR_ROWS if whole < GROUP else 0, GROUP), np.float32)
-        for n in range(0, num, LINEAR_ROWS):
-            rows = min(LINEAR_ROWS, num - n)
-            if whole == GROUP:
-                _linear_rows(rows, x, n, weight, g, bias, out, n, g * GROUP)
-            else:
-                _linear_rows(rows, x, n, weight, g, bias, spare, 0, 0)
-                out[n : n + rows, g * GROUP :] = spare[:rows, :whole]
+        spare = np.empty((num if whole < GROUP else 0, GROUP), np.float32)
+        for n in range(num):
+            for i in range(whole):
+                out[n, g * GROUP + i] = bias[g, i]
+            for i in range(GROUP if whole < GROUP else 0):
+                spare[n, i] = bias[g, i]
+        for k in range(0, depth, steps):
+            for tile in range(tiles):
+                n = tile * LINEAR_ROWS
+                rows, here = min(LINEAR_ROWS, num - n), min(steps, depth - k)
+                ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
+                if whole == GROUP:
+                    _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, out, n, g * GROUP)
+                else:
+                    _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, spare, n, 0)
+        for n in range(num if whole < GROUP else 0):
+            for i in range(whole):
+                out[n, g * GROUP + i] = spare[n, i]
 
 
 @part

@@ -31,6 +31,7 @@ elif platform.machine() in ("aarch64", "arm64"):
 else:
     LANES, LINEAR_ROWS, SUM_ROWS, DOT_ROWS = 8, 4, 6, 2
 LINEAR_VECTORS, SUM_VECTORS, DOT_KEYS = 3, 2, 4
+LINEAR_STEPS = 64  # of a part of the weights that tiles of a step with many rows share
 GROUP = LANES * LINEAR_VECTORS  # outputs of a linear layer that lie side by side
 CHUNK = LANES * SUM_VECTORS
 # How far weights are asked for ahead of their use. Without it a step of few rows takes twice as long; 4 KiB to 54 KiB are about the same.
@@ -138,26 +139,33 @@ def _typed(generate: Callable[[Code, int], None], names: str, *kinds: Any) -> An
 
 
 @intrinsic(prefer_literal=True)
-def linear_tile(context, rows, x, n, weight, g, bias, out, m, o):
-    """out[m + r, o + i] = bias[g, i] + Σ_k x[n + r, k] · weight[g, k, i] for r < rows and i < GROUP.
+def linear_tile(context, rows, x, n, weight, g, k, num, ahead, pace, out, m, o):
+    """out[m + r, o + i] += Σ_j x[n + r, j] · weight[g, j, i] over the inputs j of weight[g, k : k + num >= 1], r < rows and i < GROUP.
 
-    x, bias and out float32; weight float32, or pairs, with half as many k as x has."""
-    return _typed(_linear, "rows x n weight g bias out m o", rows, x, n, weight, g, bias, out, m, o)
+    x and out float32; weight float32, or pairs, with half as many k as x has. Meanwhile weights are asked for that lie `ahead` bytes
+    further on, and `pace` bytes more after each k."""
+    return _typed(
+        _linear, "rows x n weight g k num ahead pace out m o", rows, x, n, weight, g, k, num, ahead, pace, out, m, o
+    )
 
 
 def _linear(code: Code, rows: int) -> None:
     builder, vectors, step = code.builder, range(LINEAR_VECTORS), 4 * LANES
     tile = [(row, vector) for row in range(rows) for vector in vectors]
-    x, weight = code.address("x", code.value["n"]), code.address("weight", code.value["g"])
-    bias, x_stride = code.address("bias", code.value["g"]), code.stride("x", 0)
     pairs = code.kind["weight"].dtype == types.int32
+    first_input = builder.mul(code.value["k"], LONG(2 if pairs else 1))
+    x, weight = (
+        code.address("x", code.value["n"], first_input),
+        code.address("weight", code.value["g"], code.value["k"]),
+    )
+    x_stride, asked = code.stride("x", 0), builder.add(weight, code.value["ahead"])
 
     def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
-        here = code.moved(weight, k, LONG(4 * GROUP))
+        here, there = code.moved(weight, k, LONG(4 * GROUP)), code.moved(asked, k, code.value["pace"])
         words = [code.load(builder.add(here, LONG(step * vector)), INTS if pairs else FLOATS) for vector in vectors]
         for vector in vectors:
-            code.prefetch(builder.add(here, LONG(PREFETCH_BYTES + step * vector)))
+            code.prefetch(builder.add(there, LONG(step * vector)))
         inputs = [words]
         if pairs:
             lower, upper = [builder.shl(word, SIXTEEN) for word in words], [builder.and_(word, UPPER) for word in words]
@@ -170,11 +178,13 @@ def _linear(code: Code, rows: int) -> None:
                     total[row, vector] = code.multiply_add(number, weights[vector], total[row, vector])
         return total
 
-    first = [code.load(builder.add(bias, LONG(step * vector)), FLOATS) for vector in vectors]
-    found = code.loop(code.size("weight", 1), {(row, vector): first[vector] for row, vector in tile}, add)
     out, out_stride = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0)
-    for row, vector in tile:
-        code.store(found[row, vector], builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)))
+    places = {
+        (row, vector): builder.add(code.moved(out, LONG(row), out_stride), LONG(step * vector)) for row, vector in tile
+    }
+    found = code.loop(code.value["num"], {place: code.load(at, FLOATS) for place, at in places.items()}, add)
+    for place, at in places.items():
+        code.store(found[place], at)
 
 
 @intrinsic(prefer_literal=True)
