@@ -1,4 +1,4 @@
-"""Services as processes on loopback, sessions that load them, and their metrics."""
+"""Starts services as processes on loopback, runs sessions on them and reads their metrics."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LISTENING = re.compile(r"listening on (\S+:\d+)")
 
 
 def service(module: str, *flags: str) -> AbstractAsyncContextManager[str]:
-    """The gRPC address of a running service on a free port. ConfigurationError with its exit code when it does not start."""
+    """The gRPC address of a service started on a free port. ConfigurationError if it does not start."""
     return address_of(sys.executable, "-m", module, "--listen", "127.0.0.1:0", *flags)
 
 
 @asynccontextmanager
 async def address_of(*command: str) -> AsyncIterator[str]:
-    """What a process says that it listens on; the process is stopped at the end."""
+    """The address that a process announces; the process is stopped on exit."""
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=DEVNULL)
     try:
         yield await _address(process, command)
@@ -57,14 +57,14 @@ async def _address(process: asyncio.subprocess.Process, command: Sequence[str]) 
 
 
 def free_port() -> int:
-    """A port of loopback that was free a moment ago."""
+    """A port of 127.0.0.1 that is free at the time of the call."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def scraped(admin: str) -> dict[str, float]:
-    """Metrics at an admin port: name → value, labels summed up; "name:value of its only label" → value beside it."""
+    """Metrics of an admin port: `name` → sum over labels, and `name:LABEL_VALUE` → value of metrics with one label."""
     with urlopen(f"http://{admin}/metrics", timeout=SCRAPE_S) as answer:
         text = answer.read().decode()
     found: dict[str, float] = defaultdict(float)
@@ -83,8 +83,8 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """So many sessions of so many tokens each, at temperature 1; `name` keeps request ids of different loads apart, and `seed` their texts
-    where those follow from it (coupled)."""
+    """Concurrent sessions with `max_tokens` output tokens each, at temperature 1. name: prefix of the request ids; seed: of the first session,
+    the others count up."""
 
     sessions: int
     max_tokens: int
@@ -99,7 +99,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """rate: tokens per second and session between its first and its last run. The rest are sums over sessions."""
+    """rate: mean tokens per second of a session, from its first to its last run of tokens. The rest are sums over sessions."""
 
     rate: float
     rounds: int
@@ -127,7 +127,7 @@ async def generated(verifier: Verifier, request: VerifierRequest) -> tuple[list[
 
 
 async def measured(verifier: Verifier, load: Load) -> Outcome:
-    """All sessions of a load, started together."""
+    """The outcome of a load, whose sessions start together."""
     async with asyncio.timeout(LONGEST_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(_session(verifier, load, number)) for number in range(load.sessions)]
     rates, stats = zip(*(task.result() for task in tasks), strict=True)
@@ -140,7 +140,7 @@ async def measured(verifier: Verifier, load: Load) -> Outcome:
 
 
 async def _session(verifier: Verifier, load: Load, number: int) -> tuple[float, SpeculationStats]:
-    """Tokens per second after the first run, statistics."""
+    """(tokens per second after the first run of tokens, statistics)."""
     clock, tokens, stats = SystemClock(), 0, SpeculationStats()
     first = last = 0.0
     request = VerifierRequest(

@@ -1,10 +1,10 @@
-"""How much of the best fixed number of draft nodes the speculation controller reaches, through service processes.
+"""Speed of the speculation controller relative to the best fixed number of draft nodes, measured through service processes.
 
-Every repetition answers the same prompts plainly, with each fixed number of nodes (`speculation: required`), and with the number that the
-controller chooses; the order is shuffled. `--against` adds the controller of another checkout of this repository, as processes of its own:
+Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
+controller, in shuffled order. `--against` adds the controller of another checkout of this repository, in processes of its own:
 
     python -m benchmarks.speculation                                # the demo pair
-    python -m benchmarks.speculation --width 12992 --against /path  # a dear target (300 M parameters), two controllers
+    python -m benchmarks.speculation --width 12992 --against /path  # an inflated target (300 M parameters), two controllers
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Measured:
-    """Tokens, seconds and passes of one way to decode."""
+    """Results of one decoding mode."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -67,12 +67,15 @@ class Measured:
 
 
 class Client:
-    """One verifier process."""
+    """Sends requests to one verifier process."""
 
     def __init__(self, verifier: RemoteVerifier, tokens: int) -> None:
         self._verifier, self._tokens, self._count = verifier, tokens, 0
 
-    async def answer(self, prompts: list[tuple[int, ...]], wish: Speculation, temperature: float, seed: int) -> tuple:
+    async def answer(
+        self, prompts: list[tuple[int, ...]], wish: Speculation, temperature: float, seed: int
+    ) -> tuple[int, float, int]:
+        """(tokens, seconds, target passes) of concurrent answers to the prompts."""
         start_s = time.perf_counter()
         found = await asyncio.gather(*(self._one(p, wish, temperature, seed + i) for i, p in enumerate(prompts)))
         return sum(n for n, _ in found), time.perf_counter() - start_s, sum(passes for _, passes in found)
@@ -93,12 +96,12 @@ class Client:
 
 
 async def started(
-    stack: AsyncExitStack, models: tuple[Path, Path], options: argparse.Namespace, tree: Path | None
+    stack: AsyncExitStack, models: tuple[Path, Path], options: argparse.Namespace, checkout: Path | None
 ) -> Client:
-    """A verifier and a drafter; tree: the checkout that they run from (None: this one)."""
+    """A client of a new verifier and drafter. checkout: the directory whose code they run (None: this one)."""
     before = os.environ.get("PYTHONPATH", "")
-    if tree is not None:
-        os.environ["PYTHONPATH"] = str(tree)
+    if checkout is not None:
+        os.environ["PYTHONPATH"] = str(checkout)
     common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, options.sessions)), "--log-level", "warning"]
     try:
         drafter = await stack.enter_async_context(service("drafter_service", "--model", str(models[1]), *common))
@@ -138,24 +141,25 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
     ]
     async with AsyncExitStack() as stack:
         client = await started(stack, models, options, None)
-        ways = {"plain": (client, Speculation(SpeculationMode.DISABLED))}
+        modes = {"plain": (client, Speculation(SpeculationMode.DISABLED))}
         for nodes in options.nodes:
-            ways[f"{nodes} nodes"] = client, Speculation(SpeculationMode.REQUIRED, num_draft_tokens=nodes)
-        ways[CONTROLLER] = client, Speculation()
+            modes[f"{nodes} nodes"] = client, Speculation(SpeculationMode.REQUIRED, num_draft_tokens=nodes)
+        modes[CONTROLLER] = client, Speculation()
         if options.against is not None:
-            ways[OTHER] = await started(stack, models, options, options.against), Speculation()
+            modes[OTHER] = await started(stack, models, options, options.against), Speculation()
         print(described())
         for temperature in options.temperatures:
             found: dict[str, Measured] = defaultdict(Measured)
             for repetition in range(-options.warm_up, options.repetitions):
                 prompts = [texts[(repetition * options.sessions + i) % len(texts)] for i in range(options.sessions)]
-                names = list(ways)
+                names = list(modes)
                 random.Random(repetition).shuffle(names)
                 for name in names:
-                    who, wish = ways[name]
+                    mode_client, wish = modes[name]
+                    # Warm-up: one request each without and with a fixed number of nodes, the rest for the controllers.
                     if repetition < 0 and (name == "plain" or (name.endswith("nodes") and repetition < -1)):
                         continue
-                    result = await who.answer(prompts, wish, temperature, 1000 * (repetition + options.warm_up))
+                    result = await mode_client.answer(prompts, wish, temperature, 1000 * (repetition + options.warm_up))
                     if repetition >= 0:
                         found[name].add(*result)
                     await asyncio.sleep(0.05)
@@ -164,7 +168,7 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
 
 
 def report(temperature: float, found: dict[str, Measured]) -> None:
-    """Tokens per second are medians; the best fixed number is the one with the largest, plain decoding among them."""
+    """Print medians of tokens per second. The best fixed mode is the fastest of plain decoding and the fixed numbers of nodes."""
     rate = {name: statistics.median(one.rates) for name, one in found.items()}
     best = max(value for name, value in rate.items() if name not in (CONTROLLER, OTHER))
     print(f"T = {temperature:g}\n{'':18} tokens/s  tokens/pass  of best fixed")

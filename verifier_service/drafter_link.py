@@ -1,11 +1,11 @@
 """The stream to one drafter: trees opened on it, growth received, its load, and its circuit breaker.
 
-A drafter is soft state. Whatever goes wrong with one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions
-further growth and nothing else: their drafts become orphans, and what has arrived is verified once more (docs/decisions/0005).
+A drafter is soft state. A failure of one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions further
+growth only: their drafts become orphans, and the nodes that have arrived are verified once more (docs/decisions/0005).
 
     Link         trees by slot; opens, commits, closes and growth
     SendBuffer   messages that wait for the stream: at most one per slot, however slow it is
-    Breaker      closed: sessions as it has room; open: none, for a rest that doubles each time; half-open: one session, to see
+    Breaker      closed: sessions as it has room; open: none, for a pause that doubles each time; half-open: one session as a test
     LinkMetrics  counters of all links together
     DrafterView  one drafter as placement sees it
 """
@@ -52,30 +52,29 @@ from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 
-FIRST_RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # between attempts to reach a drafter
-# A stream that lasted so long was a good one; one that breaks at once must not be tried ten times a second.
-STEADY_S = 5.0
-REFUSED_S = 30.0  # a refused pairing is asked about again: the other side may have been replaced
-SILENT_S = 1.0  # a drafter that owes an answer and says nothing for so long is not merely slow
-READ_S = 2e-3  # or for so long for every token that it may have to read first
-FRESH_S = 1.0  # how long what a drafter said of its load is news
-LONGEST_FULL_S = 30.0  # between two Opens that a full drafter refuses
+FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0  # between attempts to reach a drafter
+STABLE_STREAM_S = 5.0  # a stream that lasts as long resets the backoff
+REFUSED_S = 30.0  # before a refused pairing is tried again: the drafter may have been replaced
+SILENT_S = 1.0  # a drafter that sends no answer for longer is taken to have failed,
+READ_S = 2e-3  # plus this for each token that it may have to read first
+FRESH_S = 1.0  # age up to which a report of load is used to balance
+LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest latency and gain
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the trees asked for: K, and the limits a drafter keeps."""
+    """Limits of a requested tree. atoms: K; ahead: nodes for rounds after the next."""
 
     atoms: int
     node_cap: int
     max_depth: int
     topk: int
-    ahead: int = 0  # nodes grown beyond those that a round verifies
+    ahead: int = 0
 
 
 class Link:
-    """Outbound messages collect in `outbox` and leave as one frame when they are flushed. `name` is the drafter's address."""
+    """Outbound messages collect in `send_buffer` and are sent as one frame by `flush`. `name` is the address of the drafter."""
 
     def __init__(
         self,
@@ -84,19 +83,19 @@ class Link:
         hello: Callable[[], Hello],
         on_growth: Callable[[], None],
         metrics: LinkMetrics | None = None,
-        awake: StallClock | None = None,
+        stall_clock: StallClock | None = None,
     ) -> None:
         self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
-        self._metrics, self.stall_clock = metrics or LinkMetrics(), awake or StallClock()
+        self._metrics, self.stall_clock = metrics or LinkMetrics(), stall_clock or StallClock()
         self.pool = ""
         self.ack: HelloAck | None = None  # not None: up
         self.refusal = ""
-        self.draining = False  # it says so
-        self.leaving = False  # discovery says so
+        self.draining = False  # reported by the drafter
+        self.leaving = False  # reported by discovery
         self.near = True  # in this verifier's zone, as far as is known
         self.drafts: dict[int, Draft] = {}  # by slot
         self.breaker = Breaker()
-        self.asked_s: float | None = None  # since when (`awake`) something it must answer has waited for any answer
+        self.asked_s: float | None = None  # time on `stall_clock` of the oldest message without an answer
         self.latency_s = self.gain = 0.0
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
@@ -104,15 +103,15 @@ class Link:
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
 
-    # -- what is known of it ------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def used(self) -> int:
-        """Sessions it holds, of all verifiers: what it said last, and what this one did since."""
+        """Its sessions of all verifiers: its last report, corrected by the sessions that this verifier opened and closed since."""
         return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_then)
 
-    def makes(self, law: DraftMode) -> bool:
-        """It is up, and has said that it grows such trees."""
+    def supports(self, law: DraftMode) -> bool:
+        """Whether its stream is open and it grows trees of this draft mode."""
         return self.ack is not None and law in self.ack.laws
 
     @property
@@ -124,7 +123,7 @@ class Link:
         return self.breaker.admits(max(0, self.ack.capacity - self.used), len(self.drafts), now_s)
 
     def overdue(self, asked_s: float | None) -> bool:
-        """What it has owed since then it should have given by now, even if it had to read all texts that it was given."""
+        """Whether an answer that is due since `asked_s` is late, even if the drafter has to read all its texts first."""
         if asked_s is None:
             return False
         unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.has_growth)
@@ -209,7 +208,7 @@ class Link:
     def commit(
         self, draft: Draft, tokens: Sequence[int], budget: Callable[[Draft], int | None] = lambda _: None
     ) -> None:
-        """The truth advanced; both replicas re-root. budget: most nodes of the next round, with what was kept."""
+        """Re-root both replicas at the committed tokens. budget: most nodes of the next round, given the tree after the commit."""
         base = draft.tree.length
         walked = draft.tree.commit(tokens)
         draft.rooted_s, draft.goes_on = time.monotonic(), False
@@ -221,15 +220,15 @@ class Link:
         self.send_buffer.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
 
     def close(self, draft: Draft, reason: str) -> None:
-        """Nobody wants this tree any more."""
+        """Close a tree at the drafter."""
         if self.drafts.pop(draft.slot, None) is not None:
             self.send_buffer.close(draft.slot, reason)
-            if not self.drafts:  # it owes nothing any more, and may not even answer
+            if not self.drafts:  # without trees it sends no answers
                 self.asked_s = None
         draft.link = None
 
     def orphan(self, slot: int, reason: str) -> Draft | None:
-        """Nothing more will come for this tree; what has arrived is still verified."""
+        """Close a tree; its nodes are verified once more. Returns its draft, None if the slot is closed already."""
         draft = self.drafts.get(slot)
         if draft is not None:
             self.close(draft, reason)
@@ -237,8 +236,8 @@ class Link:
             draft.at_rest = True
         return draft
 
-    def judge(self, draft: Draft, *, missed: bool, tokens: int = 0) -> None:
-        """A round was launched without this tree, or with it and gave so many tokens."""
+    def record_round(self, draft: Draft, *, missed: bool, tokens: int = 0) -> None:
+        """Record a round that ran without this tree (missed), or with it and committed `tokens`."""
         if not missed:
             self.breaker.served()
             if tokens:
@@ -247,7 +246,7 @@ class Link:
         draft.misses += 1
         if self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
             self._open_circuit("late")
-        elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # whatever it does for others
+        elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # even if it serves other sessions
             self.orphan(draft.slot, "forgotten")
 
     def _open_circuit(self, reason: str) -> None:
@@ -275,12 +274,12 @@ class Link:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
             except MalformedFrame as error:  # not of one tree but of the stream
                 self._offend(None, str(error))
-            except Exception:  # whatever a drafter makes us stumble over, the verifier goes on without it
+            except Exception:  # no failure of a drafter may end the verifier
                 log.exception("drafter_link_failed", drafter=self.name)
             finally:
                 self._lost()
-            attempt = 0 if time.monotonic() - start_s > STEADY_S else attempt
-            retry_s = backoff_s(attempt, FIRST_RETRY_S, LONGEST_RETRY_S, self.name, self._hello().incarnation)
+            attempt = 0 if time.monotonic() - start_s > STABLE_STREAM_S else attempt
+            retry_s = backoff_s(attempt, FIRST_RETRY_S, MAX_RETRY_S, self.name, self._hello().incarnation)
             await asyncio.sleep(REFUSED_S if self.refusal else retry_s)
             attempt += 1
 
@@ -406,7 +405,7 @@ class State(str, Enum):
 
 @dataclass(slots=True)
 class Breaker:
-    """Whoever opens it takes the sessions off the drafter."""
+    """Circuit breaker of one drafter. The caller that opens it closes the trees of the drafter."""
 
     opened: bool = False
     until_s: float = 0.0  # of the rest, while opened
@@ -420,23 +419,23 @@ class Breaker:
         return State.OPEN if now_s < self.until_s else State.HALF_OPEN
 
     def admits(self, room: int, num_held: int, now_s: float) -> int:
-        """Sessions that may go there, of those there is room for."""
+        """Number of sessions that may be placed, at most `room`."""
         state = self.state(now_s)
         if state is State.HALF_OPEN:
             return min(room, max(0, 1 - num_held))
         return room if state is State.CLOSED else 0
 
     def grew(self) -> None:
-        """Good growth came: it works, however late."""
+        """Valid growth arrived, late or not."""
         if self.opened:
             self.opened, self.misses = False, 0
 
     def served(self) -> None:
-        """A round had nodes of it: it is fast enough, too."""
+        """A round verified nodes of it, so it is fast enough."""
         self.misses, self.rest_s = 0, FIRST_REST_S
 
     def missed(self, now_s: float, *, silent: bool) -> bool:
-        """A round waited in vain. True: it opens now. Who is merely slower than patience is not broken: it must be silent as well."""
+        """A round ran without its tree. True if the breaker opens now: only if the drafter is silent, not if it is merely slow."""
         self.misses += 1
         if self.misses < (1 if self.opened else MAX_MISSES) or not silent:
             return False
@@ -444,7 +443,7 @@ class Breaker:
         return True
 
     def offended(self, now_s: float) -> bool:
-        """It sent a malformed frame. True: it opens now, for as long as it can."""
+        """It sent a malformed frame. True if the breaker opens now, for the longest pause."""
         self.offences += 1
         if self.offences < MAX_OFFENCES:
             return False
@@ -482,24 +481,24 @@ class SendBuffer:
             self._commits[slot] = message
 
     def close(self, slot: int, reason: str) -> None:
-        """A tree that was never asked for leaves no trace."""
+        """If its Open was not sent yet, neither is sent."""
         self._commits.pop(slot, None)
         if self._opens.pop(slot, None) is None:
             self._closes[slot] = Close(slot, reason)
 
     def clear(self) -> None:
-        """The stream is gone, and with it whatever was said about its slots."""
+        """Drop all messages: the stream has ended."""
         self._opens, self._commits, self._closes = {}, {}, {}
         self._flushed.clear()
 
     def flush(self) -> bool:
-        """Let the link take what has collected. True if the drafter owes an answer to some of it."""
+        """Release the collected messages to `take`. True if the drafter must answer one of them."""
         if len(self):
             self._flushed.set()
         return bool(self._opens or self._commits)
 
     async def take(self) -> ToDrafter:
-        """One frame of everything that waits, once a step has flushed it."""
+        """One frame of all messages, once they are flushed."""
         await self._flushed.wait()
         frame = ToDrafter(
             opens=tuple(self._opens.values()),

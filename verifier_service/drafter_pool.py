@@ -1,9 +1,9 @@
-"""The drafters of this verifier: found by discovery, one link each; which session is placed on which, and moved between them.
+"""The drafters of a verifier: discovery, one link to each, placement of sessions on drafters and moves between them.
 
-Sessions are changed in the engine loop only, between steps. A session whose drafter is lost verifies once more what has arrived; the next
-`place` opens a new tree at a drafter that has room. A session that moves opens a tree at the new drafter first: both follow its commits,
-and at the first commit after growth has come from the new one the old tree is dropped whole (docs/decisions/0008). Placement looks at load,
-clocks and what past rounds gave, never at a tree (algorithms.md 6, L1 and L5).
+Sessions change only in the engine loop, between steps. If a drafter is lost, its sessions verify once more the nodes that have arrived; the
+next `place` opens new trees on drafters with room. A session that moves opens a tree on the new drafter first. Both trees follow its
+commits, and at the first commit after growth from the new drafter the old tree is dropped (docs/decisions/0008). Placement depends on load,
+clocks and results of past rounds, never on a tree (algorithms.md 6, L1 and L5).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
 
-TICK_S = 0.25  # between two looks at the balance; jittered, so that verifiers do not all move at once
-MOVES, URGENT_MOVES = 2, 8  # most of a tick: for balance, and in all while a drafter leaves
-SETTLED_S = 1.0  # a tree so young is not moved for balance
-WORTH_MOVING = 8  # nor a session with fewer tokens to come: it would pay a prefill for nothing
-AGAIN_S = 1.0  # before a source of addresses that failed is tried again
+BALANCE_INTERVAL_S = 0.25  # jittered, so that verifiers do not all move sessions at once
+MAX_MOVES = 2  # per interval, to balance load
+MAX_URGENT_MOVES = 8  # per interval, while a drafter leaves
+MIN_TREE_AGE_S = 1.0  # younger trees are not moved to balance load
+MIN_TOKENS_LEFT = 8  # a session with fewer tokens to come is not moved: the prefill would not pay
+DISCOVERY_RETRY_S = 1.0  # pause after discovery has failed
 
 Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
 Budget = Callable[[Session, Draft], int | None]
 
 
 class DrafterPool:
-    """All links. drafters: fixed ones, by name; sources: (pool, where its drafters are), dialled by address.
+    """Links to all drafters. drafters: fixed ones, by name; sources: (pool, discovery of its drafters), dialled by address.
 
-    `demand`: what is counted for the autoscaler, by pool. A session counts for the pool its tree is in, else for the first.
+    `demand`: counters for the autoscaler, by pool. A session counts for the pool of its drafter, without one for the first pool.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class DrafterPool:
         self._known = set(self._fixed)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of links, by name
         self._following: list[asyncio.Task[None]] = []
-        self._next_tick_s, self._num_ticks = 0.0, 0
+        self._next_balance_s, self._num_balances = 0.0, 0
 
     async def __aenter__(self) -> DrafterPool:
         for link in self.links:
             self._tasks[link.name] = asyncio.create_task(link.run(), name=f"drafter {link.name}")
-        self._following = [asyncio.create_task(self._stall_clock.run(), name="awake")]
+        self._following = [asyncio.create_task(self._stall_clock.run(), name="stall clock")]
         self._following += [
             asyncio.create_task(self._follow(number, discovery), name=f"drafters of {pool}")
             for number, (pool, discovery) in enumerate(self._sources)
@@ -93,10 +94,11 @@ class DrafterPool:
 
     @property
     def up(self) -> tuple[str, ...]:
+        """Names of the drafters with an open stream."""
         return tuple(link.name for link in self.links if link.ack is not None)
 
     def gauges(self) -> dict[str, float]:
-        """What is worth watching."""
+        """Values of the metrics with these names."""
         now_s = time.monotonic()
         return {
             "drafters_up": len(self.up),
@@ -106,19 +108,19 @@ class DrafterPool:
         }
 
     def possible(self, pool: str = "") -> bool:
-        """There is a drafter (of this pool, if it is named), or one may be found."""
+        """Whether discovery has found a drafter (of this pool, unless it is empty) or may find one."""
         return bool(self.links or self._sources) and (not pool or pool in self.demand)
 
     def has(self, pool: str, law: DraftMode) -> bool:
-        """A drafter (of this pool, if it is named) has a stream and makes such trees."""
-        return any(link.makes(law) and pool in ("", link.pool) for link in self.links)
+        """Whether a connected drafter (of this pool, unless it is empty) supports the draft mode."""
+        return any(link.supports(law) and pool in ("", link.pool) for link in self.links)
 
     def strategy(self, pool: str) -> DraftStrategy:
-        """By which the drafters (of this pool, if it is named) were started to grow."""
+        """The default strategy of the drafters (of this pool, unless it is empty)."""
         acks = [link.ack for link in self.links if link.ack is not None and pool in ("", link.pool)]
         return acks[0].strategy if acks else BEST_FIRST
 
-    # -- which drafters there are ----------------------------------------------------------------------------------------
+    # -- discovery -------------------------------------------------------------------------------------------------------
 
     async def _follow(self, number: int, discovery: Discovery) -> None:
         while True:
@@ -127,14 +129,14 @@ class DrafterPool:
                     async for peers in changes:
                         self._found[number] = peers
                         self._reconcile()
-            except Exception:  # a source that breaks costs news of drafters, not the verifier
+            except Exception:  # without discovery the verifier keeps the drafters that it has
                 log.exception("discovery_failed", source=number)
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(DISCOVERY_RETRY_S)
 
     def _reconcile(self) -> None:
-        """Links to all that are found. One that is found no more gets nothing new, and goes when it holds nothing."""
+        """Link all drafters that discovery lists. One that is no longer listed gets no new sessions and is dropped when it is empty."""
         found: dict[str, tuple[str, Peer]] = {}
-        for number in sorted(self._found, reverse=True):  # an address in several pools belongs to the first
+        for number in sorted(self._found, reverse=True):  # an address in several pools is assigned to the first
             for peer in self._found[number]:
                 found[peer.address] = (self._sources[number][0], peer)
         known = {link.name: link for link in self.links}
@@ -160,65 +162,65 @@ class DrafterPool:
         return Link(name, drafter, self._hello, self._on_growth, self._metrics, self._stall_clock)
 
     def _drop(self) -> None:
-        """Forget those that are found no more and hold nothing."""
+        """Drop drafters that are no longer listed and hold no trees."""
         for link in [link for link in self.links if link.name not in self._known and not link.drafts]:
             self.links.remove(link)
             self._tasks.pop(link.name).cancel()
 
-    # -- which session is where ------------------------------------------------------------------------------------------
+    # -- placement -----------------------------------------------------------------------------------------------------
 
     def place(self, sessions: Iterable[Session]) -> None:
-        """Open a tree for those that have none, each on the best drafter with room."""
+        """Open a tree for each session without one, on the best drafter with room."""
         for session in sessions:
             if session.draft is not None or session.law is None or session.done:
                 continue
             if not any(link.room for link in self.links):
                 return
-            name = place([link.view() for link in self.links if _wanted(session, link)], unfit=session.unfit)
+            name = best_drafter([link.view() for link in self.links if _accepts(session, link)], unfit=session.unfit)
             if name is not None:
                 session.draft = self._open(name, session)
                 session.drafter_name = name
 
     def balance(self, sessions: Iterable[Session]) -> None:
-        """If it is time to look, or nobody is left: count those that take drafts, and begin the moves that are due."""
+        """Once per interval, and whenever there are no sessions: update `demand.sessions` and start moves between drafters."""
         now_s, sessions = time.monotonic(), list(sessions)
-        if sessions and now_s < self._next_tick_s:
+        if sessions and now_s < self._next_balance_s:
             return
         numbers = Counter(self._pool_of(session) for session in sessions if session.drafts)
         for pool, demand in self.demand.items():
             demand.sessions = numbers[pool]
         self._drop()
-        self._num_ticks += 1
-        pause_s = jittered(TICK_S, self._hello().incarnation, self._num_ticks)
-        self._next_tick_s = now_s + pause_s if sessions else now_s  # the first one that comes counts at once
-        self._give_up(sessions)
-        waiting = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
-        for move in moves([link.view() for link in self.links], most=MOVES, most_urgent=URGENT_MOVES):
-            young_s = 0.0 if move.urgent else SETTLED_S
+        self._num_balances += 1
+        pause_s = jittered(BALANCE_INTERVAL_S, self._hello().incarnation, self._num_balances)
+        self._next_balance_s = now_s + pause_s if sessions else now_s  # the first session is counted at once
+        self._give_up_silent_moves(sessions)
+        movable = [s for s in sessions if not s.done and s.next_draft is None and s.draft is not None]
+        for move in moves([link.view() for link in self.links], most=MAX_MOVES, most_urgent=MAX_URGENT_MOVES):
+            min_age_s = 0.0 if move.urgent else MIN_TREE_AGE_S
             fitting = [
                 s
-                for s in waiting
+                for s in movable
                 if s.draft is not None
                 and s.draft.drafter == move.source
                 and s.draft.link is not None
-                and s.tokens_left >= WORTH_MOVING
-                and now_s - s.draft.opened_s >= young_s
+                and s.tokens_left >= MIN_TOKENS_LEFT
+                and now_s - s.draft.opened_s >= min_age_s
                 and move.target not in s.unfit
-                and _wanted(s, self._named(move.target))
+                and _accepts(s, self._named(move.target))
             ]
             if fitting:
                 session = max(fitting, key=lambda s: s.tokens_left)
-                waiting.remove(session)
+                movable.remove(session)
                 session.next_draft = self._open(move.target, session)
                 self.num_moves += 1
                 log.debug("session_moves", source=move.source, target=move.target)
 
-    def _give_up(self, sessions: Iterable[Session]) -> None:
-        """Moves that lead nowhere: the new drafter says nothing. No round waits for its tree, so none would find out."""
+    def _give_up_silent_moves(self, sessions: Iterable[Session]) -> None:
+        """Count a miss for each new drafter of a move that is overdue. No round waits for its tree, so rounds cannot count it."""
         for session in sessions:
-            coming = session.next_draft
-            if coming is not None and (link := _link(coming)) is not None and link.overdue(coming.asked_s):
-                link.judge(coming, missed=True)
+            draft = session.next_draft
+            if draft is not None and (link := _link(draft)) is not None and link.overdue(draft.asked_s):
+                link.record_round(draft, missed=True)
 
     def _open(self, name: str, session: Session) -> Draft:
         link = self._named(name)
@@ -237,62 +239,63 @@ class DrafterPool:
     def commit(
         self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.target_nodes
     ) -> None:
-        """The truth advanced: tell the drafters, also how many nodes the next round may have below what was kept; take up the new tree
-        of a session that moves."""
-        draft, coming = session.draft, session.next_draft
-        if coming is not None:
-            if (link := _link(coming)) is None:
-                self._failed(session, coming)
-                coming = None
+        """Send committed tokens to the drafters of a session and complete its move if the new drafter has sent growth.
+
+        budget: most nodes of the next round, given the tree after the commit."""
+        draft, next_draft = session.draft, session.next_draft
+        if next_draft is not None:
+            if (link := _link(next_draft)) is None:
+                self._note_refusal(session, next_draft)
+                next_draft = None
             else:
-                link.commit(coming, tokens, lambda kept: budget(session, kept))
+                link.commit(next_draft, tokens, lambda kept: budget(session, kept))
         if draft is not None:
-            if (link := _link(draft)) is None:  # an orphan has had its round
-                self._failed(session, draft)
+            if (link := _link(draft)) is None:  # the nodes of a lost drafter were verified once
+                self._note_refusal(session, draft)
                 draft = None
-            elif coming is not None and coming.has_growth:
+            elif next_draft is not None and next_draft.has_growth:
                 link.close(draft, "moved")
                 draft = None
             else:
                 link.commit(draft, tokens, lambda kept: budget(session, kept))
-        if draft is None and coming is not None:
-            draft, coming = coming, None
+        if draft is None and next_draft is not None:
+            draft, next_draft = next_draft, None
             session.drafter_name = draft.drafter
-        session.draft, session.next_draft = draft, coming
+        session.draft, session.next_draft = draft, next_draft
 
     @staticmethod
-    def _failed(session: Session, draft: Draft) -> None:
+    def _note_refusal(session: Session, draft: Draft) -> None:
         if draft.refused:
             session.unfit.add(draft.drafter)
 
     def close(self, session: Session, reason: str) -> None:
-        """The session has ended, or wants no trees for now."""
+        """Close the trees of a session that has ended or takes no drafts for now."""
         for draft in (session.draft, session.next_draft):
             if draft is not None and (link := _link(draft)) is not None:
                 link.close(draft, reason)
         session.draft = session.next_draft = None
 
-    def judge(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
-        """A round ended for which a tree was wanted; with a tree it gave so many tokens."""
+    def record_round(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
+        """Record the result of a round that wanted a tree. missed: it ran without one; tokens: committed with it."""
         if session.draft is not None and (link := _link(session.draft)) is not None:
-            link.judge(session.draft, missed=missed, tokens=tokens)
+            link.record_round(session.draft, missed=missed, tokens=tokens)
 
     def flush(self) -> None:
         for link in self.links:
             link.flush()
 
-    # -- what is counted ---------------------------------------------------------------------------------------------------
+    # -- demand ------------------------------------------------------------------------------------------------------------
 
     def round(self, session: Session, now_s: float) -> None:
-        """A round has ended. What its launch waited for counts as stall as far as it was queueing at the drafter."""
+        """Record the time of a round. Its wait for a tree counts as stall for as long as the drafter had it queued."""
         if not session.drafts:
             return
-        account, draft = self.demand[self._pool_of(session)], session.draft
+        demand, draft = self.demand[self._pool_of(session)], session.draft
         if draft is None or not draft.has_growth:
-            account.add_plain(now_s - session.committed_s)
+            demand.add_plain(now_s - session.committed_s)
         else:
             stall_s = min(draft.queued_s, session.launched_s - session.committed_s)
-            account.add(now_s - session.committed_s, max(0.0, stall_s))
+            demand.add(now_s - session.committed_s, max(0.0, stall_s))
 
     def _pool_of(self, session: Session) -> str:
         link = _link(session.draft) if session.draft is not None else None
@@ -305,10 +308,12 @@ async def _run(link: Link, drafter: AbstractAsyncContextManager[Drafter]) -> Non
         await link.run()
 
 
-def _wanted(session: Session, link: Link) -> bool:
-    """The request names no pool, or this one's, and the drafter makes the trees that it takes."""
+def _accepts(session: Session, link: Link) -> bool:
+    """Whether the session may be placed there: the request does not name another pool, and the drafter supports its draft mode."""
     return (
-        session.request.speculation.drafter in ("", link.pool) and session.law is not None and link.makes(session.law)
+        session.request.speculation.drafter in ("", link.pool)
+        and session.law is not None
+        and link.supports(session.law)
     )
 
 
@@ -317,33 +322,34 @@ def _link(draft: Draft) -> Link | None:
     return draft.link
 
 
-CROWDED = 0.5  # share of its capacity from which a drafter is worth leaving for balance
-QUEUEING_S = 0.02  # or how long a commit waits there for its turn
-FAR = 2.0  # how many times slower a drafter of another zone is taken to be
-MORE, AND = 1.25, 1  # hysteresis: it must hold MORE times what the other holds AND one
+CROWDED_SHARE = 0.5  # sessions leave a drafter from this share of its capacity on,
+CROWDED_QUEUE_S = 0.02  # or if a commit is queued there for longer
+OTHER_ZONE_SLOWDOWN = 2.0  # assumed until the latency is measured
+IMBALANCE_FACTOR = 1.25  # hysteresis: a move needs IMBALANCE_FACTOR times the sessions of the target
+IMBALANCE_MARGIN = 1  # plus IMBALANCE_MARGIN
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One session of this verifier, from a drafter to another."""
+    """Move of one session of this verifier between drafters."""
 
     source: str
     target: str
-    urgent: bool = False  # the source leaves
+    urgent: bool = False  # the source drafter leaves
 
 
-def place(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str | None:
-    """The best drafter with room for one more session; None if there is none. unfit: those that can never take it.
+def best_drafter(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str | None:
+    """The drafter with the largest free share × tokens per round ÷ latency; None if none has room. unfit: names to exclude.
 
-    The best by free share × tokens per round ÷ latency. What is not known of a drafter is as good as the best known: so it is tried.
+    Unknown values are assumed to equal the best known ones, so that new drafters are tried.
     """
     candidates = [v for v in views if v.room > 0 and v.name not in unfit]
     gain = max((v.gain for v in candidates), default=0.0) or 1.0
     quickest_s = min((v.latency_s for v in candidates if v.latency_s > 0), default=1.0)
 
     def score(view: DrafterView) -> float:
-        guess = 1.0 if view.near else FAR
-        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else guess
+        assumed = 1.0 if view.near else OTHER_ZONE_SLOWDOWN
+        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else assumed
         free = max(view.room, view.capacity - view.used) / max(1, view.capacity)
         return free * (view.gain or gain) / slower
 
@@ -352,39 +358,40 @@ def place(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str |
 
 
 def moves(views: Sequence[DrafterView], *, most: int, most_urgent: int) -> list[Move]:
-    """Sessions to be moved now: off drafters that leave first, then from crowded ones to emptier ones."""
+    """Moves to start now: first away from drafters that leave (most_urgent), then from crowded to emptier drafters (most)."""
     found: list[Move] = []
     state = {v.name: v for v in views}
     for name in [v.name for v in views if v.leaving]:
         while len(found) < most_urgent and state[name].own > 0:
-            target = place([v for v in state.values() if not v.leaving])
+            target = best_drafter([v for v in state.values() if not v.leaving])
             if target is None:
                 break
             found.append(_moved(state, name, target, urgent=True))
     for _ in range(most):
-        pair = _worst_pair(list(state.values()))
+        pair = _most_imbalanced(list(state.values()))
         if pair is None:
             break
         found.append(_moved(state, *pair))
     return found
 
 
-def _worst_pair(views: Sequence[DrafterView]) -> tuple[str, str] | None:
-    """The fullest drafter that is crowded, and the emptiest one, if they differ by enough."""
+def _most_imbalanced(views: Sequence[DrafterView]) -> tuple[str, str] | None:
+    """(the fullest crowded drafter, the emptiest drafter) if their loads differ by more than the hysteresis, else None."""
     sources = [v for v in views if v.own > 0 and v.fresh and not v.leaving and _crowded(v)]
     targets = [v for v in views if v.room > 0 and v.fresh and not v.leaving]
     if not sources or not targets:
         return None
     source, target = max(sources, key=lambda v: v.share), min(targets, key=lambda v: v.share)
-    there = target.share * source.capacity  # what the target holds, were it as large as the source
-    return (source.name, target.name) if source.used > MORE * there + AND else None
+    scaled = target.share * source.capacity  # sessions of the target, scaled to the capacity of the source
+    return (source.name, target.name) if source.used > IMBALANCE_FACTOR * scaled + IMBALANCE_MARGIN else None
 
 
 def _crowded(view: DrafterView) -> bool:
-    return view.share >= CROWDED or view.queue_s > QUEUEING_S
+    return view.share >= CROWDED_SHARE or view.queue_s > CROWDED_QUEUE_S
 
 
 def _moved(state: dict[str, DrafterView], source: str, target: str, *, urgent: bool = False) -> Move:
+    """A move, applied to `state`."""
     a, b = state[source], state[target]
     state[source] = replace(a, used=a.used - 1, own=a.own - 1)
     state[target] = replace(b, used=b.used + 1, own=b.own + 1, room=b.room - 1)

@@ -181,7 +181,7 @@ class Rounds:
         local = session.local is not None and session.local.launched
         drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
         if session.missed or drafted:
-            self.pool.judge(session, missed=session.missed, tokens=len(outcome.tokens))
+            self.pool.record_round(session, missed=session.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
         target = session.target_nodes if drafted or session.stalled else 0
         observed = session.observed_nodes if target else 0

@@ -1,34 +1,33 @@
-"""Time in which this process could have heard something: what a drafter's silence is measured in.
+"""The clock that measures the silence of drafters: it excludes times in which this process itself was stopped.
 
-A process that was stopped, or whose event loop hung, finds everything overdue when it goes on, although the answers lie in its sockets.
-Such a pause is its own fault and no evidence against anybody. So the clock is looked at often, and what passed between two looks counts
-for no longer than it should have been.
+After a pause of the process or its event loop every answer seems overdue, although answers wait in the sockets. The clock is therefore read
+often, and the time between two readings counts for at most MAX_READING_INTERVAL_S.
 """
 
 from __future__ import annotations
 
 from rootward.clock import Clock, SystemClock
 
-LOOK_S = 0.05  # between two looks
-MOST_S = 2 * LOOK_S  # what the time between two looks counts for at most
+READING_INTERVAL_S = 0.05
+MAX_READING_INTERVAL_S = 2 * READING_INTERVAL_S
 
 
 class StallClock:
-    """A clock that stands still while nobody looks. `run` looks."""
+    """A clock that stops while it is not read. `run` reads it periodically."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
-        self._last_s, self._awake_s = self._clock.now(), 0.0
+        self._last_s, self._running_s = self._clock.now(), 0.0
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Seconds, monotonic."""
         now_s = self._clock.now()
-        self._awake_s += min(now_s - self._last_s, MOST_S)
+        self._running_s += min(now_s - self._last_s, MAX_READING_INTERVAL_S)
         self._last_s = now_s
-        return self._awake_s
+        return self._running_s
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Read the clock until cancelled."""
         while True:
             self.now()
-            await self._clock.sleep(LOOK_S)
+            await self._clock.sleep(READING_INTERVAL_S)

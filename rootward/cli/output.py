@@ -1,4 +1,4 @@
-"""What commands print: tokens in colour, tables, JSON."""
+"""Output of commands: coloured tokens, tables, JSON."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from rootward.client.types import GenerationResult, TokenDelta
 ACCEPTED = "green"  # an accepted draft token
 BONUS = "yellow"  # a bonus token
 
-_CONTROL = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), 127, *range(128, 160)) if chr(c) not in "\n\t"}
+_CONTROL_CHARACTERS = {
+    c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), 127, *range(128, 160)) if chr(c) not in "\n\t"
+}
 
 
 def visible(text: str) -> str:
-    """Text of a model must not steer the terminal: control characters are replaced."""
-    return text.translate(_CONTROL)
+    """The text without control characters, so that model output cannot send commands to the terminal."""
+    return text.translate(_CONTROL_CHARACTERS)
 
 
 def print_delta(console: Console, delta: TokenDelta) -> None:
-    """Tokens as they arrive, coloured where colours are shown; elsewhere the text as it is."""
+    """Print a delta: coloured tokens on a terminal, otherwise the unchanged text."""
     if not console.is_terminal:
         console.file.write(delta.text)
         console.file.flush()
@@ -36,11 +38,12 @@ def print_delta(console: Console, delta: TokenDelta) -> None:
 
 
 def legend() -> Text:
+    """The meaning of the colours."""
     return Text.assemble(("accepted draft token", ACCEPTED), "  ", ("bonus token", BONUS))
 
 
 def stats_table(result: GenerationResult) -> Table:
-    """What one generation took."""
+    """Token counts, speculation statistics and times of one generation."""
     stats = result.speculation
     timing = result.timing
     tokens = result.usage.completion_tokens
@@ -60,6 +63,7 @@ def stats_table(result: GenerationResult) -> Table:
 
 
 def key_values(rows: dict[str, str]) -> Table:
+    """A table of two columns without header."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -69,7 +73,7 @@ def key_values(rows: dict[str, str]) -> Table:
 
 
 def as_json(value: Any) -> str:
-    """A result as one JSON object."""
+    """A result (a dataclass) as JSON, without its fields `raw` and `choices`."""
     content = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("raw", "choices")}
     return json.dumps(content, default=_plain, ensure_ascii=False)
 

@@ -1,15 +1,15 @@
-"""All living trees of one drafter with a model: one draft forward per level for the frontiers of every tree.
+"""Growth of the draft trees of one drafter with a model: one draft forward per level, shared by all trees.
 
-A level: choose rows (text to read first, else the frontier) → ONE forward → processed laws cut to K atoms and rounded to integers
-→ children drawn from exactly those integers → Grow frames. Everything here runs on one thread and knows nothing of streams.
+A level: choose rows (unread text first, otherwise frontier nodes) → one forward → processed distributions cut to K atoms and rounded to
+integer weights → children drawn from exactly these weights → Grow frames. All of it runs on one thread, without streams.
 
-Rows of a level are shared max-min: verifiers alike, then the tenants of each, then their sessions.
+The rows of a level are shared max-min fairly among verifiers, then among the tenants of each, then among their sessions.
 
-Growth ahead has one rule. The drafter measures how long it has nothing to grow between the end of a round's growth and the next commit. If
-that is longer than two of its levels, on average, it grows for the rounds after the next meanwhile, in levels of their own: no session
-that waits for growth shares a level with one that does not. Nothing but clocks decides, so algorithms.md 6.1 and 6.6 hold.
+Growth ahead (for rounds after the next) has one rule. The drafter measures how long it is idle between the end of a round's growth and the
+next commit. If this is longer than the time of two levels, both averaged, it grows ahead in that time. Levels ahead contain no tree that
+still has growth for its next round. The decision depends on clocks only, so algorithms.md 6.1 and 6.6 hold.
 
-Legend: T nodes, V vocabulary, A atoms that the noise chooses among, K atoms kept.
+Legend: T nodes, V vocabulary, A candidate tokens of the noise, K atoms kept.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens
 from rootward.engine.processors import History, penalised, shifted
 from rootward.ports import LanguageModel, ModelInfo, Reduction, Rows
 
-K = TypeVar("K")  # what names a slot of a stream
+K = TypeVar("K")  # identifies a slot of a stream
 
-CHAIN_IDS = 1 << 40  # node ids of text in the KV tree; drawn nodes count up from 1 and never get there
-MAX_NODES = 240  # of a tree with growth ahead, whatever a verifier asks for: a KV slot has 256 cells beyond the context
-MATCH_ATOMS = 1024  # of a row, among which the noise of the target chooses
-GUESS_ATOMS = 2048  # of a row, among which the bonus token is predicted
-GREEDY_TEMPERATURE = 0.5  # by which chosen trees rank when the target decodes greedily: better than 1 (measured)
-AHEAD_LEVELS = 2  # the drafter grows ahead if it is idle for longer than so many of its levels
-MEMORY = 0.2  # weight of the newest measurement
+CHAIN_IDS = 1 << 40  # first node id of text in the KV tree; ids of drawn nodes count up from 1 and stay below it
+MAX_NODES = 240  # of a tree, growth ahead included: a KV slot has 256 cells beyond the context
+COUPLED_CANDIDATES = 1024  # tokens of a row among which the noise of the target chooses
+BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predicted
+GREEDY_TEMPERATURE = 0.5  # of the draft distribution when the target decodes greedily; accepts more than 1 (measured)
+AHEAD_LEVELS = 2  # growth ahead starts when the idle time exceeds the time of this many levels
+NEWEST_WEIGHT = 0.2  # of the newest measurement in an exponentially weighted mean
 
 
 class LikelyBonus:
-    """Tokens that may come after a node where a round stops, by the noise of the bonus token. Few nodes are asked, so the order is made
-    only then: until then tokens and their mass are kept (16 KiB a node), afterwards the best tokens alone."""
+    """Predicted bonus tokens after a node, ranked by the noise of the bonus token. Few nodes are asked for them, so tokens and masses are
+    stored (16 KiB a node) and ranked on the first request."""
 
     __slots__ = ("_best", "_likely")
 
@@ -58,18 +58,18 @@ class LikelyBonus:
         self._best: Ints | None = None
 
     def best(self, key: BonusKey, epoch: int, length: int) -> Ints:
-        """The first ones, the best first, at this length of the text."""
+        """int64[n]: tokens, the most likely bonus token first, if the bonus token is at text length `length`."""
         if self._best is None:
             ids, mass = likely_tokens(self._likely)
-            some = mass > 0.0
-            self._best = shared_order(key, epoch, length, ids[some], mass[some])
+            positive = mass > 0.0
+            self._best = shared_order(key, epoch, length, ids[positive], mass[positive])
             self._likely = np.empty(0, np.int64)
         return self._best
 
 
 @dataclass(slots=True)
 class GrowingTree:
-    """One slot of one stream. `pending`: text that is not in the KV cache yet; the last token of it is the root."""
+    """One slot of one stream. `pending`: text that is not in the KV cache yet; its last token is the root."""
 
     open: Open
     tree: LivingTree
@@ -78,46 +78,49 @@ class GrowingTree:
     pending: list[int]
     key: Key
     owner: tuple[Hashable, int]  # verifier, tenant
-    sent: int = 1  # first node id that no frame has carried
+    unsent: int = 1  # id of the first node that no frame has carried
     rows_sent: set[int] = field(default_factory=set)
-    told_rest: bool = False
+    rest_sent: bool = False  # the last frame said `at_rest`
     exhausted: bool = False  # the draft model's context is full
-    compute_s: float = 0.0  # in draft forwards of this round
-    source: Source | None = None  # of what the client expects
-    history: History | None = None  # of the text, where penalties need it
-    ranking: Sampling = field(default_factory=Sampling)  # what its rows are processed by
-    likely: dict[int, LikelyBonus] = field(default_factory=dict)  # by node, where `shares_bonus`
-    nodes: int = 0  # that the next round may verify
-    features: Features = None  # of `pending`, for a draft head
-    allowed: bool = True  # its rounds may have trees
+    compute_s: float = 0.0  # of draft forwards for the next round
+    source: Source | None = None  # looks up continuations in the client's prediction
+    history: History | None = None  # token counts of the text, for penalties
+    sampling: Sampling = field(default_factory=Sampling)  # applied to the draft logits
+    likely: dict[int, LikelyBonus] = field(default_factory=dict)  # by node, if `shares_bonus`
+    nodes: int = 0  # most nodes that the next round verifies
+    features: Features = None  # hidden states of the target for `pending`, for a draft head
+    wants_tree: bool = True  # the next round verifies a tree
 
     @property
     def ratio(self) -> bool:
+        """Its nodes are verified by ratios p/q, so their draft distributions are sent."""
         return self.open.law.ratio
 
     @property
     def at_rest(self) -> bool:
-        """Nothing that a round could verify comes before the next commit."""
-        return self.exhausted or not self.allowed or self.growth.at_rest
+        """No node that the next round could verify will be drawn before the next commit."""
+        return self.exhausted or not self.wants_tree or self.growth.at_rest
 
     @property
     def shares_bonus(self) -> bool:
-        """It predicts bonus tokens by the noise they are drawn with."""
+        """Bonus tokens are predicted with the noise that the verifier draws them with."""
         return self.open.bonus_key is not None and self.growth.budget.num_predictions > 0
 
     @property
     def ahead(self) -> bool:
-        """What is left to do is for rounds after the next."""
-        return (self.told_rest or self.growth.own.round_is_full) and not self.pending
+        """Only growth for rounds after the next is left."""
+        return (self.rest_sent or self.growth.own.round_is_full) and not self.pending
 
     @property
     def wants_level(self) -> bool:
-        if self.exhausted or not self.allowed:
-            return not self.told_rest
-        return bool(self.pending) or self.growth.busy or not self.told_rest
+        """The next level has rows of this tree, or its frame with `at_rest` is still to be sent."""
+        if self.exhausted or not self.wants_tree:
+            return not self.rest_sent
+        return bool(self.pending) or self.growth.busy or not self.rest_sent
 
     def wanted_rows(self, most: int, chunk: int) -> int:
-        if self.exhausted or not self.allowed:
+        """Rows in the next level: at most `chunk` of unread text or `most` frontier nodes."""
+        if self.exhausted or not self.wants_tree:
             return 0
         return min(len(self.pending), chunk) if self.pending else self.growth.wanted_rows(most)
 
@@ -127,24 +130,24 @@ class GrowingTree:
         return [] if record is self.tree.root else [*self.path(record.parent), record.token]
 
     def follow_prediction(self, tokens: Sequence[int]) -> None:
-        """The text has grown by these tokens: lay the path that the client expects now."""
+        """Extend the text by `tokens`; the tree then grows along the path that the client predicts after it."""
         if self.source is not None:
             self.source.extend(tokens)
             self.growth.own.follow(best_path(self.source, self.open.max_depth))
 
     def limit(self, nodes: int | None, *, ahead: bool) -> None:
-        """For the next round: most nodes that it verifies (None: as before), and whether growth goes on after them."""
+        """Set the most nodes that the next round verifies (None: unchanged) and whether growth ahead is allowed."""
         own, (most, ahead_cap) = self.growth.own, self.open.caps
         if nodes is not None:
-            self.allowed, self.nodes = nodes > 0, nodes
+            self.wants_tree, self.nodes = nodes > 0, nodes
         own.beyond = self.open.ahead_cap if ahead and not self.ratio and not self.tree.restarts else 0
-        if self.allowed:
+        if self.wants_tree:
             own.node_cap = min(self.nodes + own.beyond, most)
         self.growth.budget = replace(self.growth.budget, nodes=ahead_cap if ahead and not self.tree.restarts else 0)
 
 
 class IdleTime:
-    """How long the drafter has nothing to grow between the end of a round's growth and the next commit, and how long a level takes."""
+    """Averages of the idle time between the end of a round's growth and the next commit, and of the time of a level."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -155,23 +158,23 @@ class IdleTime:
     def allows_ahead(self) -> bool:
         return self.idle_s > AHEAD_LEVELS * self.level_s
 
-    def level_took(self, seconds: float) -> None:
-        self.level_s += (MEMORY if self.level_s else 1.0) * (seconds - self.level_s)
+    def record_level(self, seconds: float) -> None:
+        self.level_s += (NEWEST_WEIGHT if self.level_s else 1.0) * (seconds - self.level_s)
 
-    def begins(self) -> None:
-        """Every tree has what its next round may verify. Growth ahead does not end this."""
+    def begin(self) -> None:
+        """Start of idle time: each tree has all nodes for its next round. Growth ahead counts as idle."""
         self._since = self._clock.now() if self._since is None else self._since
 
-    def ends(self) -> None:
-        """Something waits for growth."""
+    def end(self) -> None:
+        """End of idle time: a tree needs nodes for its next round."""
         if self._since is not None:
             seconds = self._clock.now() - self._since
-            self.idle_s += (MEMORY if self.idle_s else 1.0) * (seconds - self.idle_s)
+            self.idle_s += (NEWEST_WEIGHT if self.idle_s else 1.0) * (seconds - self.idle_s)
             self._since = None
 
 
 class Grower(Generic[K]):
-    """Trees by key (whatever names a slot of a stream). `incarnation` keeps draws of a restarted process apart.
+    """The trees of a draft model, by key (of a slot of a stream). `incarnation` makes the draws of a restarted process independent.
 
     best_first: settings of best-first growth; group: the verifier of a key.
     """
@@ -197,7 +200,7 @@ class Grower(Generic[K]):
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
-        self._draw_number = 0  # of the last level: counts over the life of the process, so that none is used twice
+        self._draw_number = 0  # of the last level; never reset, so that no random words are reused
 
     @property
     def info(self) -> ModelInfo:
@@ -206,12 +209,12 @@ class Grower(Generic[K]):
     # -- messages of the verifier -------------------------------------------------------------------------------------
 
     def open(self, key: K, message: Open) -> Reject | None:
-        """Start a tree; the answer is a Reject when it cannot be taken."""
+        """Start a tree. Returns a Reject if the request is invalid or no slot is free."""
         if fault := self._fault(key, message):
             return Reject(message.slot, fault)
         if self.model.num_free_slots == 0:
             return Reject(message.slot, "no free slot", retry_after_ms=1000)
-        self.idle_time.ends()
+        self.idle_time.end()
         self.trees[key] = self._tree_of(key, message)
         self.trees[key].follow_prediction(message.prefix)
         return None
@@ -233,9 +236,9 @@ class Grower(Generic[K]):
         return ""
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
-        """The text advanced. The answer: what was drawn under the old base and not sent yet; or a resync request."""
+        """Re-root a tree at the committed tokens. Returns the frame of nodes that were not sent yet, or a resync request."""
         growing = self.trees.get(key)
-        if growing is None:  # closed, refused or never opened: its verifier should not wait for it
+        if growing is None:  # closed, rejected or never opened; without an answer the verifier would wait
             return [NeedSync(message.slot, 0, 0)]
         tree = growing.tree
         fit = tree.fit(message)
@@ -243,10 +246,10 @@ class Grower(Generic[K]):
             return []
         if fit is Fit.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
             return [NeedSync(message.slot, tree.length, tree.hash)]
-        self.idle_time.ends()
+        self.idle_time.end()
         self.demand.round(growing.compute_s)
         growing.compute_s = 0.0
-        unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.sent < tree.next_id else []
+        unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.unsent < tree.next_id else []
         for run in message.rounds:
             self._reroot(growing, run)
         self._add_features(growing, message.features)
@@ -267,42 +270,42 @@ class Grower(Generic[K]):
         return not any(growing.wants_level for growing in self.trees.values())
 
     def level(self) -> list[tuple[K, Grow]]:
-        """One draft forward for all trees that can use one; the frames it makes."""
+        """One draft forward for all trees that have rows. Returns the frames to send."""
         start_s = time.monotonic()
         active = [(key, g) for key, g in self.trees.items() if g.wants_level]
-        if not all(g.ahead for _, g in active):  # what the next rounds may verify goes first
+        if not all(g.ahead for _, g in active):  # growth for the next rounds goes first
             active = [(key, g) for key, g in active if not g.ahead]
         self._run_level([g for _, g in active])
         frames: list[tuple[K, Grow]] = []
         for key, growing in active:
-            if growing.sent < growing.tree.next_id or (growing.at_rest and not growing.told_rest):
+            if growing.unsent < growing.tree.next_id or (growing.at_rest and not growing.rest_sent):
                 frames.append((key, self._frame(growing, int((time.monotonic() - start_s) * 1e6))))
         if self.trees and all(g.ahead or not g.wants_level for g in self.trees.values()):
-            self.idle_time.begins()
+            self.idle_time.begin()
         return frames
 
     def grow(self, keys: Sequence[K]) -> None:
-        """Levels for these trees alone, until all are at rest. For an owner who reads the trees themselves, not their frames."""
+        """Run levels for these trees only, until all are at rest. For callers that read the trees instead of frames."""
         trees = [self.trees[key] for key in keys]
-        while active := [g for g in trees if not g.at_rest or (g.pending and g.allowed and not g.exhausted)]:
+        while active := [g for g in trees if not g.at_rest or (g.pending and g.wants_tree and not g.exhausted)]:
             self._run_level(active)
 
     def _run_level(self, active: list[GrowingTree]) -> None:
-        """One forward, and what is drawn after it."""
+        """One forward and the draws from its rows."""
         start_s = time.monotonic()
         work = [entry for entry in self._rows(active) if len(entry[1].node)]
         if work:
             self._forward(work)
             self._account([(g, len(rows.node)) for g, rows, _ in work], time.monotonic() - start_s)
         for growing in active:
-            if not growing.pending and growing.allowed:
+            if not growing.pending and growing.wants_tree:
                 growing.growth.draw(self._words(growing))
 
     def _account(self, work: list[tuple[GrowingTree, int]], seconds: float) -> None:
-        """Rows after the tree has come to rest are growth ahead."""
+        """Count rows and time of a level; rows of trees at rest are growth ahead. work: trees and their numbers of rows."""
         ahead = sum(rows for growing, rows in work if growing.ahead)
         self.demand.level(sum(rows for _, rows in work) - ahead, ahead, seconds)
-        self.idle_time.level_took(seconds)
+        self.idle_time.record_level(seconds)
         for growing, _ in work:
             growing.compute_s += 0.0 if growing.ahead else seconds
 
@@ -335,7 +338,7 @@ class Grower(Generic[K]):
         text = list(message.prefix[-max(1, known) if self.feature_size else self.model.length(kv_slot) :])
         owner = self._group(key), message.tenant
         growing = GrowingTree(message, tree, growth, kv_slot, text, Key(message.seed, message.choice), owner)
-        growing.likely, growing.ranking, growing.nodes = likely, ranking(message.sampling), message.node_cap
+        growing.likely, growing.sampling, growing.nodes = likely, draft_sampling(message.sampling), message.node_cap
         if message.prediction and max(message.prediction) < info.vocab_size and isinstance(strategy, BestFirst):
             growing.source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         if message.sampling.penalised:
@@ -345,7 +348,7 @@ class Grower(Generic[K]):
         return growing
 
     def _add_features(self, growing: GrowingTree, features: Features) -> None:
-        """Those of the last pending tokens. Features that are missing are zero: that costs acceptance only."""
+        """Append features of the newest pending tokens. Missing features are zeros, which lowers acceptance only."""
         if not (size := self.feature_size):
             return
         parts = [part for part in (growing.features, features) if part is not None]
@@ -355,12 +358,12 @@ class Grower(Generic[K]):
         growing.features = np.concatenate(parts)[-len(growing.pending) :]
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
-        """Commit the part of the path whose KV is there; the rest becomes text to read."""
+        """Commit the part of the path whose KV is cached; the rest becomes pending text."""
         expanded = growing.growth.expanded
         walked = growing.growth.commit(tokens)
         held = 0
         if not growing.pending and not self.feature_size:
-            # A tree that starts anew needs the row of its root, so the last token is read again.
+            # A tree that restarts needs the draft distribution of its root, so the last token is read again.
             for node in walked[: len(walked) - growing.tree.restarts]:
                 if node not in expanded:
                     break
@@ -372,23 +375,23 @@ class Grower(Generic[K]):
         growing.pending += [int(t) for t in tokens[held:]]
         alive = growing.growth.expanded
         self.model.release(growing.kv_slot, () if growing.pending else alive)
-        for node in growing.likely.keys() - alive:  # the table is the one that `Ahead` reads
+        for node in growing.likely.keys() - alive:  # in place: `Ahead` reads the same dict
             del growing.likely[node]
         growing.rows_sent = {
             n for n in growing.rows_sent if n in growing.tree.nodes or n == growing.tree.root_id != ROOT
         }
-        growing.told_rest = False
+        growing.rest_sent = False
         growing.exhausted = growing.tree.length >= self.model.info.max_positions
 
     # -- one forward --------------------------------------------------------------------------------------------------
 
     def _rows(self, active: list[GrowingTree]) -> list[tuple[GrowingTree, Rows, list[int]]]:
-        """Text, then frontiers under a fair share of the row budget. nodes: the tree nodes whose rows come back."""
+        """(tree, rows of the forward, nodes to expand from its logits) of each tree; pending text before frontier nodes."""
         wanted = [growing.wanted_rows(self.max_rows, self.prefill_chunk) for growing in active]
-        shares = dealt(wanted, [growing.owner for growing in active], self.max_rows)
+        shares = fair_shares(wanted, [growing.owner for growing in active], self.max_rows)
         work: list[tuple[GrowingTree, Rows, list[int]]] = []
         for growing, share in zip(active, shares, strict=True):
-            if growing.exhausted or not growing.allowed:
+            if growing.exhausted or not growing.wants_tree:
                 continue
             if growing.pending:
                 chunk = growing.pending[:share]
@@ -408,15 +411,15 @@ class Grower(Generic[K]):
         return Rows(growing.kv_slot, *columns)
 
     def _forward(self, work: list[tuple[GrowingTree, Rows, list[int]]]) -> None:
-        """One forward, and the rows that it makes known. The host waits for it once, when there is nothing else to do."""
+        """One forward, after which the nodes are expanded. The host does its KV bookkeeping while the device computes, then waits once."""
         chains = [bool(g.pending) for g, _, _ in work]
         num_logits = [1 if chain else len(rows.node) for chain, (_, rows, _) in zip(chains, work, strict=True)]
-        asked: list[Asked] = []
+        pending: list[PendingRow] = []
         at = 0
         for (growing, _, nodes), num in zip(work, num_logits, strict=True):
-            asked += [Asked(at + i, growing, node) for i, node in enumerate(nodes)]
+            pending += [PendingRow(at + i, growing, node) for i, node in enumerate(nodes)]
             at += num
-        expand = launch(self.model, [rows for _, rows, _ in work], num_logits, asked)
+        expand = launch_forward(self.model, [rows for _, rows, _ in work], num_logits, pending)
         for (growing, rows, _), chain in zip(work, chains, strict=True):
             if chain:
                 self.model.commit(growing.kv_slot, int(rows.node[-1]), keep_below=False)
@@ -426,24 +429,24 @@ class Grower(Generic[K]):
         expand()
 
     def _words(self, growing: GrowingTree) -> DrawWords:
-        """For all draws of a level."""
+        """Random words for the draws of the next level."""
         self._draw_number += 1
         return DrawWords(growing.key, self.incarnation, self._draw_number)
 
     def _frame(self, growing: GrowingTree, draft_us: int) -> Grow:
-        """Everything drawn since the last frame, in draw order, with rows that have not travelled yet."""
+        """All nodes drawn since the last frame, in draw order, with the draft distributions that were not sent yet."""
         tree = growing.tree
-        ids = [n for n in range(growing.sent, tree.next_id) if n in tree.nodes]
+        ids = [n for n in range(growing.unsent, tree.next_id) if n in tree.nodes]
         records = [tree.nodes[n] for n in ids]
         rows = {}
         for record in records:
             parent = tree.at(record.parent)
-            name = tree.root_id if record.parent == ROOT else record.parent
-            if growing.ratio and not record.guess and parent.row is not None and name not in growing.rows_sent:
-                growing.rows_sent.add(name)
+            parent_id = tree.root_id if record.parent == ROOT else record.parent
+            if growing.ratio and not record.guess and parent.row is not None and parent_id not in growing.rows_sent:
+                growing.rows_sent.add(parent_id)
                 rows[record.parent] = parent.row
-        first, growing.sent = growing.sent, tree.next_id
-        growing.told_rest = growing.at_rest
+        first, growing.unsent = growing.unsent, tree.next_id
+        growing.rest_sent = growing.at_rest
         return Grow(
             growing.open.slot,
             tree.length,
@@ -453,85 +456,90 @@ class Grower(Generic[K]):
             np.array([r.token for r in records], dtype=np.int64),
             np.array([r.sampled for r in records], dtype=np.bool_),
             rows,
-            growing.told_rest,
+            growing.rest_sent,
             draft_us,
             guess=np.array([r.guess for r in records], dtype=np.bool_) if growing.open.ahead_cap else None,
         )
 
 
-# -- from a forward to the distributions that trees grow from, all nodes of one kind at once --------------------------
+# -- from a forward to draft distributions, all nodes of one kind at once -----------------------------------------------
 #
-# A row that ratio tests look at is declared: its K atoms are those on which both sides agree, so they are ranked with care. What grows
-# under shared noise is only matched. Its row does not travel and needs no order, but many more atoms before the noise speaks, for the
-# target's own token is often an unlikely one. The same goes for predicted bonus tokens, and any node may be one where a round stops.
-# A level whose nodes are all of one kind is reduced to atoms in the forward itself; whichever way, the host waits once.
+# A draft distribution that ratio tests read is sent: its K atoms must be the same on both sides, so they are ranked exactly. Under coupled
+# noise nodes are only matched: their distributions are not sent and need no order, but the noise chooses among many more candidates,
+# because the target's token is often an unlikely one. The same holds for predicted bonus tokens, and a round may stop at any node.
+# A level whose nodes are all of one kind is reduced to atoms within the forward; in both cases the host waits once.
 
 
-class Asked(NamedTuple):
-    """A node that waits for a row of a forward."""
+class PendingRow(NamedTuple):
+    """A node that is to be expanded with the draft distribution in a row of the forward."""
 
     row: int
     growing: GrowingTree
     node: int
 
     @property
-    def matched(self) -> bool:
+    def coupled(self) -> bool:
         return self.growing.open.law is DraftMode.COUPLED
 
     @property
-    def num_likely(self) -> int:
-        """Atoms for the noise to choose among."""
-        return MATCH_ATOMS if self.matched else GUESS_ATOMS if self.growing.shares_bonus else 0
+    def num_candidates(self) -> int:
+        """Tokens among which the noise chooses; 0 without shared noise."""
+        return COUPLED_CANDIDATES if self.coupled else BONUS_CANDIDATES if self.growing.shares_bonus else 0
 
 
 @torch.inference_mode()
-def launch(
-    model: LanguageModel, batch: Sequence[Rows], num_logits: Sequence[int], asked: Sequence[Asked]
+def launch_forward(
+    model: LanguageModel, batch: Sequence[Rows], num_logits: Sequence[int], pending: Sequence[PendingRow]
 ) -> Callable[[], None]:
-    """Run a forward. What comes back waits for it and expands the nodes."""
-    kinds: dict[tuple[bool, int], list[Asked]] = {}
-    for one in asked:
-        kinds.setdefault((one.matched, one.num_likely), []).append(one)
+    """Start a forward. The returned function waits for it and expands the nodes."""
+    kinds: dict[tuple[bool, int], list[PendingRow]] = {}
+    for one in pending:
+        kinds.setdefault((one.coupled, one.num_candidates), []).append(one)
     groups = list(kinds.values())
-    wanted = [_wanted(group, model.info.vocab_size) for group in groups]
-    if len(groups) == 1 and len(asked) == sum(num_logits) and not any(_is_edited(one.growing) for one in asked):
-        parts = [model.forward(batch, num_logits=num_logits, reduction=wanted[0][1])]
+    reductions = [_reduction_of(group, model.info.vocab_size) for group in groups]
+    if (
+        len(groups) == 1
+        and len(pending) == sum(num_logits)
+        and not any(_has_logit_edits(one.growing) for one in pending)
+    ):
+        parts = [model.forward(batch, num_logits=num_logits, reduction=reductions[0][1])]
     else:
         logits_TV = model.forward(batch, num_logits=num_logits)
         parts = [
-            reduced(_edited(group, logits_TV), reduction) for group, (_, reduction) in zip(groups, wanted, strict=True)
+            reduced(_edited_logits(group, logits_TV), reduction)
+            for group, (_, reduction) in zip(groups, reductions, strict=True)
         ]
 
     def expand() -> None:
         tables = fetched(parts)
-        for group, (kind, _), table in zip(groups, wanted, tables, strict=True):
+        for group, (kind, _), table in zip(groups, reductions, tables, strict=True):
             _expand(group, kind.read(table))
 
     return expand
 
 
-def _wanted(group: Sequence[Asked], vocab: int) -> tuple[Atoms, Reduction]:
-    """What is to be known of rows of one kind."""
-    num_atoms = 0 if group[0].matched else max(one.growing.open.num_atoms for one in group)
-    return atoms_of([one.growing.ranking for one in group], vocab, num_atoms, group[0].num_likely)
+def _reduction_of(group: Sequence[PendingRow], vocab: int) -> tuple[Atoms, Reduction]:
+    """The reduction of logits to atoms for rows of one kind."""
+    num_atoms = 0 if group[0].coupled else max(one.growing.open.num_atoms for one in group)
+    return atoms_of([one.growing.sampling for one in group], vocab, num_atoms, group[0].num_candidates)
 
 
-def _expand(group: Sequence[Asked], found: Found) -> None:
-    if group[0].matched:
-        _expand_matched(group, found)
+def _expand(group: Sequence[PendingRow], found: Found) -> None:
+    if group[0].coupled:
+        _expand_coupled(group, found)
         return
     rows = rows_of(found.ids, found.weight, [one.growing.open.num_atoms for one in group])
     for one, row in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row)
-    if group[0].num_likely:
+    if group[0].num_candidates:
         for one, likely in zip(group, found.likely, strict=True):
             one.growing.likely[one.node] = LikelyBonus(likely)
 
 
-def matched_rows(
+def coupled_rows(
     ids_TA: Ints, mass_TA: Floats, at: Sequence[tuple[Key, int]], num_atoms: Sequence[int]
 ) -> list[tuple[DraftDistribution, Floats]]:
-    """The atoms that the noise at (key, position) of a node favours, and that noise. mass: in any unit."""
+    """Of each node the K atoms that the noise at its (key, position) favours, with their noise. mass: unnormalised."""
     noise_TA = target_gumbel_batch(at, ids_TA)
     with np.errstate(divide="ignore"):
         perturbed_TA = np.log(mass_TA) + noise_TA
@@ -546,46 +554,46 @@ def matched_rows(
     return found
 
 
-def _expand_matched(group: Sequence[Asked], found: Found) -> None:
+def _expand_coupled(group: Sequence[PendingRow], found: Found) -> None:
     at = [(one.growing.key, one.growing.tree.at(one.node).depth) for one in group]
-    rows = matched_rows(*likely_tokens(found.likely), at, [one.growing.open.num_atoms for one in group])
+    rows = coupled_rows(*likely_tokens(found.likely), at, [one.growing.open.num_atoms for one in group])
     for one, (row, noise) in zip(group, rows, strict=True):
         one.growing.growth.expand(one.node, row, noise)
 
 
-def ranking(wanted: Sampling) -> Sampling:
-    """By what the rows of a tree are processed."""
+def draft_sampling(wanted: Sampling) -> Sampling:
+    """The processing of draft logits for a target with the sampling `wanted`."""
     if not wanted.greedy:
         return wanted
     return replace(wanted, temperature=GREEDY_TEMPERATURE, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def _is_edited(growing: GrowingTree) -> bool:
-    return growing.history is not None or growing.ranking.shifted
+def _has_logit_edits(growing: GrowingTree) -> bool:
+    return growing.history is not None or growing.sampling.shifted
 
 
-def _edited(group: Sequence[Asked], logits_TV: torch.Tensor) -> torch.Tensor:
-    """Their rows, after what the target adds to logits: allowed tokens, bias, penalties, each row under its own node's text."""
+def _edited_logits(group: Sequence[PendingRow], logits_TV: torch.Tensor) -> torch.Tensor:
+    """Logits of the group with the edits of the request (allowed tokens, bias, penalties), each row for the text of its node."""
     if len(group) < len(logits_TV):
-        logits_TV = logits_TV.index_select(0, _there([one.row for one in group], logits_TV))
-    logits_TV = shifted(logits_TV, [one.growing.ranking for one in group])
-    of_tree: dict[int, list[int]] = {}
+        logits_TV = logits_TV.index_select(0, _row_index([one.row for one in group], logits_TV))
+    logits_TV = shifted(logits_TV, [one.growing.sampling for one in group])
+    rows_of_tree: dict[int, list[int]] = {}
     for i, one in enumerate(group):
         if one.growing.history is not None:
-            of_tree.setdefault(one.growing.kv_slot, []).append(i)
-    if of_tree:
+            rows_of_tree.setdefault(one.growing.kv_slot, []).append(i)
+    if rows_of_tree:
         logits_TV = logits_TV.clone()
-    for mine in of_tree.values():
-        growing = group[mine[0]].growing
+    for own_rows in rows_of_tree.values():
+        growing = group[own_rows[0]].growing
         assert growing.history is not None
-        paths = [growing.path(group[i].node) for i in mine]
-        rows = _there(mine, logits_TV)
-        some = penalised(logits_TV.index_select(0, rows), growing.open.sampling, growing.history, paths)
-        logits_TV.index_copy_(0, rows, some.to(logits_TV.dtype))
+        paths = [growing.path(group[i].node) for i in own_rows]
+        rows = _row_index(own_rows, logits_TV)
+        edited = penalised(logits_TV.index_select(0, rows), growing.open.sampling, growing.history, paths)
+        logits_TV.index_copy_(0, rows, edited.to(logits_TV.dtype))
     return logits_TV
 
 
-def _there(rows: list[int], logits_TV: torch.Tensor) -> torch.Tensor:
+def _row_index(rows: list[int], logits_TV: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(rows)).to(logits_TV.device, non_blocking=True)
 
 
@@ -593,7 +601,7 @@ def _there(rows: list[int], logits_TV: torch.Tensor) -> torch.Tensor:
 
 
 def max_min(wants: Sequence[int], total: int) -> list[int]:
-    """Whole shares of `total`: nobody gets more than it wants, and nobody less than another unless it wants less."""
+    """Max-min fair integer shares of `total`: none exceeds its want, and only a share equal to its want is smaller than another."""
     shares, left = [0] * len(wants), total
     for served, i in enumerate(sorted(range(len(wants)), key=lambda i: wants[i])):
         shares[i] = min(wants[i], left // (len(wants) - served))
@@ -601,16 +609,16 @@ def max_min(wants: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def dealt(wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], rows: int) -> list[int]:
-    """Rows for each tree that wants some. owners: (verifier, tenant) of each; those alike at one level share alike.
+def fair_shares(wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], rows: int) -> list[int]:
+    """Rows of a level for each tree, max-min fair at each level of ownership. owners: (verifier, tenant) of each tree.
 
-    Whoever wants rows gets one: a level may exceed `rows` by that.
+    A tree that wants rows gets at least one, so the sum may exceed `rows`.
     """
-    shares = _dealt(list(range(len(wants))), wants, owners, rows)
+    shares = _nested_shares(list(range(len(wants))), wants, owners, rows)
     return [max(share, min(want, 1)) for share, want in zip(shares, wants, strict=True)]
 
 
-def _dealt(
+def _nested_shares(
     members: list[int], wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], rows: int, depth: int = 0
 ) -> list[int]:
     shares = [0] * len(wants)
@@ -625,6 +633,6 @@ def _dealt(
         groups.setdefault(owners[i][depth], []).append(i)
     totals = max_min([sum(wants[i] for i in group) for group in groups.values()], rows)
     for group, total in zip(groups.values(), totals, strict=True):
-        for i, share in enumerate(_dealt(group, wants, owners, total, depth + 1)):
+        for i, share in enumerate(_nested_shares(group, wants, owners, total, depth + 1)):
             shares[i] += share
     return shares

@@ -1,4 +1,4 @@
-"""The GPU checks in their smoke form, on the CPU: they run, count what they should, and need no rpc layer. No times are asserted."""
+"""Smoke runs of the GPU scripts on a CPU: they complete, report the expected rows and import no RPC code. Times are not asserted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[3]
-HEAD = {"check", "target", "environment", "device", "dtype", "smoke", "attention", "cuda_graphs", "parameters"}
+COMMON_FIELDS = {"check", "target", "environment", "device", "dtype", "smoke", "attention", "cuda_graphs", "parameters"}
 TIMES = {"ms", "ms_low", "ms_high"}
 WITHOUT_RPC = """
 import sys
@@ -29,8 +29,8 @@ plain_decoding.main(["--smoke", "--out", sys.argv[1]])
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _as_from_the_root():
-    """The benchmarks are no package; and a check turns gradients off."""
+def _script_environment():
+    """Make `benchmarks` importable, and restore the gradient mode that the scripts switch off."""
     gradients = torch.is_grad_enabled()
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT))
@@ -38,8 +38,8 @@ def _as_from_the_root():
     torch.set_grad_enabled(gradients)
 
 
-def written(path: Path, printed: str, columns: tuple[str, ...]) -> dict:
-    """The report in a file, once its table has been compared with what was printed."""
+def checked_report(path: Path, printed: str, columns: tuple[str, ...]) -> dict:
+    """The JSON report, after a check that the printed table has the same rows."""
     report = json.loads(path.read_text())
     lines = [line.split(" | ") for line in printed.splitlines() if " | " in line]
     assert lines[0] == list(columns)
@@ -47,7 +47,7 @@ def written(path: Path, printed: str, columns: tuple[str, ...]) -> dict:
     return report
 
 
-def settings_of(report: dict, *names: str) -> list[tuple]:
+def columns_of(report: dict, *names: str) -> list[tuple]:
     return [tuple(row[name] for name in names) for row in report["rows"]]
 
 
@@ -59,11 +59,11 @@ def test_plain_decoding_runs_and_nothing_imports_the_rpc_layer(tmp_path):
     assert done.returncode == 0, done.stderr
     from benchmarks.gpu.plain_decoding import COLUMNS
 
-    report = written(out, done.stdout, COLUMNS)
-    assert set(report) == HEAD | {"bandwidth_GB_s", "weight_bytes_read", "rows", "reached"}
-    assert settings_of(report, "sessions", "temperature") == list(itertools.product((1, 2), (0.0, 1.0)))
+    report = checked_report(out, done.stdout, COLUMNS)
+    assert set(report) == COMMON_FIELDS | {"bandwidth_GB_s", "weight_bytes_read", "rows", "reached"}
+    assert columns_of(report, "sessions", "temperature") == list(itertools.product((1, 2), (0.0, 1.0)))
     assert set(report["rows"][0]) == set(COLUMNS) | TIMES
-    embeddings = 256 * 64  # no step reads that table
+    embeddings = 256 * 64  # parameters of the input embeddings, which a step does not read
     assert report["weight_bytes_read"] == 4 * (report["parameters"] - embeddings)
     assert "no verdict" in done.stdout
 
@@ -72,15 +72,13 @@ def test_verify_rows_compares_every_width_with_one_row(tmp_path, capsys):
     from benchmarks.gpu import verify_rows
 
     verify_rows.main(["--smoke", "--out", str(tmp_path / "rows.json")])
-    report = written(tmp_path / "rows.json", capsys.readouterr().out, verify_rows.COLUMNS)
-    assert settings_of(report, "sessions", "temperature", "rows") == list(
-        itertools.product((1, 2), (0.0, 1.0), (1, 32))
-    )
+    report = checked_report(tmp_path / "rows.json", capsys.readouterr().out, verify_rows.COLUMNS)
+    assert columns_of(report, "sessions", "temperature", "rows") == list(itertools.product((1, 2), (0.0, 1.0), (1, 32)))
     assert all(row["ratio"] == row["forward_ratio"] == 1.0 for row in report["rows"] if row["rows"] == 1)
     assert set(report["rows"][0]) == set(verify_rows.COLUMNS) | TIMES
 
 
-def test_trees_of_a_round_have_the_rows_that_were_asked_for():
+def test_drawn_trees_have_the_requested_number_of_rows():
     from benchmarks.gpu.large import TINY, random_network
     from benchmarks.gpu.measuring import drawn
     from rootward.engine.model import HuggingFaceModel
@@ -93,20 +91,22 @@ def test_trees_of_a_round_have_the_rows_that_were_asked_for():
     assert {node for node, row in enumerate(snapshot.rows) if row is not None} == inner
 
 
-def test_growth_replays_levels_and_launches_them(tmp_path, capsys):
+def test_growth_replays_cuda_graphs_with_the_same_levels_and_rows(tmp_path, capsys):
     from benchmarks.gpu import growth
 
     growth.main(["--smoke", "--out", str(tmp_path / "growth.json")])
-    report = written(tmp_path / "growth.json", capsys.readouterr().out, growth.COLUMNS)
-    laws = ("greedy", "top_k", "coupled")
-    assert settings_of(report, "recorded", "law", "sessions") == list(itertools.product((False, True), laws, (1, 2)))
+    report = checked_report(tmp_path / "growth.json", capsys.readouterr().out, growth.COLUMNS)
+    draft_modes = ("greedy", "top_k", "coupled")
+    assert columns_of(report, "recorded", "law", "sessions") == list(
+        itertools.product((False, True), draft_modes, (1, 2))
+    )
     assert report["steps"]["replayed"] > report["steps"]["other"] > 0
     launched, replayed = report["rows"][:6], report["rows"][6:]
     assert [(row["levels"], row["rows"]) for row in launched] == [(row["levels"], row["rows"]) for row in replayed]
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed; it exists for Linux only")
-def test_attention_is_right_where_it_is_interpreted():
+def test_attention_is_correct_in_the_triton_interpreter():
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu.attention", "--smoke"],
         cwd=ROOT,
@@ -131,7 +131,7 @@ def test_engine_steps_counts_its_rows(tmp_path, capsys):
     assert "target: the same logits" in printed
 
 
-def test_device_verdicts_are_the_hosts(tmp_path, capsys):
+def test_verdicts_of_device_and_host_are_equal(tmp_path, capsys):
     from benchmarks.gpu import verification
 
     report = verification.main(["--smoke", "--out", str(tmp_path / "verdicts.json")])

@@ -13,7 +13,7 @@ from rootward.core.growth import BestFirst
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Key, target_gumbel
 from rootward.engine.atoms import Atoms, atoms_of
-from rootward.engine.grower import Grower, matched_rows
+from rootward.engine.grower import Grower, coupled_rows
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Reduction
 
@@ -27,7 +27,7 @@ def test_a_matched_row_holds_what_the_noise_favours_among_all_atoms(num_atoms: i
     law[3] = 0.0
     law[3, [7, 5]] = 0.75, 0.25
     at = [(Key(1), 5), (Key(1), 6), (Key(2, 3), 5), (Key(4), 1000)]
-    found = matched_rows(np.tile(np.arange(V), (4, 1)), law, at, [num_atoms] * 4)
+    found = coupled_rows(np.tile(np.arange(V), (4, 1)), law, at, [num_atoms] * 4)
     for probs, (key, position), (row, noise) in zip(law, at, found, strict=True):
         whole = target_gumbel(key, position, V)
         with np.errstate(divide="ignore"):

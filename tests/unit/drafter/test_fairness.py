@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drafter_service.growth_loop import UNFAIR, gives_up
-from rootward.engine.grower import dealt, max_min
+from rootward.engine.grower import fair_shares, max_min
 
 wants = st.lists(st.integers(0, 40), max_size=12)
 
@@ -28,7 +28,7 @@ def test_max_min_is_fair_and_wastes_nothing_that_is_wanted(wanted: list[int], to
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 9)), max_size=12), st.integers(1, 60))
 def test_dealing_gives_everybody_a_row_and_nobody_too_many(trees, rows: int) -> None:
     wanted = [want for *_, want in trees]
-    shares = dealt(wanted, [(verifier, tenant) for verifier, tenant, _ in trees], rows)
+    shares = fair_shares(wanted, [(verifier, tenant) for verifier, tenant, _ in trees], rows)
     assert all(min(want, 1) <= share <= want for share, want in zip(shares, wanted, strict=True))
     assert sum(shares) <= max(rows, 0) + sum(want > 0 for want in wanted)
     if sum(wanted) <= rows:
@@ -37,15 +37,15 @@ def test_dealing_gives_everybody_a_row_and_nobody_too_many(trees, rows: int) -> 
 
 def test_a_verifier_with_many_sessions_takes_no_more_than_its_half_from_one_with_few() -> None:
     owners = [("large", 0)] * 30 + [("small", 0)] * 2
-    shares = dealt([8] * 32, owners, 64)
+    shares = fair_shares([8] * 32, owners, 64)
     assert shares[30:] == [8, 8]  # all it wants
     assert sum(shares[:30]) == 48  # and what it leaves is not lost
-    shares = dealt([8] * 30 + [40] * 2, owners, 64)
+    shares = fair_shares([8] * 30 + [40] * 2, owners, 64)
     assert sum(shares[30:]) == 32
 
 
 def test_tenants_of_one_verifier_share_alike() -> None:
-    shares = dealt([10] * 10, [("v", "busy")] * 9 + [("v", "quiet")], 20)
+    shares = fair_shares([10] * 10, [("v", "busy")] * 9 + [("v", "quiet")], 20)
     assert shares[9] == 10
     assert sum(shares[:9]) == 10
 

@@ -1,10 +1,10 @@
-"""Who goes where, and who moves: plain values in and out."""
+"""Choice of a drafter for a session, and of moves between drafters."""
 
 from __future__ import annotations
 
 import pytest
 
-from verifier_service.drafter_pool import DrafterView, Move, moves, place
+from verifier_service.drafter_pool import DrafterView, Move, best_drafter, moves
 
 
 def view(
@@ -32,13 +32,13 @@ def view(
         ([view("new", 4), view("known", gain=2.0, latency_s=0.01)], "known"),
     ],
 )
-def test_the_best_has_room_gives_much_and_answers_soon(views, best) -> None:
-    assert place(views) == best
+def test_best_drafter_by_free_share_tokens_per_round_and_latency(views, best) -> None:
+    assert best_drafter(views) == best
 
 
-def test_whoever_cannot_take_a_session_is_not_asked_again() -> None:
-    assert place([view("a"), view("b", 9)], unfit={"a"}) == "b"
-    assert place([view("a")], unfit={"a"}) is None
+def test_unfit_drafters_are_excluded() -> None:
+    assert best_drafter([view("a"), view("b", 9)], unfit={"a"}) == "b"
+    assert best_drafter([view("a")], unfit={"a"}) is None
 
 
 def after(views: list[DrafterView], steps: list[Move]) -> dict[str, int]:
@@ -49,14 +49,14 @@ def after(views: list[DrafterView], steps: list[Move]) -> dict[str, int]:
     return held
 
 
-def test_a_new_drafter_is_filled_until_they_are_alike_and_then_nothing_moves() -> None:
+def test_sessions_move_to_a_new_drafter_until_loads_are_balanced() -> None:
     views = [view("old", 16), view("new", 0)]
     held = after(views, moves(views, most=100, most_urgent=0))
     assert held == {"old": 9, "new": 7}  # 9 is no more than 1.25 times 7 and one
     assert moves([view("old", held["old"]), view("new", held["new"])], most=100, most_urgent=0) == []
 
 
-def test_a_tick_moves_few() -> None:
+def test_moves_are_limited() -> None:
     assert moves([view("old", 16), view("new")], most=2, most_urgent=8) == [Move("old", "new")] * 2
 
 

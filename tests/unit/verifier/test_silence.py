@@ -17,16 +17,16 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
     busy, one = up(link()), session()
     opened(busy, one)
     for _ in range(20):
-        busy.judge(one.draft, missed=True)
+        busy.record_round(one.draft, missed=True)
     assert busy.room > 0  # slower than patience, but alive
-    busy.judge(one.draft, missed=False)
+    busy.record_round(one.draft, missed=False)
     busy.asked_s = long_ago(busy.stall_clock.now())
     for _ in range(4):
-        busy.judge(one.draft, missed=True)
-    busy.judge(one.draft, missed=False)
+        busy.record_round(one.draft, missed=True)
+    busy.record_round(one.draft, missed=False)
     for _ in range(5):
         assert busy.room > 0
-        busy.judge(one.draft, missed=True)
+        busy.record_round(one.draft, missed=True)
     assert busy.room == 0
     assert one.draft.link is None
     busy.breaker.until_s = 0.0
@@ -40,7 +40,7 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
     grown(busy, one.draft)
     busy.commit(one.draft, (2,))
     for _ in range(20):
-        busy.judge(one.draft, missed=True)
+        busy.record_round(one.draft, missed=True)
     assert one.draft.link is busy  # it may still come
     grown(busy, one.draft, 0)
     busy.commit(one.draft, (1,))
@@ -49,31 +49,31 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
         assert one.draft.link is busy  # we may have been away ourselves
         grown(busy, other.draft)
         busy.commit(other.draft, (1,))
-        busy.judge(other.draft, missed=False)
-        busy.judge(one.draft, missed=True)
+        busy.record_round(other.draft, missed=False)
+        busy.record_round(one.draft, missed=True)
     assert one.draft.link is None
     assert one.draft.at_rest  # what has arrived is verified once more
     assert other.draft.link is busy
     assert busy.room > 0
 
 
-@pytest.mark.parametrize("awake", [True, False], ids=["awake", "stopped"])
-async def test_a_pause_of_the_verifier_is_no_fault_of_its_drafters(awake: bool) -> None:
+@pytest.mark.parametrize("running", [True, False], ids=["running", "stopped"])
+async def test_a_pause_of_the_verifier_does_not_open_the_breaker(running: bool) -> None:
     """A process that was stopped finds every session's tree overdue at once: many misses, no evidence."""
     clock = FakeClock()
-    busy = up(Link("d", None, hello, lambda: None, awake=StallClock(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
+    busy = up(Link("d", None, hello, lambda: None, stall_clock=StallClock(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
     sessions = [session(number) for number in range(2 * MAX_MISSES)]
     for one in sessions:
         opened(busy, one)
     busy.flush()
     for _ in range(100):
-        await clock.advance(SILENT_S / 10 if awake else 0.0)
+        await clock.advance(SILENT_S / 10 if running else 0.0)
         busy.stall_clock.now()
-    await clock.advance(0.0 if awake else 10 * SILENT_S)
+    await clock.advance(0.0 if running else 10 * SILENT_S)
     for one in sessions:
-        busy.judge(one.draft, missed=True)
-    assert (busy.breaker.state(time.monotonic()) is State.CLOSED) is not awake
-    assert all((one.draft.link is busy) is not awake for one in sessions)
+        busy.record_round(one.draft, missed=True)
+    assert (busy.breaker.state(time.monotonic()) is State.CLOSED) is not running
+    assert all((one.draft.link is busy) is not running for one in sessions)
 
 
 def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:
