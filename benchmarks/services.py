@@ -83,8 +83,8 @@ LONGEST_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Concurrent sessions with `max_tokens` output tokens each, at temperature 1. name: prefix of the request ids; seed: of the first session,
-    the others count up."""
+    """Concurrent sessions with `max_tokens` output tokens each, at temperature 1. name: prefix of request ids; seed: that of the first
+    session, counted up for the others."""
 
     sessions: int
     max_tokens: int

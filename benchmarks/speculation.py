@@ -156,7 +156,7 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
                 random.Random(repetition).shuffle(names)
                 for name in names:
                     mode_client, wish = modes[name]
-                    # Warm-up: one request each without and with a fixed number of nodes, the rest for the controllers.
+                    # Warm-up: one request with each fixed number of nodes, `warm_up` requests with each controller.
                     if repetition < 0 and (name == "plain" or (name.endswith("nodes") and repetition < -1)):
                         continue
                     result = await mode_client.answer(prompts, wish, temperature, 1000 * (repetition + options.warm_up))

@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar
 
@@ -26,33 +27,27 @@ Json = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class TokenName:
-    """A token as people read it. A token that holds but a part of a character goes by its id."""
+    """A token as text; a token that is only part of a character is named by its id."""
 
     token: int
     text: str
     bytes: list[int] | None
 
 
-class TokenNames:
-    """Names of tokens, remembered: log-probabilities name the same ones again and again."""
+TokenNames = Callable[[int], TokenName]
 
-    def __init__(self, tokenizer: Tokenizer, max_size: int = 1 << 16):
-        self._tokenizer, self._max_size = tokenizer, max_size
-        self._known: dict[int, TokenName] = {}
 
-    def __getitem__(self, token: int) -> TokenName:
-        name = self._known.get(token)
-        if name is None:
-            if len(self._known) >= self._max_size:
-                self._known.clear()
-            name = self._known[token] = self._named(token)
-        return name
+def token_names(tokenizer: Tokenizer) -> TokenNames:
+    """The names of tokens, cached: log-probabilities name the same tokens again and again."""
 
-    def _named(self, token: int) -> TokenName:
-        text, raw = self._tokenizer.decode([token], skip_special_tokens=False), self._tokenizer.token_bytes(token)
-        return TokenName(
-            token, f"token_id:{token}" if REPLACEMENT in text else text, None if raw is None else list(raw)
-        )
+    @lru_cache(1 << 16)
+    def name(token: int) -> TokenName:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        raw = tokenizer.token_bytes(token)
+        text = f"token_id:{token}" if REPLACEMENT in text else text
+        return TokenName(token, text, None if raw is None else list(raw))
+
+    return name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -290,7 +285,7 @@ class ChatAnswer(Answer):
         if not self.reasoning or self.request.structure is not None:
             return "", text_of(spans)
         if index not in self._thoughts:
-            end = "".join(self.names[token].text for token in self.tally.prompts[index][-OPENING_TOKENS:])
+            end = "".join(self.names(token).text for token in self.tally.prompts[index][-OPENING_TOKENS:])
             self._thoughts[index] = ThoughtParser(opened=end.rstrip().endswith(OPEN))
         parser = self._thoughts[index]
         pieces = [parser.push(span.text) for span in spans]
@@ -324,9 +319,9 @@ def round_object(one: Seen, names: TokenNames) -> Json:
     tree = one.tree
     nodes = zip(tree.tokens, tree.parents, strict=True) if tree is not None else ()
     return {
-        "nodes": [{"token": names[token].text, "parent": parent} for token, parent in nodes],
+        "nodes": [{"token": names(token).text, "parent": parent} for token, parent in nodes],
         "path": [] if tree is None else list(tree.path),
-        "tokens": [names[token].text for token in one.tokens],
+        "tokens": [names(token).text for token in one.tokens],
     }
 
 
@@ -388,7 +383,7 @@ def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) 
     """One entry per token, null where there is none (the first token of an echoed prompt). The emitted token is always among its
     top ones."""
     return {
-        "tokens": [names[span.token].text for span in spans],
+        "tokens": [names(span.token).text for span in spans],
         "token_logprobs": [None if s.logprob is None else _number(s.logprob.logprob) for s in spans],
         "top_logprobs": [None if s.logprob is None else _top_by_text(s.token, s.logprob, names) for s in spans],
         "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
@@ -414,7 +409,7 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], nam
     entries: list[Json | None] = [None]
     for token, of in zip(prompt[1:], logprobs, strict=False):
         pairs = {**dict(of.top), token: of.logprob}
-        entries.append({str(t): {"logprob": _number(p), "decoded_token": names[t].text} for t, p in pairs.items()})
+        entries.append({str(t): {"logprob": _number(p), "decoded_token": names(t).text} for t, p in pairs.items()})
     return entries
 
 
@@ -422,7 +417,7 @@ def _top_by_text(token: int, of: TokenLogprob, names: TokenNames) -> dict[str, f
     """Of two tokens with the same text the later one goes by its id."""
     seen: dict[str, tuple[int, float]] = {}
     for candidate, logprob in [*of.top, (token, of.logprob)]:
-        text = names[candidate].text
+        text = names(candidate).text
         if seen.get(text, (candidate, 0.0))[0] != candidate:
             text = f"token_id:{candidate}"
         seen[text] = candidate, _number(logprob)
@@ -430,7 +425,7 @@ def _top_by_text(token: int, of: TokenLogprob, names: TokenNames) -> dict[str, f
 
 
 def _entry(token: int, logprob: float, names: TokenNames) -> Json:
-    name = names[token]
+    name = names(token)
     return {"token": name.text, "logprob": _number(logprob), "bytes": name.bytes}
 
 

@@ -21,7 +21,7 @@ from starlette.types import Scope
 
 import rootward
 from gateway import response_schemas, schemas
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer, TokenNames, model_card
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card, token_names
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, simple_error
 from gateway.models import Models
@@ -51,7 +51,7 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
     stored: answers of /v1/responses (default: in memory). reasoning_content: thoughts in tags are told apart in chats.
     """
     responses = stored or ResponseStore()
-    names, created = {service.served_model: TokenNames(service.tokenizer) for service in models}, int(time.time())
+    names, created = {service.served_model: token_names(service.tokenizer) for service in models}, int(time.time())
     app = FastAPI(
         title="Rootward",
         version=rootward.__version__,

@@ -64,8 +64,10 @@ class DemandWatch:
         self._registry, self._models, self._clock = registry, models, clock or SystemClock()
         self._looks: deque[Look] = deque()
         self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
-        self._ended = False
-        self._changed = asyncio.Event()  # set, and replaced, after every look
+        self.ended = False  # the gateway drains
+        self.changed = (
+            asyncio.Event()
+        )  # set, and replaced, after every look; take it before reading, so that no change is missed
 
     async def run(self) -> None:
         while True:
@@ -87,17 +89,8 @@ class DemandWatch:
 
     def end(self) -> None:
         """The gateway drains: streams end, KEDA asks another."""
-        self._ended = True
+        self.ended = True
         self._wake_up()
-
-    @property
-    def ended(self) -> bool:
-        return self._ended
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next look. Take it before looking at anything, so that no change is missed."""
-        return self._changed
 
     def active(self, pool: str) -> bool:
         """Whether sessions would take drafts of this pool."""
@@ -136,8 +129,8 @@ class DemandWatch:
             self._costs[pool] = self.signals(pool).cost
 
     def _wake_up(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 def by_id(workers: Iterable[Worker]) -> dict[str, Worker]:

@@ -8,9 +8,9 @@ refused from then on (`PoisonList`): it may be what verifiers die of.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -39,7 +39,6 @@ log = structlog.get_logger()
 MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
 MAX_DEATHS = 2  # of verifiers before the first token of a request
 POISON_TTL_S = 600.0
-MAX_POISON = 1024  # requests that are remembered
 
 T = TypeVar("T")
 
@@ -89,45 +88,28 @@ class Cutoff:
 
 
 class PoisonList:
-    """Requests that verifiers died of, by a hash of their content, for `POISON_TTL_S`: those of this gateway and, through the store of the
-    ledger, of all. `now` is in seconds."""
+    """Requests that verifiers died of, remembered for POISON_TTL_S by a hash of their content, in all gateways of a session store."""
 
-    def __init__(self, now: Callable[[], float], ledger: Ledger):
-        self._now, self._ledger = now, ledger
-        self._added: OrderedDict[bytes, float] = OrderedDict()
-        self._one = asyncio.Lock()
-
-    @asynccontextmanager
-    async def exclusive(self) -> AsyncGenerator[None]:
-        """Held by a request under suspicion until its first token. One at a time in all gateways: a verifier that dies of it accuses no
-        other one of them."""
-        async with self._one, self._ledger.suspicion():
-            yield
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
 
     async def check(self, request: VerifierRequest) -> None:
         """PoisonRequest if a request of this content is on the list."""
-        content = _content(request)
-        added = self._added.get(content)
-        own = added is not None and self._now() - added < POISON_TTL_S
-        if own or await self._ledger.is_poison(content.hex()):
+        if await self._ledger.is_poison(_content(request)):
             fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
             raise PoisonRequest("request", request.request_id, f"is refused: {fix}")
 
     async def add(self, request: VerifierRequest) -> None:
         content = _content(request)
-        self._added[content] = self._now()
-        self._added.move_to_end(content)
-        while len(self._added) > MAX_POISON:
-            self._added.popitem(last=False)
-        await self._ledger.add_poison(content.hex(), POISON_TTL_S)
-        log.error("poison_request", content=content.hex(), request_id=request.request_id, tenant=request.tenant)
+        await self._ledger.add_poison(content, POISON_TTL_S)
+        log.error("poison_request", content=content, request_id=request.request_id, tenant=request.tenant)
 
 
-def _content(request: VerifierRequest) -> bytes:
-    """What a verifier computes with; not what a client can vary at no cost (ids, seed, deadline, salt)."""
+def _content(request: VerifierRequest) -> str:
+    """Hash of the values that a verifier computes with, without those that a client can vary at no cost (ids, seed, deadline, salt)."""
     asked = (request.prompt, request.sampling, request.stopping, request.structure, request.prediction)
     logprobs = (request.logprobs, request.prompt_logprobs)
-    return blake2b(repr((asked, logprobs)).encode(errors="replace"), digest_size=16).digest()
+    return blake2b(repr((asked, logprobs)).encode(errors="replace"), digest_size=16).hexdigest()
 
 
 class Generation:
@@ -181,7 +163,7 @@ class Generation:
             async with AsyncExitStack() as exclusive:
                 try:
                     if self._deaths:
-                        await self._cutoff.wait(exclusive.enter_async_context(self._poison.exclusive()), "dispatch")
+                        await self._cutoff.wait(exclusive.enter_async_context(self._ledger.suspicion()), "dispatch")
                     upstream = await self._cutoff.wait(self._choose(), "dispatch")
                 except Aborted:
                     continue
@@ -219,7 +201,7 @@ class Generation:
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
             raise self._interrupted(f"no verifier is ready ({reason})")
-        self._metrics.routed(choice.outcome)
+        self._metrics.routed.labels(choice.outcome.value).inc()
         self._ledger.note(self._entry, verifier=choice.name)
         upstream = self._upstreams.get(choice.name)
         self._process = upstream.holder
@@ -360,7 +342,7 @@ class Generation:
         if not full:
             self._upstreams.lost(upstream.name)
         log.warning("redispatch", request_id=self._plan.request.request_id, verifier=upstream.name, error=str(error))
-        self._metrics.redispatched()
+        self._metrics.redispatched.inc()
         await self._ledger.next_epoch(self._entry)
 
     async def _count_death(self, upstream: Upstream, incarnation: int, error: ServiceError) -> None:
@@ -372,7 +354,7 @@ class Generation:
         self._deaths += 1
         if self._deaths >= MAX_DEATHS:
             await self._poison.add(self._plan.first)
-            self._metrics.poisoned()
+            self._metrics.poisoned.inc()
             await self._poison.check(self._plan.first)
 
     def _patience(self) -> float:

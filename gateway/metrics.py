@@ -1,15 +1,13 @@
-"""What the gateway counts. Names and meanings as in the reference of metrics; no label ever holds an id."""
+"""Metrics of the gateway. Names and meanings are those of docs/operations/metrics.md; labels never contain ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from gateway.requests import Delta, Ending, GenerateRequest
-from gateway.router import Outcome
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
 # Speculative tokens come in runs: their share of a run's time falls below vLLM's first bucket.
@@ -42,10 +40,17 @@ WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 COUNTS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 CHOICES = (1, 2, 5, 10, 20)
 
+GAUGES = {
+    "num_requests_running": "Requests at verifiers.",
+    "num_requests_waiting": "Requests waiting for a slot.",
+    "upstream_ready": "Verifiers that take requests.",
+    "session_store_up": "1 while the session store answers.",
+}
+
 
 @dataclass(slots=True)
 class Delivered:
-    """To clients, since the start. Every round ends with one bonus token."""
+    """Totals sent to clients since the start. Every round ends with one bonus token."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -65,9 +70,6 @@ class Metrics:
         def histogram(name: str, meaning: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"rootward_{name}", meaning, registry=registry, buckets=buckets)
 
-        def gauge(name: str, meaning: str) -> Gauge:
-            return Gauge(f"rootward_{name}", meaning, registry=registry)
-
         self._success = counter("request_success", "Generations that ended.", "finished_reason")
         self._refused = counter("requests_refused", "Requests that failed, by cause.", "reason")
         self._rejected = counter("requests_rejected", "Requests that may be tried again elsewhere or later.", "reason")
@@ -76,14 +78,10 @@ class Metrics:
         self._prompt = counter("prompt_tokens", "Prompt tokens of ended generations.")
         self._cached = counter("cached_prompt_tokens", "Those of them whose KV was there already.")
         self._generated = counter("generation_tokens", "Tokens delivered to clients.")
-        self._redispatched = counter("redispatch", "Attempts lost and begun anew.")
-        self._resumed = counter("requests_resumed", "Requests taken up again by clients.")
-        self._routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
-        self._poisoned = counter("requests_poisoned", "Requests refused because verifiers died of them.")
-        self._running = gauge("num_requests_running", "Requests at verifiers.")
-        self._waiting = gauge("num_requests_waiting", "Requests waiting for a place.")
-        self._ready = gauge("upstream_ready", "Verifiers that take requests.")
-        self._store_up = gauge("session_store_up", "1 while the session store answers.")
+        self.redispatched = counter("redispatch", "Attempts lost and begun anew.")
+        self.resumed = counter("requests_resumed", "Requests taken up again by clients.")
+        self.routed = counter("route_decisions", "Attempts by why their verifier was chosen.", "outcome")
+        self.poisoned = counter("requests_poisoned", "Requests refused because verifiers died of them.")
         self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
         self._itl = histogram("inter_token_latency_seconds", "Between runs of tokens, per token of the run.", BETWEEN)
         self._chunk = histogram("inter_chunk_latency_seconds", "Between runs of tokens, as a client sees it.", BETWEEN)
@@ -98,44 +96,13 @@ class Metrics:
         self._max_tokens = histogram("request_params_max_tokens", "What requests set as max_tokens.", COUNTS)
         self._n = histogram("request_params_n", "What requests set as n.", CHOICES)
 
-    def watch(
-        self,
-        running: Callable[[], float],
-        waiting: Callable[[], float],
-        ready: Callable[[], float],
-        store_up: Callable[[], float],
-    ) -> None:
-        """Gauges are read when they are asked for."""
-        self._store_up.set_function(store_up)
-        self._running.set_function(running)
-        self._waiting.set_function(waiting)
-        self._ready.set_function(ready)
-
     def of(self, request: GenerateRequest) -> RequestMetrics:
-        """The account of one generation, from its arrival on."""
+        """The metrics of one generation, from its arrival on."""
         if request.index == 0:
             self._n.observe(request.n)
         if request.max_tokens is not None:
             self._max_tokens.observe(request.max_tokens)
         return RequestMetrics(self)
-
-    def deliver(self, num_tokens: int, num_rounds: int) -> None:
-        """Tokens that leave for a client, whatever becomes of the rest."""
-        self._generated.inc(num_tokens)
-        self.delivered.num_tokens += num_tokens
-        self.delivered.num_rounds += num_rounds
-
-    def redispatched(self) -> None:
-        self._redispatched.inc()
-
-    def poisoned(self) -> None:
-        self._poisoned.inc()
-
-    def routed(self, outcome: Outcome) -> None:
-        self._routed.labels(outcome.value).inc()
-
-    def resumed(self) -> None:
-        self._resumed.inc()
 
 
 class RequestMetrics:
@@ -154,7 +121,9 @@ class RequestMetrics:
                 self._m._chunk.observe(now - self._last)
                 self._m._itl.observe((now - self._last) / len(delta.spans))
             self._last = now
-            self._m.deliver(len(delta.spans), sum(not span.accepted for span in delta.spans))
+            self._m._generated.inc(len(delta.spans))
+            self._m.delivered.num_tokens += len(delta.spans)
+            self._m.delivered.num_rounds += sum(not span.accepted for span in delta.spans)
         if delta.ending is not None:
             self._ended(delta.ending)
 

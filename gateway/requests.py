@@ -118,18 +118,6 @@ class Ending:
     warnings: tuple[str, ...] = ()
 
 
-def seen_at_the_end(ending: Ending) -> dict[str, str | int | float]:
-    """What a trace tells of a generation."""
-    return {
-        "finish_reason": ending.reason.value,
-        "prompt_tokens": ending.usage.prompt_tokens,
-        "completion_tokens": ending.usage.completion_tokens,
-        "queue_ms": ending.timing.queue_ms,
-        "ttft_ms": ending.timing.ttft_ms,
-        "block_efficiency": ending.stats.block_efficiency,
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A round to look at: the tree that was verified (None: none was) and what it committed, the accepted path and the bonus token."""

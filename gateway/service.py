@@ -17,9 +17,9 @@ from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
 from gateway.generation import Aborted, Cutoff, Generation, PoisonList
 from gateway.grammar_check import GrammarCheck
-from gateway.metrics import Metrics
+from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
-from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage, seen_at_the_end
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
 from gateway.router import Upstreams
 from gateway.session_store import (
     FINISHED,
@@ -41,10 +41,12 @@ from gateway.watching import WatchedRequest, Watching
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
+from rootward.metrics import Gauges
 from rootward.ports import Lease, ModelInfo
 from rootward.tracing import note, request_span, traceparent_of
 
-ABORT_S = 2.0  # for aborted generations to let go of everything
+ABORT_S = 2.0  # for aborted generations to release their resources
+SLOW_CLIENT_S = 5.0  # after the longest request, for a client to read the answer
 INLINE_TOKENS = INLINE_CHARACTERS // 4  # fewer become text in the loop
 CHARACTERS_A_TOKEN = (
     16  # a prompt of more than so many times the context cannot fit: it is refused before it is tokenised
@@ -103,15 +105,10 @@ class GatewayService:
         self._id_scope = served_model if beside_others else ""
         self._store, self._clock = store, SystemClock()
         self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
-        self.metrics.watch(
-            lambda: self.admission.num_running,
-            lambda: self.admission.num_waiting,
-            lambda: sum(u.ready for u in upstreams),
-            lambda: not self._ledger.down,
-        )
+        Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
-        self._poison = PoisonList(loop_time, self._ledger)
+        self._poison = PoisonList(self._ledger)
         self.drained = asyncio.Event()  # set when a drain that was asked for over the network has ended
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
@@ -137,6 +134,14 @@ class GatewayService:
         if self.upstreams.model is None:
             raise self.unavailable()
         return self.upstreams.model
+
+    def _gauges(self) -> dict[str, float]:
+        return {
+            "num_requests_running": self.admission.num_running,
+            "num_requests_waiting": self.admission.num_waiting,
+            "upstream_ready": sum(upstream.ready for upstream in self.upstreams),
+            "session_store_up": not self._ledger.down,
+        }
 
     def unavailable(self) -> Unavailable:
         """What is said before a verifier has told about the model."""
@@ -171,8 +176,16 @@ class GatewayService:
             async with aclosing(self._deltas(request, loop_time())) as deltas:
                 async for delta in deltas:
                     counts.delta(delta)
-                    if delta.ending is not None:
-                        note(span, **seen_at_the_end(delta.ending))
+                    if (ending := delta.ending) is not None:
+                        note(
+                            span,
+                            finish_reason=ending.reason.value,
+                            prompt_tokens=ending.usage.prompt_tokens,
+                            completion_tokens=ending.usage.completion_tokens,
+                            queue_ms=ending.timing.queue_ms,
+                            ttft_ms=ending.timing.ttft_ms,
+                            block_efficiency=ending.stats.block_efficiency,
+                        )
                     yield delta
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
@@ -381,7 +394,7 @@ class GatewayService:
             # Its record is lost, but a verifier may know its epochs: counts that begin with the time are above all of them.
             entry = await self._ledger.begin(name, described, least_epoch=int(self._clock.wall()))
         self._ledger.extend(entry, more)
-        self.metrics.resumed()
+        self.metrics.resumed.inc()
         return plan, entry, record
 
     async def _generation(

@@ -1,9 +1,4 @@
-"""The public gRPC face: rootward.v1.Inference and rootward.v1.Control.
-
-The public messages of rootward.v1 ↔ the gateway's own values.
-
-What an operator sees, as messages: events of requests and the load of verifiers.
-"""
+"""The public gRPC API: the services rootward.v1.Inference and rootward.v1.Control, and the codec of their messages."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Usage
 from gateway.router import Upstream
-from gateway.service import GatewayService
+from gateway.service import SLOW_CLIENT_S, GatewayService
 from gateway.tokenizer import Span
 from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest
@@ -40,7 +35,6 @@ from rootward.wire.public_codec import (
 from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import Context, errors_as_status
 
-SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 FEATURES = (
     "abort",
     "chat_template",

@@ -39,6 +39,8 @@ RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
 
+MAX_POISON = 1024  # requests that a MemoryStore remembers
+
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
 DOWN_PAUSE_S = 1.0  # between questions to a store that did not answer
 WRITING_SHARE = 0.1  # of the time at most
@@ -220,6 +222,8 @@ class MemoryStore:
     async def add_poison(self, content: str, ttl_s: float) -> None:
         """Remember the hash of a request that verifiers died of."""
         self._poison[content] = self._now() + ttl_s
+        if len(self._poison) > MAX_POISON:
+            del self._poison[next(iter(self._poison))]
 
     async def is_poison(self, content: str) -> bool:
         self._forget_expired()
@@ -401,7 +405,9 @@ class Ledger:
         """`model`: fingerprint of the served one, once it is known."""
         self._store, self._now, self._model = store, now, model
         self.prefixes = Prefixes(now)
-        self._own_buckets = Buckets(now)
+        self._stand_in = MemoryStore(
+            now=now
+        )  # of this gateway alone, for quotas and poison while the store does not answer
         self._lease_s, self._flush_s = lease_s, flush_s
         self._entries: set[Entry] = set()
         self._dirty = asyncio.Event()
@@ -475,28 +481,34 @@ class Ledger:
             async with asyncio.timeout(QUOTA_S):
                 wait_s = await self._store.take_tokens(tenant, cost, rate)
         except (StoreUnavailable, TimeoutError):
-            wait_s = self._own_buckets.take(tenant, cost, rate)
+            wait_s = await self._stand_in.take_tokens(tenant, cost, rate)
         if wait_s:
             raise out_of_tokens(tenant, cost, wait_s)
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
-        """For all gateways. Best effort: each one has a list of its own as well."""
+        """Remember the hash of a request that verifiers died of, here and, if the store answers, for all gateways."""
+        key = f"{self._model()}:{content}"
+        await self._stand_in.add_poison(key, ttl_s)
         with suppress(StoreUnavailable):
             self._must_be_up()
-            await self._store.add_poison(f"{self._model()}:{content}", ttl_s)
+            await self._store.add_poison(key, ttl_s)
 
     async def is_poison(self, content: str) -> bool:
-        """Whether a gateway has remembered it. A store that is slow is not waited for long."""
+        """Whether this gateway or another one has remembered it. Waits for the store for at most HINT_S."""
+        key = f"{self._model()}:{content}"
+        if await self._stand_in.is_poison(key):
+            return True
         with suppress(StoreUnavailable, TimeoutError):
             self._must_be_up()
             async with asyncio.timeout(HINT_S):
-                return await self._store.is_poison(f"{self._model()}:{content}")
+                return await self._store.is_poison(key)
         return False
 
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:
-        """One holder at a time in all gateways; without a store everybody holds it."""
+        """Held by one request at a time in all gateways; in this gateway alone while the store does not answer."""
         async with AsyncExitStack() as held:
+            await held.enter_async_context(self._stand_in.suspicion())
             with suppress(StoreUnavailable):
                 self._must_be_up()
                 await held.enter_async_context(self._store.suspicion())

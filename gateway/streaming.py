@@ -17,10 +17,9 @@ from gateway.choices import coalesced, concurrent_deltas, outputs, tokenised
 from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
-from gateway.service import INLINE_TOKENS, GatewayService
+from gateway.service import INLINE_TOKENS, SLOW_CLIENT_S, GatewayService
 from gateway.tokenizer import Output, Span
 
-SLOW_CLIENT_S = 5.0  # beyond the longest request, for a client to read what it was sent
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
@@ -101,14 +100,14 @@ class GenerationResponse(Response):
     ) -> AsyncGenerator[bytes, None]:
         """Chunks, with a comment in every long silence. The id of an event is the output position after it."""
         delta: Delta | None = first
-        pending: asyncio.Task[Delta | None] | None = None
+        pending: asyncio.Future[Delta | None] | None = None
         try:
             while delta is not None:
                 long = not delta.offset and _is_long(answer, [delta.prompt])
                 for chunk in await self._service.off_loop(long, answer.chunks, delta):
                     event_id = delta.offset + len(delta.spans) if answer.resumable else None
                     yield _event(chunk, event_id, typed=answer.typed_events)
-                pending = asyncio.create_task(_next_or_none(deltas))
+                pending = asyncio.ensure_future(anext(deltas, None))
                 while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
                     yield KEEP_ALIVE
                 delta = pending.result()
@@ -127,10 +126,6 @@ class GenerationResponse(Response):
 def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
     """Telling of these prompts would keep the loop."""
     return answer.tells_prompt and sum(map(len, prompts)) > INLINE_TOKENS
-
-
-async def _next_or_none(deltas: AsyncGenerator[Delta, None]) -> Delta | None:
-    return await anext(deltas, None)
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:

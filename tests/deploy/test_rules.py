@@ -14,9 +14,11 @@ from support.helm import CHART, ROOT, of_kind
 
 from drafter_service.metrics import GAUGES as OF_DRAFTER
 from drafter_service.metrics import Metrics as DrafterMetrics
+from gateway.metrics import GAUGES as OF_GATEWAY
 from gateway.metrics import Metrics as GatewayMetrics
 from rootward.core.audit import Draws
 from rootward.demand import DemandCollector, DrafterDemand, VerifierDemand
+from rootward.metrics import Gauges
 from verifier_service.audit import DrafterAudit
 from verifier_service.metrics import GAUGES as OF_VERIFIER
 from verifier_service.metrics import Metrics as VerifierMetrics
@@ -109,6 +111,7 @@ def families() -> dict[str, list[tuple[str, str]]]:
     demand = CollectorRegistry()
     demand.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
     gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), DrafterMetrics()
+    Gauges(gateway.registry, OF_GATEWAY, lambda: dict.fromkeys(OF_GATEWAY, 0.0))
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
     drafter.watch(lambda: dict.fromkeys(OF_DRAFTER, 0.0))
     audit = DrafterAudit(verifier.registry, "v")

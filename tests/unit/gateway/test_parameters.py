@@ -15,7 +15,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, collect, grpc_serving, ser
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
-from gateway.answers import TokenNames, completion_logprobs
+from gateway.answers import completion_logprobs, token_names
 from gateway.app import build_app
 from gateway.http_errors import invalid_body
 from gateway.models import Models
@@ -248,7 +248,7 @@ def test_tokens_with_one_text_are_told_apart() -> None:
             return None
 
     spans = [Span(2, "x", True, TokenLogprob(-1.0, ((1, -0.5), (2, -1.0), (3, -float("inf")))))]
-    told = completion_logprobs(spans, 10, TokenNames(Texts()))
+    told = completion_logprobs(spans, 10, token_names(Texts()))
     assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
     assert told["text_offset"] == [10]
 

@@ -111,14 +111,14 @@ async def test_a_poison_request_is_refused_by_every_gateway_of_a_store():
     assert not any(map(is_poison, fresh[0].requests))
 
 
-async def test_the_list_forgets():
+async def test_poison_requests_are_forgotten_after_their_time_in_every_gateway():
     now = 0.0
 
     def clock():
         return now
 
-    shared = Ledger(MemoryStore(now=clock), now=clock)
-    lists = [PoisonList(clock, shared), PoisonList(clock, shared)]
+    store = MemoryStore(now=clock)
+    lists = [PoisonList(Ledger(store, now=clock)) for _ in range(2)]
     request = VerifierRequest("r", POISON_IDS)
     await lists[0].add(request)
     for poisoned in lists:
