@@ -1,4 +1,4 @@
-"""Metrics of the gateway. Names and meanings are those of docs/operations/metrics.md; labels never contain ids."""
+"""Metrics of the gateway. Names and meanings are those of vLLM where vLLM has the metric; labels never contain ids."""
 
 from __future__ import annotations
 
