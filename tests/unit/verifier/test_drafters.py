@@ -274,7 +274,7 @@ def test_a_move_to_a_drafter_that_says_nothing_is_given_up() -> None:
 
 
 def due(pool: DrafterPool, one: Session) -> None:
-    pool._next_tick_s = 0.0
+    pool._next_balance_s = 0.0
     pool.balance([one])
 
 
