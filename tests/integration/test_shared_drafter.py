@@ -48,7 +48,7 @@ async def test_one_forward_per_level_for_all_sessions_of_two_verifiers() -> None
         wanting = {
             g.kv_slot
             for g in urgent or trees
-            if g.allowed and not g.exhausted and (g.pending or g.growth.own.frontier(1))
+            if g.wants_tree and not g.exhausted and (g.pending or g.growth.own.frontier(1))
         }
         frames = level()
         per_level.append(len(forwards) - before)

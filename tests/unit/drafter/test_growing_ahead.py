@@ -266,7 +266,7 @@ def test_growth_goes_on_after_a_round_if_pauses_are_longer_than_two_levels(
 ) -> None:
     clock = FakeClock()
     drafter: Grower[int] = Grower(Counting(5, seed=3, max_slots=1), incarnation=9, ahead_budget=BUDGET, clock=clock)
-    drafter.idle_time.level_took = lambda seconds: setattr(drafter.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
+    drafter.idle_time.record_level = lambda seconds: setattr(drafter.idle_time, "level_s", 1.0)  # type: ignore[method-assign]
     drafter.open(1, ahead(law=law, bonus_key=bonus_key))
     text = list(PREFIX)
     for round_ in range(3):
