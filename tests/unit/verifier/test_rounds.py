@@ -22,10 +22,10 @@ class Pool:
     up = ("d",)
 
     def __init__(self) -> None:
-        self.judged: list[bool] = []
+        self.missed: list[bool] = []
 
-    def judge(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
-        self.judged.append(missed)
+    def record_round(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
+        self.missed.append(missed)
 
     def round(self, session: Session, now_s: float) -> None:
         pass
@@ -50,7 +50,7 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     draft.has_growth, draft.at_rest = True, came_to_rest
     before = session.statistics.tokens(4)
     assert rounds.ended(session, Outcome((3,), 0)) is heard  # before the first growth nobody waits
-    assert pool.judged == [True]  # though a drafter that never says anything must be found out
+    assert pool.missed == [True]  # though a drafter that never says anything must be found out
     assert (session.statistics.tokens(4) < before) is heard  # a wait in vain is a cost of trees
 
 
