@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +38,7 @@ from rootward.errors import ConfigurationError
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")
 PLAIN, SPECULATIVE = "plain", "speculative"
 START_S, ANSWER_S = 600.0, 600.0
+LOG_LINES = 15  # of a server that ended, shown
 PREFIX_LENGTH = 3  # tokens that llama.cpp's n-gram look-up matches; its default of 12 hardly ever matches in a chat
 TASKS = (
     "Explain in a few sentences how {} works.",
@@ -183,7 +185,8 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
         gateway = ("--model", str(given.model), "--verifiers", verifier, "--http-listen", http)
         await stack.enter_async_context(service("gateway", *gateway))
         url, name = f"http://{http}", Path(given.model).name
-        await answering(url, name)
+        while not await completes(url, name):
+            await asyncio.sleep(0.5)
         yield [
             HttpEngine(PLAIN, url, name, {"speculation": "disabled"}),
             HttpEngine(SPECULATIVE, url, name, {"speculation": "auto"}),
@@ -225,9 +228,8 @@ async def llama_cpp_engines(given: argparse.Namespace) -> AsyncIterator[list[Eng
         engines: list[Engine] = []
         for mode, flags in ((PLAIN, ()), (SPECULATIVE, speculation)):
             port = free_port()
-            await stack.enter_async_context(running(*common, "--port", str(port), *flags))
             url = f"http://127.0.0.1:{port}"
-            await answering(url)
+            await stack.enter_async_context(answering(url, *common, "--port", str(port), *flags))
             sampling = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # its defaults cut the distribution
             engines.append(HttpEngine(mode, url, "model", sampling))
         yield engines
@@ -251,9 +253,8 @@ async def vllm_engines(given: argparse.Namespace) -> AsyncIterator[list[Engine]]
         engines: list[Engine] = []
         for mode, flags in ((PLAIN, ()), (SPECULATIVE, ("--speculative-config", json.dumps(config)))):
             port = free_port()
-            await stack.enter_async_context(running(*common, "--port", str(port), *flags, environment=environment))
-            url = f"http://127.0.0.1:{port}"
-            await answering(url)
+            url, own = f"http://127.0.0.1:{port}", (*common, "--port", str(port), *flags)
+            await stack.enter_async_context(answering(url, *own, environment=environment))
             engines.append(HttpEngine(mode, url, "model"))
         yield engines
 
@@ -267,33 +268,39 @@ STARTS = {
 
 
 @asynccontextmanager
-async def running(*command: str, environment: dict[str, str] | None = None) -> AsyncIterator[None]:
-    """A process without output, ended on exit."""
-    null = asyncio.subprocess.DEVNULL
+async def answering(url: str, *command: str, environment: dict[str, str] | None = None) -> AsyncIterator[None]:
+    """A server that completes prompts, ended on exit. RuntimeError with the end of its log if it ends before it answers."""
     env = {**os.environ, **(environment or {})}
-    process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=null, env=env)
-    try:
-        yield
-    finally:
-        if process.returncode is None:
-            process.terminate()
+    with tempfile.TemporaryFile() as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=asyncio.subprocess.STDOUT, env=env
+        )
         try:
-            await asyncio.wait_for(process.wait(), 30)
-        except TimeoutError:
-            process.kill()
-
-
-async def answering(url: str, model: str = "model") -> None:
-    """Wait until the server completes a prompt. TimeoutError after START_S."""
-    body = {"model": model, "prompt": "Hello", "max_tokens": 1}
-    async with httpx.AsyncClient(timeout=ANSWER_S) as client, asyncio.timeout(START_S):
-        while True:
+            async with asyncio.timeout(START_S):
+                while not await completes(url):
+                    if process.returncode is not None:
+                        output.seek(0)
+                        last = "\n".join(output.read().decode(errors="replace").splitlines()[-LOG_LINES:])
+                        raise RuntimeError(f"{command[0]}: ended with exit code {process.returncode}\n{last}")
+                    await asyncio.sleep(0.5)
+            yield
+        finally:
+            if process.returncode is None:
+                process.terminate()
             try:
-                if (await client.post(f"{url}/v1/completions", json=body)).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            await asyncio.sleep(0.5)
+                await asyncio.wait_for(process.wait(), 30)
+            except TimeoutError:
+                process.kill()
+
+
+async def completes(url: str, model: str = "model") -> bool:
+    """Whether the server completes a prompt now."""
+    body = {"model": model, "prompt": "Hello", "max_tokens": 1}
+    try:
+        async with httpx.AsyncClient(timeout=ANSWER_S) as client:
+            return (await client.post(f"{url}/v1/completions", json=body)).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def prompts_of(given: argparse.Namespace, count: int) -> list[str]:
