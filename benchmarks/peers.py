@@ -4,7 +4,7 @@
     python -m benchmarks.peers --show RESULT.json --readme README.md
 
 Every engine continues the same prompts by the same number of tokens, plainly and with its own speculation. Each repetition runs all
-engines one after another, in a rotated order, while the others are idle: a machine whose speed changes slows all of them alike. Rootward
+engines one after another, in a rotated order, while the others stand still: a machine whose speed changes slows all of them alike. Rootward
 runs as services (verifier, gateway, and a drafter with `--draft`); transformers has no server and runs in a process of its own. An engine
 that is not installed is reported with the command that installs it.
 """
@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from statistics import median
 from typing import Any, Protocol
 
 import httpx
+import psutil
 
 from benchmarks.contexts import read_prompts
 from benchmarks.peers_report import as_markdown, print_tables, write_readme
@@ -38,6 +39,7 @@ from rootward.errors import ConfigurationError
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")
 PLAIN, SPECULATIVE = "plain", "speculative"
 START_S, ANSWER_S = 600.0, 600.0
+SETTLE_S = 1.0  # before a measurement: some engines poll for a while after their last answer
 LOG_LINES = 15  # of a server that ended, shown
 PREFIX_LENGTH = 3  # tokens that llama.cpp's n-gram look-up matches; its default of 12 hardly ever matches in a chat
 TASKS = (
@@ -339,6 +341,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     engines: dict[tuple[str, str], Engine] = {}
+    processes: dict[str, set[psutil.Process]] = {}
     missing: dict[str, str] = {}
     found: dict[tuple[str, str, float, int], Series] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -347,9 +350,11 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         task = bar.add_task("starting", total=None)
         for system in given.systems:
             bar.update(task, description=f"starting {system}")
+            before = set(psutil.Process().children())
             try:
                 for engine in await stack.enter_async_context(STARTS[system](given)):
                     engines[system, engine.mode] = engine
+                processes[system] = set(psutil.Process().children()) - before
             except MissingError as why:
                 missing[system] = str(why)
                 bar.console.print(f"{system} is missing: {why}")
@@ -363,7 +368,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         for job, (system, mode) in runs:
             batch = len(job.prompts)
             bar.update(task, description=f"{system}, {mode}, T = {job.temperature:g}, batch {batch}")
-            run = await engines[system, mode].run(job)
+            async with alone(system, processes):
+                run = await engines[system, mode].run(job)
             if job.seed:  # 0 is the warm-up
                 key = (system, mode, job.temperature, batch)
                 found.setdefault(key, Series(*key)).runs.append(run)
@@ -378,6 +384,26 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         "missing": missing,
         "series": [series.as_json() for series in found.values()],
     }
+
+
+@asynccontextmanager
+async def alone(system: str, processes: Mapping[str, Collection[psutil.Process]]) -> AsyncIterator[None]:
+    """The processes of all other systems stand still (SIGSTOP): some engines poll while they have nothing to do."""
+    others = [
+        process
+        for other, roots in processes.items()
+        if other != system
+        for root in roots
+        for process in (root, *root.children(recursive=True))
+    ]
+    for process in others:
+        process.suspend()
+    try:
+        await asyncio.sleep(SETTLE_S)
+        yield
+    finally:
+        for process in others:
+            process.resume()
 
 
 def rotated(keys: list[tuple[str, str]], turn: int) -> list[tuple[str, str]]:
