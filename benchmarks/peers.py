@@ -413,15 +413,15 @@ def rotated(keys: list[tuple[str, str]], turn: int) -> list[tuple[str, str]]:
 
 
 def versions(given: argparse.Namespace, missing: dict[str, str]) -> dict[str, str]:
-    """Of the engines that run from binaries: the last word of their version line."""
+    """Of the engines that run from binaries: the line that says it, among others that some print."""
     import subprocess
 
     found = {}
     for system, command in (("llama.cpp", given.llama_server), ("vllm", given.vllm)):
         if system in given.systems and system not in missing:
             done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=120, check=False)
-            lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            version = [line for line in lines if line.startswith("version:")] or lines[-1:]
+            lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+            version = [line for line in lines if line.startswith("version:") or line[:1].isdigit()]
             found[system] = version[0].removeprefix("version:").strip() if version else "unknown"
     return found
 
