@@ -102,24 +102,30 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
     construction  a key of `TABLE`: a builder's name, a `requests.DraftMode`, or what was done to a tree
     algorithm     "match", or a name `verification.law` takes; match and block have no use for `replacement`
     """
-    row, column = _row(construction), _column(algorithm, replacement)
-    if column in row.lossless:
-        return
-    reason = row.reason or (NOT_DRAWN if row == _CHOSEN else _BY_COLUMN[column])
-    law = f"{algorithm}, replacement={replacement}"
-    raise ValueError(f"algorithm: {law} is not lossless for {construction} ({row.what}); it {reason}")
+    if reason := _reason(construction, algorithm, replacement):
+        raise ValueError(f"algorithm: {algorithm}, replacement={replacement} {reason}")
 
 
 def check_rule(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> None:
-    """`check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
+    """As `check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
     construction = strategy.name if mode.ratio and strategy.name != "best_first" else mode.value
-    if mode is DraftMode.COUPLED:  # no shape of the tree would help
-        check_pair(construction, rule.value)
+    if mode is DraftMode.COUPLED and rule is not Rule.MATCH:  # no shape of the tree would help
+        raise ValueError(f"rule: {rule.value} {_reason(construction, rule.value)}")
     if rule is Rule.BLOCK and strategy.name != "chain":
         raise ValueError(f"rule: block is not lossless for {strategy}; it {NEEDS_CHAIN}, or draft_strategy chain:K")
     if rule is Rule.MULTI_STEP and mode is not DraftMode.IID:
         raise ValueError(f"rule: multi_step is not lossless for {strategy}; it {RANDOM_ORDER}; use iid:B1,B2,...")
-    check_pair(construction, rule.value, replacement=mode is DraftMode.IID)
+    if reason := _reason(construction, rule.value, mode is DraftMode.IID):
+        raise ValueError(f"rule: {rule.value} {reason}")
+
+
+def _reason(construction: str, algorithm: str, replacement: bool = False) -> str:
+    """Why this verifier is not lossless for a construction; "" if it is."""
+    row, column = _row(construction), _column(algorithm, replacement)
+    if column in row.lossless:
+        return ""
+    reason = row.reason or (NOT_DRAWN if row == _CHOSEN else _BY_COLUMN[column])
+    return f"is not lossless for {construction} ({row.what}); it {reason}"
 
 
 def _row(construction: str) -> Construction:
