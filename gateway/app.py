@@ -42,7 +42,9 @@ PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
 REFUSAL: dict[int | str, dict[str, Any]] = {
     "default": {"model": schemas.Error, "description": "A refusal or a failure."}
 }
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}  # of Completion or ChatChunk, then [DONE]; of events of a Response
+EVENTS = {
+    "text/event-stream": {"schema": {"type": "string"}}
+}  # of Completion or ChatChunk, then [DONE]; of events of a Response
 
 
 def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_content: bool = False) -> FastAPI:

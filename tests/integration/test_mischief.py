@@ -50,7 +50,7 @@ def no_quarantine(monkeypatch) -> None:
     """Or the mischief would be over after three frames."""
     for limit in ("MAX_OFFENCES", "MAX_MISSES"):
         monkeypatch.setattr(verifier_service.drafter_link, limit, 1 << 60)
-    for pause in ("FIRST_RETRY_S", "LONGEST_RETRY_S"):
+    for pause in ("FIRST_RETRY_S", "MAX_RETRY_S"):
         monkeypatch.setattr(verifier_service.drafter_link, pause, 0.01)
 
 
