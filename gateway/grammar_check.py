@@ -160,7 +160,10 @@ async def _exchange(child: Process, question: dict[str, Any]) -> dict[str, Any]:
     """EOFError when the child ends without an answer."""
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(json.dumps(question).encode() + b"\n")
+    try:
+        child.stdin.write(json.dumps(question).encode() + b"\n")
+    except RuntimeError as error:  # uvloop, of a pipe that has closed
+        raise EOFError from error
     await child.stdin.drain()
     line = await child.stdout.readline()
     if not line:

@@ -7,10 +7,12 @@ One torch thread per process: tests start several processes, and their threads w
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import RUNNING
 
 torch.set_num_threads(1)
 os.environ.setdefault("ROOTWARD_NUM_THREADS", "1")  # of the services that tests start
@@ -68,3 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = f"{item.path.relative_to(TESTS).as_posix()}::{item.name}"
         if name.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """A failure shows how the log of every running service ends: an internal error is told apart only there."""
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        for service in RUNNING:
+            report.sections.append((f"log of {service.command[2]} at {service.address}", service.output()[-4000:]))

@@ -24,6 +24,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+RUNNING: set[Service] = set()  # whose logs a failing test shows
+
+
 class Service:
     """`python -m module flags…`; use as a context manager. `address` is the gRPC one, `http` the gateway's other."""
 
@@ -35,6 +38,7 @@ class Service:
 
     def start(self) -> Self:
         self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=self.log, text=True)
+        RUNNING.add(self)
         assert self.process.stdout is not None
         alarm = threading.Timer(START_S, self.process.kill)
         alarm.start()
@@ -74,6 +78,7 @@ class Service:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
+        RUNNING.discard(self)
         self.log.close()
 
 
