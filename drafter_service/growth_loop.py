@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
 
+import rootward
 from drafter_service.metrics import Metrics, Spans
 from drafter_service.stream import Stream
 from rootward.core.frames import (
@@ -110,7 +111,7 @@ class DrafterService:
 
     def describe(self) -> DrafterInfo:
         """What this drafter tells outside a stream."""
-        return DrafterInfo(self.info, self._answer(None), self._load())
+        return DrafterInfo(self.info, self._answer(None), self._load(), rootward.__version__, time.time())
 
     async def __aenter__(self) -> DrafterService:
         self._growth = asyncio.create_task(self._grow_forever(), name="growth")

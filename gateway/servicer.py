@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -158,6 +159,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             drafters=self._drafters(),
             features=FEATURES,
             uptime_s=first.uptime_s,
+            clock_s=time.time(),
         )
 
     async def GetModelInfo(self, request: control_pb2.GetModelInfoRequest, context: Context) -> control_pb2.ModelInfo:

@@ -177,6 +177,8 @@ class VerifierInfo:
     max_sessions: int = 0
     draining: bool = False
     stats: dict[str, float] = field(default_factory=dict)
+    version: str = ""  # of the software
+    clock_s: float = 0.0  # seconds since 1970 on its clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +188,8 @@ class DrafterInfo:
     model: ModelInfo
     ack: HelloAck
     load: Load = field(default_factory=Load)
+    version: str = ""  # of the software
+    clock_s: float = 0.0  # seconds since 1970 on its clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,12 @@ def available_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
+def thread_variables() -> dict[str, str]:
+    """Variables of the environment that bound the threads of numerical libraries, where they are set."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
 def as_rank(index: int, size: int) -> None:
     """Make this process look like one that torchrun has started on this machine: transformers looks there for the GPU to use."""
     os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))

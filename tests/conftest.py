@@ -28,6 +28,7 @@ SLOW = (  # beginnings of "file::test"
     "e2e/test_lm_eval.py",
     "e2e/test_many_streams.py",
     "e2e/test_parameters_served.py",
+    "e2e/test_plan_and_doctor.py",
     "integration/test_gateway_drain.py",
     "integration/test_gateway_local.py",
     "integration/test_grace_periods.py",

@@ -98,13 +98,18 @@ class DrafterPool:
         return tuple(link.name for link in self.links if link.ack is not None)
 
     def gauges(self) -> dict[str, float]:
-        """Values of the metrics with these names."""
+        """Values of the metrics with these names, and of each drafter the time from a commit to its first growth after it."""
         now_s = time.monotonic()
         return {
             "drafters_up": len(self.up),
             "drafters_draining": sum(link.draining or link.leaving for link in self.links),
             "drafters_left_alone": sum(link.breaker.state(now_s) is not State.CLOSED for link in self.links),
             "drafter_moves_total": self.num_moves,
+            **{
+                f"drafter_first_growth_ms/{link.name}": 1e3 * link.pace.first_s
+                for link in self.links
+                if link.pace.first_s
+            },
         }
 
     def possible(self, pool: str = "") -> bool:

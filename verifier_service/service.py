@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from contextlib import asynccontextmanager
 import structlog
 from redis.asyncio import Redis, RedisCluster
 
+import rootward
 from rootward.core.frames import Hello
 from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
@@ -162,6 +164,8 @@ class VerifierService:
             self.max_sessions,
             self.draining,
             self._stats(),
+            rootward.__version__,
+            time.time(),
         )
 
     def _stats(self) -> dict[str, float]:

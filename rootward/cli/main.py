@@ -12,8 +12,10 @@ from rootward.cli.bench import bench
 from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
+from rootward.cli.doctor import doctor
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
+from rootward.cli.plan import plan
 from rootward.cli.serve import OWN_FLAGS, serve
 from rootward.cli.status import status
 from rootward.cli.top import top
@@ -65,6 +67,7 @@ def _root(
     [bold]With your models[/bold], each in a terminal or on a machine of its own:
 
       rootward check-pair TARGET DRAFT
+      rootward plan TARGET DRAFT
       rootward check TARGET DRAFT
       rootward serve drafter --model DRAFT
       rootward serve verifier --model TARGET --drafters 127.0.0.1:50061
@@ -85,10 +88,12 @@ app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
 app.command("train-draft", context_settings=OWN_FLAGS)(train_draft)
+app.command(context_settings=OWN_FLAGS)(plan)
 app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)
 app.command()(check)
+app.command()(doctor)
 app.command()(status)
 app.command()(top)
 

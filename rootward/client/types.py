@@ -206,6 +206,7 @@ class ServerInfo:
     drafters: tuple[Worker, ...] = ()
     features: tuple[str, ...] = ()
     uptime_s: float = 0.0
+    clock_s: float = 0.0  # seconds since 1970 on its clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class ServerInfo(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     UPTIME_S_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """of the software"""
     role: _builtins.str
@@ -85,6 +86,8 @@ class ServerInfo(_message.Message):
     lossless: Global___ServerInfo.LosslessLevel.ValueType
     """the lowest of the models"""
     uptime_s: _builtins.float
+    clock_s: _builtins.float
+    """seconds since 1970 on its clock"""
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelInfo]: ...
     @_builtins.property
@@ -108,10 +111,11 @@ class ServerInfo(_message.Message):
         drafters: _abc.Iterable[Global___WorkerInfo] | None = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         uptime_s: _builtins.float = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "features", b"features", "incarnation", b"incarnation", "lossless", b"lossless", "models", b"models", "role", b"role", "uptime_s", b"uptime_s", "verifiers", b"verifiers", "version", b"version", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "drafters", b"drafters", "features", b"features", "incarnation", b"incarnation", "lossless", b"lossless", "models", b"models", "role", b"role", "uptime_s", b"uptime_s", "verifiers", b"verifiers", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -641,6 +641,12 @@ class DrafterInfo(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """of the software"""
+    clock_s: _builtins.float
+    """seconds since 1970 on its clock"""
     @_builtins.property
     def model(self) -> _control_pb2.ModelInfo: ...
     @_builtins.property
@@ -655,10 +661,12 @@ class DrafterInfo(_message.Message):
         model: _control_pb2.ModelInfo | None = ...,
         ack: Global___HelloAck | None = ...,
         load: Global___Load | None = ...,
+        version: _builtins.str = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "load", b"load", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "clock_s", b"clock_s", "load", b"load", "model", b"model", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -494,6 +494,8 @@ class VerifierInfo(_message.Message):
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CLOCK_S_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.int
     """random per process start"""
@@ -501,6 +503,10 @@ class VerifierInfo(_message.Message):
     num_waiting: _builtins.int
     max_sessions: _builtins.int
     draining: _builtins.bool
+    version: _builtins.str
+    """of the software"""
+    clock_s: _builtins.float
+    """seconds since 1970 on its clock"""
     @_builtins.property
     def model(self) -> _control_pb2.ModelInfo: ...
     @_builtins.property
@@ -523,10 +529,12 @@ class VerifierInfo(_message.Message):
         max_sessions: _builtins.int = ...,
         draining: _builtins.bool = ...,
         stats: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        version: _builtins.str = ...,
+        clock_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "draining", b"draining", "incarnation", b"incarnation", "max_sessions", b"max_sessions", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "stats", b"stats", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_s", b"clock_s", "drafters", b"drafters", "draining", b"draining", "incarnation", b"incarnation", "max_sessions", b"max_sessions", "model", b"model", "num_running", b"num_running", "num_waiting", b"num_waiting", "stats", b"stats", "version", b"version", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,74 @@
+"""`rootward doctor`: looks at this machine, or at a running system, and says what to change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rootward.cli.options import ApiKey, Output, OutputFormat
+from rootward.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from rootward.doctor.findings import Finding
+
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+def doctor(
+    gateway: Annotated[
+        str, typer.Option(help="A running system: its gateway, as host:port or grpcs://host:port.", show_default=False)
+    ] = "",
+    api_key: ApiKey = "",
+    redis_url: Annotated[str, typer.Option(help="Redis of that system.", show_default=False)] = "",
+    tls_authority: Annotated[Path | None, typer.Option(help="PEM file of the authority of its certificates.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file to call its workers with.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the key of that certificate.")] = None,
+    output: Output = OutputFormat.text,
+) -> None:
+    """Look at this machine (cores, threads, memory, processor, GPU, packages, limits), and with --gateway at a running system, too.
+
+    Of a system: is it reachable, are its verifiers and drafters there and of one version and tokenizer, are drafters far away, is KV
+    memory nearly full, does Redis answer and keep its leases, do certificates end soon, do clocks differ. Exit code 0, or 3 if there is a
+    problem; warnings are none.
+
+    [bold]Examples[/bold]
+
+      rootward doctor
+      rootward doctor --gateway 127.0.0.1:50051 --redis-url redis://127.0.0.1:6379/0
+    """
+    from rich.console import Console
+
+    from rootward.doctor import machine, system
+    from rootward.doctor.findings import Level
+
+    if redis_url and not gateway:
+        raise ConfigurationError("--redis-url: names the Redis of a system; give its --gateway too")
+    found = machine.judge(machine.look())
+    if gateway:
+        access = system.Access(gateway, api_key, redis_url, tls_authority, tls_certificate, tls_key)
+        found += system.judge(asyncio.run(system.look(access)))
+    problems = [one for one in found if one.level is Level.PROBLEM]
+    if output is OutputFormat.json:
+        print(json.dumps({"healthy": not problems, "findings": [asdict(one) for one in found]}))
+    else:
+        Console().print(_table(found))
+    if problems:
+        raise ConfigurationError(f"{problems[0].name}: {problems[0].advice}", exit_code=3)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    from rich.table import Table
+
+    table = Table("", "", "found", "what to change")
+    for one in findings:
+        table.add_row(one.name, f"[{COLOURS[one.level.value]}]{one.level.value}[/]", one.found, one.advice)
+    return table
