@@ -192,7 +192,7 @@ async def test_the_certificate_of_a_gateway_is_read_and_an_expired_one_is_a_prob
             serving(SpellingVerifier()) as service,
             RpcServer("127.0.0.1:0", tls=ServerTls(files, mutual=False), grace_s=0) as server,
         ):
-            register(Models([service]), server)
+            register(Models([service]), server, shutdown_timeout_s=1.0)
             await server.start()
             seen = await system.look(Access(f"grpcs://{server.address}", authority=authority.file))
         levels = worst(system.judge(seen))
@@ -209,8 +209,13 @@ async def test_a_redis_that_is_away_is_a_problem() -> None:
 async def test_as_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     async with grpc_serving() as (_, address):
         code = await asyncio.to_thread(main, ["doctor", "--gateway", address, "--output", "json"])
-    report = json.loads(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    report = json.loads(out[out.index("{") :])
     assert (code == 0) == report["healthy"]
     assert {"cores", "gateway", "verifiers", "redis"} - {one["name"] for one in report["findings"]} == {"redis"}
+
+
+def test_problems_and_wrong_options_have_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--gateway", "127.0.0.1:1", "--output", "json"]) == 3
     assert main(["doctor", "--redis-url", "redis://h:1"]) == 2
+    assert "--gateway" in capsys.readouterr().err

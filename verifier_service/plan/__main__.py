@@ -86,18 +86,19 @@ def _bench(given: argparse.Namespace) -> Bench:
 
     local = NGRAM if given.draft == NGRAM else f"{HEAD}{given.draft}" if is_head(given.draft) else "none"
     room = LONGEST_PROMPT + given.tokens + given.nodes
-    settings = VerifierSettings(
-        model=given.target,
-        local_draft=local,
-        num_draft_tokens=given.nodes,
-        num_ahead_tokens=0,
-        max_num_seqs=given.load,
-        max_num_batched_tokens=max(256, given.load * (given.nodes + 1)),
-        num_threads=given.threads,
-        max_model_len=room,
-        device=given.device,
-        dtype=given.dtype,
-    )
+    options: dict[str, Any] = {
+        "model": given.target,
+        "local_draft": local,
+        "num_draft_tokens": given.nodes,
+        "num_ahead_tokens": 0,
+        "max_num_seqs": given.load,
+        "max_num_batched_tokens": max(256, given.load * (given.nodes + 1)),
+        "num_threads": given.threads,
+        "max_model_len": room,
+        "device": given.device,
+        "dtype": given.dtype,
+    }
+    settings = VerifierSettings(**options)
     target = load_target(settings)
     longest = target.info.max_positions - given.tokens - given.nodes
     if not target.info.supports_trees:
@@ -119,8 +120,7 @@ def _bench(given: argparse.Namespace) -> Bench:
     if tokenizer is None:
         prompts = _random_prompts(target.info.vocab_size, given.seed)
     else:
-        texts = read_prompts(given.prompts) if given.prompts is not None else demo.chats()
-        prompts = prompt_ids(tokenizer, texts, raw=given.raw, longest=longest)
+        prompts = prompt_ids(tokenizer, given.texts, raw=given.raw, longest=longest)
     head = load_local_head(settings, target)
     return Bench(settings, target, prompts=prompts, num_tokens=given.tokens, head=head, draft=draft, seed=given.seed)
 
@@ -179,7 +179,8 @@ def _name(spec: str) -> str:
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Fill in the threads; ConfigurationError names the option that is wrong."""
+    """Fill in threads and texts; ConfigurationError names the option that is wrong."""
+    given.texts = read_prompts(given.prompts) if given.prompts is not None else demo.chats()
     if given.threads is None:  # as `serve all` shares them out
         own = given.draft == NGRAM or is_head(given.draft)
         given.threads = max(1, available_cores() // (1 if own else 2))

@@ -22,9 +22,9 @@ class Change(Enum):
     """One term of the goodput made as good as it could be; of rejections, half of them gone."""
 
     DRAFT = "a faster draft"
-    ACCEPTANCE = "a draft that is accepted more often"
-    DISTANCE = "a drafter that is nearer"
-    ROWS = "cheaper rows: fewer sessions per verifier, or a processor with more arithmetic"
+    ACCEPTANCE = "a better draft"
+    DISTANCE = "a nearer drafter"
+    ROWS = "cheaper rows"
 
 
 @dataclass(frozen=True, slots=True)

@@ -179,14 +179,11 @@ class Bench:
         cells: list[Cell] = []
         pairs = [(temperature, load) for temperature in temperatures for load in loads]
         for i, (temperature, load) in enumerate(pairs):
-            part = self.thread.submit(
-                self._cells,
-                temperature,
-                load,
-                sizes,
-                seconds / len(pairs),
-                lambda share, i=i: done((i + share) / len(pairs)),
-            )
+
+            def part_done(share: float, part: int = i) -> None:
+                done((part + share) / len(pairs))
+
+            part = self.thread.submit(self._cells, temperature, load, sizes, seconds / len(pairs), part_done)
             cells += part.result()
         plain_s = {
             load: median(s for cell in cells if cell.load == load and not cell.nodes for s in cell.step_s)

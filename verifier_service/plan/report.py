@@ -143,14 +143,16 @@ def _acceptance(measured: Measured) -> Table:
 
 
 def _forecasts(found: Sequence[Forecast]) -> Table:
-    columns = ("temperature", "sessions", "round trip, ms", "plain", "expected", "speed-up", "nodes", "tokens a round")
-    table = Table(*columns, "would help most", title="forecast, tokens per second of all sessions")
+    columns = ("T", "sessions", "plain", "expected", "speed-up", "nodes", "tokens a round")
+    table = Table(
+        *columns, "would help most", title=f"forecast, tokens/s of all sessions, {found[0].rtt_ms:g} ms to the drafter"
+    )
     for one in found:
         colour = "green" if one.pays else "yellow"
         helps = one.helps_most
-        hint = f"{helps.value}: {one.changes[helps]:.2f} x" if helps is not None else "-"
+        hint = f"{helps.value}: {one.changes[helps]:.2f}" if helps is not None else "-"
         trees = "" if one.pays else f" (trees: {one.with_trees:.2f})"
-        numbers = (f"{one.temperature:g}", str(one.load), f"{one.rtt_ms:g}", f"{one.plain:.1f}", f"{one.speed:.1f}")
+        numbers = (f"{one.temperature:g}", str(one.load), f"{one.plain:.1f}", f"{one.speed:.1f}")
         speedup = f"[{colour}]{one.speedup:.2f}{trees}[/]"
         table.add_row(*numbers, speedup, str(one.nodes), f"{one.tokens_per_round:.2f}", hint)
     return table
