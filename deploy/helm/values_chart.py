@@ -23,29 +23,37 @@ def model(of: str, spec: str) -> Schema:
     return group(
         f"Weights of the {of} model.",
         source=choice(
-            "`spec`: the image or the hub cache has it; `hf`: downloaded by an init container; `pvc`, `image` (OCI volume, "
+            "`spec`: the image or the hub cache has it; `hf`, `url`: downloaded by an init container; `pvc`, `image` (OCI volume, "
             "Kubernetes 1.31+), `host`: mounted read-only.",
-            *("spec", "hf", "pvc", "image", "host"),
+            *("spec", "hf", "url", "pvc", "image", "host"),
         ),
         spec=text("`spec`: what the service's `model` setting takes.", spec),
         repo=text("`hf`: repository."),
         revision=text("`hf`: commit or tag; pin it.", "main"),
-        secret=text("`hf`: Secret with key `token`, for gated models."),
+        url=text("`url`: folder in an object store that fsspec reads: s3://, gs://, https://."),
+        secret=text(
+            "`hf`: Secret with key `token`, for gated models; `url`: Secret with variables, as AWS_ACCESS_KEY_ID."
+        ),
+        cache=group(
+            "`hf`, `url`: where downloads are kept: the first pod downloads, the others wait. Neither: each pod downloads for itself.",
+            claim=text("Claim that every pod mounts (ReadWriteMany)."),
+            hostPath=text("Folder of each node that user 10001 may write."),
+        ),
         claim=text("`pvc`: claim that holds the folder."),
         image=text("`image`: OCI image reference."),
         hostPath=text("`host`: folder on the node."),
-        subPath=text("Folder below the mount."),
-        sizeLimit=text("`hf`: most disk for the download.", "200Gi"),
+        subPath=text("Folder below the mount or the download."),
+        sizeLimit=text("`hf`, `url` without a cache: most disk for the download.", "200Gi"),
     )
 
 
 def tokenizer() -> Schema:
     schema = model("target", "")
     schema["description"] = (
-        "Where gateways read the tokenizer; empty source: where the verifier reads its weights (`hf` downloads tokenizer files alone). "
+        "Where gateways read the tokenizer; empty source: where verifiers read weights (`hf` and `url` download tokenizer files alone). "
         "With `pvc`, `image` or `host` weights name a small folder here, and gateways mount no weights."
     )
-    schema["properties"]["source"].update(default="", enum=["", "spec", "hf", "pvc", "image", "host"])
+    schema["properties"]["source"].update(default="", enum=["", "spec", "hf", "url", "pvc", "image", "host"])
     return schema
 
 
@@ -380,7 +388,7 @@ def values() -> Schema:
                 ipv6=flag("Listen on [::], as clusters with IPv6 alone need; nodes without IPv6 cannot.", False),
                 tmpSizeLimit=text("Most disk of a pod's /tmp.", "2Gi"),
                 downloadEnv=listed(
-                    "Variables of the init container that downloads models (`source: hf`): HTTPS_PROXY, HF_ENDPOINT, as in a container."
+                    "Variables of the container that downloads models (`source: hf`, `url`): HTTPS_PROXY, HF_ENDPOINT, as in a container."
                 ),
                 logLevel=choice("Least severity that is logged.", "info", "debug", "warning", "error"),
             )

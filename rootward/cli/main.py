@@ -13,6 +13,7 @@ from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
 from rootward.cli.doctor import doctor
+from rootward.cli.download import download
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
 from rootward.cli.plan import plan
@@ -94,6 +95,7 @@ app.command()(chat)
 app.command("check-pair")(check_pair)
 app.command()(check)
 app.command()(doctor)
+app.command()(download)
 app.command()(status)
 app.command()(top)
 

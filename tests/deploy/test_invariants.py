@@ -47,7 +47,7 @@ def test_api_tokens_are_mounted_only_where_discovery_needs_them(objects, name):
     assert bool(of_kind(objects, "Role")) == kubernetes
     for role in of_kind(objects, "Role"):
         assert role["rules"] == [
-            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["get", "list", "watch"]}
+            {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list"]}
         ]
 
 

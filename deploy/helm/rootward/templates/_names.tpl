@@ -83,7 +83,7 @@ tokenizer: where gateways read it, pools: name → pool}. The pools of one of se
 {{- $where := ternary (printf "models.%s.drafter.pools.%s" $m.name $pool) (printf "drafter.pools.%s" $pool) (not (empty $m.name)) -}}
 {{- $_ := set $pools $full (include "rootward.pool" (dict "root" $root "where" $where "given" $given) | fromYaml) -}}
 {{- end -}}
-{{- $last := base (ternary $w.repo (include "rootward.modelPath" $w) (eq $w.source "hf")) -}}
+{{- $last := get (dict "hf" $w.repo "url" (trimSuffix "/" $w.url)) $w.source | default (include "rootward.modelPath" $w) | base -}}
 {{- $served := $m.servedModelName | default $m.name | default $last -}}
 {{- $own := mustMergeOverwrite (deepCopy $root.Values.gateway.tokenizer) (deepCopy ($m.tokenizer | default dict)) -}}
 {{- $tokenizer := ternary $w $own (empty $own.source) -}}

@@ -40,43 +40,57 @@ livenessProbe:
   failureThreshold: {{ .livenessFailureThreshold }}
 {{- end }}
 
-{{/* What the model setting is called, for a source; below the name of the model, where a pod has several */}}
-{{- define "rootward.modelPath" -}}
-{{- if eq .source "spec" }}{{ required "model.spec: is empty" .spec }}{{ else }}/models{{ with .name }}/{{ . }}{{ end }}{{ with .subPath }}/{{ . }}{{ end }}{{ end }}
+{{/* Where a model is downloaded from; empty if it is not */}}
+{{- define "rootward.modelUrl" -}}
+{{- if eq .source "hf" }}hf://{{ required "model.repo: is empty, and source is hf" .repo }}@{{ .revision }}{{ else if eq .source "url" }}{{ required "model.url: is empty, and source is url" .url | trimSuffix "/" }}{{ end -}}
 {{- end }}
 
-{{/* (volume, and the values of a model) */}}
+{{/* Folder of a downloaded model: one for each address and revision, since a cache holds several */}}
+{{- define "rootward.modelFolder" -}}
+{{ regexReplaceAll "[^A-Za-z0-9._-]+" (include "rootward.modelUrl" .) "--" }}
+{{- end }}
+
+{{/* What the model setting is called, for a source; below the name of the model, where a pod has several */}}
+{{- define "rootward.modelPath" -}}
+{{- if eq .source "spec" }}{{ required "model.spec: is empty" .spec }}{{ else }}/models{{ with .name }}/{{ . }}{{ end }}{{ if include "rootward.modelUrl" . }}/{{ include "rootward.modelFolder" . }}{{ end }}{{ with .subPath }}/{{ . }}{{ end }}{{ end }}
+{{- end }}
+
+{{/* (volume, model, tokenizerOnly: downloads are small and not kept) */}}
 {{- define "rootward.modelVolume" -}}
-{{- if eq .source "hf" }}
-- name: {{ .volume }}
-  emptyDir:
-    sizeLimit: {{ .sizeLimit }}
-{{- else if eq .source "pvc" }}
+{{- $cache := ternary dict (.model.cache | default dict) (or .tokenizerOnly (not (include "rootward.modelUrl" .model))) -}}
+{{- if and $cache.claim $cache.hostPath }}{{ fail "model.cache: claim and hostPath are both given; name one" }}{{ end -}}
+{{- if or $cache.claim (eq .model.source "pvc") }}
 - name: {{ .volume }}
   persistentVolumeClaim:
-    claimName: {{ required "model.claim: is empty, and source is pvc" .claim }}
+    claimName: {{ $cache.claim | default .model.claim | required "model.claim: is empty, and source is pvc" }}
+    {{- if not $cache.claim }}
     readOnly: true
-{{- else if eq .source "image" }}
-- name: {{ .volume }}
-  image:
-    reference: {{ required "model.image: is empty, and source is image" .image | quote }}
-    pullPolicy: IfNotPresent
-{{- else if eq .source "host" }}
+    {{- end }}
+{{- else if or $cache.hostPath (eq .model.source "host") }}
 - name: {{ .volume }}
   hostPath:
-    path: {{ required "model.hostPath: is empty, and source is host" .hostPath }}
+    path: {{ $cache.hostPath | default .model.hostPath | required "model.hostPath: is empty, and source is host" }}
     type: Directory
+{{- else if include "rootward.modelUrl" .model }}
+- name: {{ .volume }}
+  emptyDir:
+    sizeLimit: {{ ternary "1Gi" .model.sizeLimit (.tokenizerOnly | default false) }}
+{{- else if eq .model.source "image" }}
+- name: {{ .volume }}
+  image:
+    reference: {{ required "model.image: is empty, and source is image" .model.image | quote }}
+    pullPolicy: IfNotPresent
 {{- end }}
 {{- end }}
 
 {{/* An init container, if the source is downloaded: (model, volume, image, tokenizerOnly) */}}
 {{- define "rootward.download" -}}
-{{- if eq .model.source "hf" }}
+{{- if include "rootward.modelUrl" .model }}
+{{- $kept := and (not .tokenizerOnly) (or .model.cache.claim .model.cache.hostPath) }}
 - name: {{ .volume | replace "model" "download" }}
   image: {{ .image }}
   imagePullPolicy: {{ .pullPolicy }}
-  command: [hf, download, {{ required "model.repo: is empty, and source is hf" .model.repo | quote }}, --revision, {{ .model.revision | quote }}, --local-dir, /models
-    {{- if .tokenizerOnly }}, --include, "*.json", --include, "*.jinja", --include, "*.model", --include, "*.txt"{{ end }}]
+  args: [download, {{ include "rootward.modelUrl" .model | quote }}, /models/{{ include "rootward.modelFolder" .model }}{{ if .tokenizerOnly }}, --tokenizer-only{{ end }}]
   env:
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /tmp/hf}
@@ -84,16 +98,22 @@ livenessProbe:
     {{- with .downloadEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
-    {{- with .model.secret }}
+    {{- if and .model.secret (eq .model.source "hf") }}
     - name: HF_TOKEN
       valueFrom:
         secretKeyRef:
-          name: {{ . }}
+          name: {{ .model.secret }}
           key: token
     {{- end }}
+  {{- if and .model.secret (eq .model.source "url") }}
+  envFrom:
+    - secretRef:
+        name: {{ .model.secret }}
+  {{- end }}
+  {{- /* The kubelet evicts a pod whose volumes exceed the largest limit of its containers: what is downloaded into one counts. */}}
   resources:
-    requests: {cpu: 500m, memory: 1Gi}
-    limits: {memory: 4Gi}
+    requests: {cpu: 500m, memory: 1Gi, ephemeral-storage: 64Mi}
+    limits: {memory: 4Gi, ephemeral-storage: {{ ternary "4Gi" .model.sizeLimit (or (.tokenizerOnly | default false) (not (empty $kept))) }}}
   securityContext:
     {{- include "rootward.containerSecurity" . | nindent 4 }}
   volumeMounts:

@@ -168,7 +168,7 @@ spec:
         - name: tmp
           emptyDir: {sizeLimit: {{ $root.Values.global.tmpSizeLimit }}}
         {{- range $weights }}
-        {{- with include "rootward.modelVolume" (merge (dict "volume" .volume) .model) | trim }}
+        {{- with include "rootward.modelVolume" (dict "volume" .volume "model" .model "tokenizerOnly" $.tokenizerOnly) | trim }}
         {{- . | nindent 8 }}
         {{- end }}
         {{- end }}

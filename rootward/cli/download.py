@@ -1,0 +1,100 @@
+"""`rootward download URL FOLDER`: fetches a model once for all processes that share the folder's file system."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import typer
+
+from rootward.errors import ConfigurationError
+
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+HUB = "hf://"
+
+
+def download(
+    url: Annotated[
+        str, typer.Argument(help="hf://ORG/NAME@REVISION, or a folder at s3://, gs://, https://, file:// …")
+    ],
+    folder: Annotated[Path, typer.Argument(help="New folder. If it is there, nothing is downloaded.")],
+    tokenizer_only: Annotated[bool, typer.Option("--tokenizer-only", help="No weights.")] = False,
+) -> None:
+    """Download a model into a folder that appears when it is complete.
+
+    Processes that ask for the same folder at the same time wait for the one that downloads. What a process that was ended has left is
+    continued by the next. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        if folder.is_dir():
+            typer.echo(f"{folder} is there already", err=True)
+            return
+        partial = folder.with_name(f"{folder.name}.partial")
+        patterns = TOKENIZER_FILES if tokenizer_only else ("*",)
+        try:
+            if url.startswith(HUB):
+                _from_hub(url, partial, patterns)
+            else:
+                _from_store(url, partial, patterns)
+        except ImportError as error:
+            raise ConfigurationError(
+                f"url: {url} needs a package ({error}); run pip install 'rootward[gateway]'"
+            ) from error
+        except OSError as error:
+            raise ConfigurationError(
+                f"url: {url} was not downloaded ({error}); check address, credentials and disk"
+            ) from error
+        partial.rename(folder)
+    typer.echo(f"downloaded {url} to {folder}", err=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """The kernel, or the server of the file system, releases the lock of a process that dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _from_hub(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    repository, _, revision = url.removeprefix(HUB).partition("@")
+    try:
+        snapshot_download(repository, revision=revision or None, local_dir=partial, allow_patterns=list(patterns))
+    except HFValidationError as error:
+        raise ConfigurationError(f"url: {url} is not hf://ORG/NAME@REVISION ({error})") from error
+
+
+def _from_store(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
+    """Every object below the URL. A file that is as long as its object is complete: files get their names when they are."""
+    from fsspec.core import url_to_fs
+
+    try:
+        store, root = url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise ConfigurationError(
+            f"url: {url} cannot be read here ({error}); install the package of fsspec for its store, such as s3fs or gcsfs"
+        ) from error
+    objects: dict[str, dict[str, Any]] = store.find(root, detail=True)
+    prefix = root.rstrip("/") + "/"
+    found = {name.removeprefix(prefix): info["size"] for name, info in objects.items() if name.startswith(prefix)}
+    wanted = {name: size for name, size in found.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    if not wanted:
+        raise ConfigurationError(f"url: {url} has no files of a model; name the folder that holds config.json")
+    for name, size in wanted.items():
+        if ".." in PurePosixPath(name).parts:
+            raise ConfigurationError(f"url: {url} has an object {name!r} that lies outside of it; remove it")
+        target = partial / name
+        if target.is_file() and target.stat().st_size == size:
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        store.get_file(prefix + name, str(unfinished))
+        unfinished.rename(target)
