@@ -74,7 +74,7 @@ def _from_hub(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
 
 def _from_store(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
     """Every object below the URL. A file that is as long as its object is complete: files get their names when they are."""
-    from fsspec.core import url_to_fs
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     try:
         store, root = url_to_fs(url)
