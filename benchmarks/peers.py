@@ -200,6 +200,7 @@ async def transformers_engines(given: argparse.Namespace) -> AsyncIterator[list[
     """`generate`, and assisted generation with the draft or, without one, prompt look-up."""
     flags = ("--model", str(given.model), "--dtype", given.dtype, "--threads", str(given.threads))
     flags += ("--device", given.device, *(("--draft", str(given.draft)) if given.draft else ()))
+    flags += ("--assistant-tokens", str(given.assistant_tokens))
     command = (sys.executable, "-m", "benchmarks.transformers_worker", *flags)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
@@ -380,7 +381,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         "versions": described()["versions"] | versions(given, missing),
         "model": Path(given.model).name,
         "draft": Path(given.draft).name if given.draft else None,
-        **{name: getattr(given, name) for name in ("dtype", "device", "threads", "max_tokens", "repeats")},
+        **{name: getattr(given, name) for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens")},
         "missing": missing,
         "series": [series.as_json() for series in found.values()],
     }
@@ -454,6 +455,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument
     add("--model", type=Path, help="folder of the target model (safetensors)")
     add("--draft", type=Path, help="folder of a draft model (default: n-gram speculation in every engine)")
+    add("--assistant-tokens", type=int, default=0, help="draft tokens a round of transformers (default: its own rule)")
     add("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     add("--gguf", type=Path, help="the same model for llama.cpp, in the same precision")
     add("--draft-gguf", type=Path, help="the draft model for llama.cpp")

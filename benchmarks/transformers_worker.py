@@ -34,6 +34,10 @@ class Worker:
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(given.model, **how).eval()
         self.draft = AutoModelForCausalLM.from_pretrained(given.draft, **how).eval() if given.draft else None
+        if self.draft is not None and given.assistant_tokens:
+            settings = self.draft.generation_config
+            settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = given.assistant_tokens, "constant"
+            settings.assistant_confidence_threshold = 0.0  # always that many
 
     @torch.inference_mode()
     def run(self, job: dict[str, Any]) -> dict[str, float]:
@@ -68,6 +72,7 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--assistant-tokens", type=int, default=0, help="draft tokens a round; 0: the defaults of generate")
     parser.add_argument("--threads", type=int, default=1)
     worker = Worker(parser.parse_args())
     for line in sys.stdin:

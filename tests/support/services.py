@@ -161,8 +161,10 @@ async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> N
 async def assert_at_rest(system: System) -> None:
     """Nothing is held once nothing runs: slots, trees, KV cells."""
     await until(lambda: not system.service._running and not system.service._live)
-    await until(lambda: not system.drafter.grower.trees)
-    for model in (system.service.model, system.drafter.grower.model):
+    drafts = system.drafter.grower.model
+    # A tree is forgotten before its slot is closed, on the thread that grows.
+    await until(lambda: not system.drafter.grower.trees and drafts.num_free_slots == len(drafts._slots))
+    for model in (system.service.model, drafts):
         model.check_idle()
         assert model.num_free_slots == model._slots.num_free
     assert system.service.model.num_free_slots == system.service.max_sessions
