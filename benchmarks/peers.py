@@ -381,7 +381,10 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         "versions": described()["versions"] | versions(given, missing),
         "model": Path(given.model).name,
         "draft": Path(given.draft).name if given.draft else None,
-        **{name: getattr(given, name) for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens")},
+        **{
+            name: getattr(given, name)
+            for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens")
+        },
         "missing": missing,
         "series": [series.as_json() for series in found.values()],
     }

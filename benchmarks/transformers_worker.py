@@ -72,7 +72,9 @@ def main() -> None:
     parser.add_argument("--draft")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--assistant-tokens", type=int, default=0, help="draft tokens a round; 0: the defaults of generate")
+    parser.add_argument(
+        "--assistant-tokens", type=int, default=0, help="draft tokens a round; 0: the defaults of generate"
+    )
     parser.add_argument("--threads", type=int, default=1)
     worker = Worker(parser.parse_args())
     for line in sys.stdin:
