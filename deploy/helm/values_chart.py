@@ -30,7 +30,7 @@ def model(of: str, spec: str) -> Schema:
         spec=text("`spec`: what the service's `model` setting takes.", spec),
         repo=text("`hf`: repository."),
         revision=text("`hf`: commit or tag; pin it.", "main"),
-        url=text("`url`: folder in an object store that fsspec reads: s3://, gs://, https://."),
+        url=text("`url`: folder in an object store that fsspec reads: s3://, gs:// and others."),
         secret=text(
             "`hf`: Secret with key `token`, for gated models; `url`: Secret with variables, as AWS_ACCESS_KEY_ID."
         ),

@@ -18,9 +18,7 @@ HUB = "hf://"
 
 
 def download(
-    url: Annotated[
-        str, typer.Argument(help="hf://ORG/NAME@REVISION, or a folder at s3://, gs://, https://, file:// …")
-    ],
+    url: Annotated[str, typer.Argument(help="hf://ORG/NAME@REVISION, or a folder at s3://, gs://, file:// …")],
     folder: Annotated[Path, typer.Argument(help="New folder. If it is there, nothing is downloaded.")],
     tokenizer_only: Annotated[bool, typer.Option("--tokenizer-only", help="No weights.")] = False,
 ) -> None:
@@ -45,7 +43,9 @@ def download(
             raise ConfigurationError(
                 f"url: {url} needs a package ({error}); run pip install 'rootward[gateway]'"
             ) from error
-        except OSError as error:
+        except ConfigurationError:
+            raise
+        except Exception as error:  # hub and stores raise kinds of their own
             raise ConfigurationError(
                 f"url: {url} was not downloaded ({error}); check address, credentials and disk"
             ) from error
