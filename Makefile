@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS ?= gateway,worker,dev
+EXTRAS ?= gateway,worker,dev,docs,package
 
 # torch comes first, so that a machine without an NVIDIA driver gets the CPU build (a local version such as 2.13.0+cpu sorts
 # above 2.13.0, hence is preferred where it is offered). TORCH says what, TORCH_INDEX from where (options of pip).
@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 PROTOS := $(wildcard proto/rootward/v1/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all long chaos soak contract check proto chart clean
+.PHONY: help install demo test test-all long chaos soak contract check proto chart docs wheel sbom clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -66,8 +66,20 @@ chart: $(STAMP)  ## write the chart's values, schema, page and dashboards from t
 	$(BIN)/python deploy/helm/values_source.py
 	$(BIN)/python deploy/helm/dashboards.py
 
+docs: $(STAMP)  ## build the documentation site into site/ (`.venv/bin/mkdocs serve` shows it while you write)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheel: $(STAMP)  ## build wheel and sdist into dist/ and check them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
+sbom: $(STAMP)  ## write dist/sbom.json, what serving installs, in CycloneDX (the closure of the extra `all` at the versions of this environment)
+	mkdir -p dist
+	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.json
+
 clean:  ## remove caches and build output; the environment stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # An index that does not answer must not cost minutes: one short try, then the indexes pip knows already.

@@ -17,12 +17,12 @@ from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
-from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Usage
+from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Seen, Usage
 from gateway.router import Upstream
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from gateway.tokenizer import Span
 from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
-from rootward.errors import DeadlineExceeded, InvalidRequest
+from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
 from rootward.wire.public_codec import (
@@ -49,6 +49,7 @@ FEATURES = (
     "stop_strings",
     "structured_output",
     "text_ends",
+    "trees",
     "watch",
 )
 
@@ -71,6 +72,10 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         """The whole answer."""
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
+            if request.response.trees:
+                raise UnsupportedParameter(
+                    "response.trees", True, "is for GenerateStream; trees are told as they are verified"
+                )
             service = self._models.of(request.model)
             wanted = _request(service, request, context)
             deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
@@ -299,6 +304,7 @@ def request_from_pb(
             prediction=message.speculation.prediction,
             traceparent=headers.get("traceparent", ""),
             cache_salt=uuid.uuid4().hex if message.cache.bypass_prefix_cache else message.cache.cache_salt,
+            trees=response.trees,
         )
 
 
@@ -354,9 +360,19 @@ def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generat
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
     if delta.offset == 0:
         _tell_of_prompt(chunk, delta.prompt_logprobs)
+    chunk.rounds.extend(map(round_to_pb, delta.rounds))
     if delta.ending is not None:
         chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
     return chunk
+
+
+def round_to_pb(seen: Seen) -> generate_pb2.Round:
+    message = generate_pb2.Round(token_ids=pack_u32(seen.tokens, "rounds.token_ids"))
+    if seen.tree is not None:
+        message.tree_tokens = pack_u32(seen.tree.tokens, "rounds.tree_tokens")
+        message.tree_parents = pack_u32(seen.tree.parents, "rounds.tree_parents")
+        message.path = pack_u32(seen.tree.path, "rounds.path")
+    return message
 
 
 def choice_to_pb(

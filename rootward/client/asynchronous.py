@@ -93,6 +93,28 @@ class AsyncClient:
         async with self.stream(prompt, **options) as stream:
             return await stream.get_final_result()
 
+    async def generate_many(
+        self, prompts: Sequence[Prompt], *, at_once: int = 32, **options: Unpack[RequestOptions]
+    ) -> list[GenerationResult]:
+        """The texts of several prompts, in their order, with the same options. At most `at_once` are asked for at one time.
+
+        The first generation that fails ends the others and raises. ValueError for a `request_id`: one id is of one request.
+        """
+        if options.get("request_id"):
+            raise ValueError(f"request_id: {options['request_id']!r} is of one request; leave it out")
+        gate = asyncio.Semaphore(at_once)
+
+        async def one(prompt: Prompt) -> GenerationResult:
+            async with gate:
+                return await self.generate(prompt, **options)
+
+        tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids as the server makes them of a prompt, or with special tokens or without if that is said."""
         request = generate_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
@@ -134,6 +156,18 @@ class AsyncClient:
         """End generations; returns the ids that were running."""
         ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
         return tuple((await self._call(self._control().Abort, control_pb2.AbortRequest(request_ids=ids))).aborted)
+
+    async def drain(self, *, timeout_s: float = 0.0) -> int:
+        """Have the gateway refuse new requests, let running ones end, and end itself; returns how many are running. Does not wait.
+
+        timeout_s: running requests are ended after this time (0: the gateway's `shutdown_timeout_s`); their clients go on elsewhere.
+        Where the gateway has keys this needs one with the scope "admin". ValueError if the target names several gateways.
+        """
+        if len(self._connection.addresses) > 1:
+            several = ", ".join(self._connection.addresses)
+            raise ValueError(f"target: {several} are several gateways; drain each with a client of its own")
+        request = control_pb2.DrainRequest(timeout_s=timeout_s)
+        return int((await self._call(self._control().Drain, request)).num_running)
 
     def _inference(self) -> Any:
         return generate_pb2_grpc.InferenceStub(self._connection.channel())

@@ -142,6 +142,12 @@ class Client:
         """See `AsyncClient.generate`."""
         return self._thread.run(self._client.generate(prompt, **options))
 
+    def generate_many(
+        self, prompts: Sequence[Prompt], *, at_once: int = 32, **options: Unpack[RequestOptions]
+    ) -> list[GenerationResult]:
+        """The texts of several prompts, in their order. See `AsyncClient.generate_many`."""
+        return self._thread.run(self._client.generate_many(prompts, at_once=at_once, **options))
+
     def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
         """Token ids as the server would make them of a prompt."""
         return self._thread.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
@@ -170,6 +176,10 @@ class Client:
     def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
         """End generations; returns the ids that were running."""
         return self._thread.run(self._client.abort(request_ids))
+
+    def drain(self, *, timeout_s: float = 0.0) -> int:
+        """Have the gateway end once its running requests have. See `AsyncClient.drain`."""
+        return self._thread.run(self._client.drain(timeout_s=timeout_s))
 
 
 async def _next_or_none(items: AsyncIterator[T]) -> T | None:

@@ -17,6 +17,7 @@ from rootward.client.types import (
     Messages,
     ModelCard,
     Prompt,
+    Round,
     SamplingParams,
     ServerInfo,
     SessionEvent,
@@ -60,6 +61,7 @@ def request_to_pb(
     session_id: str = "",
     priority: int = 0,
     cache_salt: str = "",
+    return_trees: bool = False,
 ) -> generate_pb2.GenerateRequest:
     """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
     message = generate_pb2.GenerateRequest(
@@ -78,6 +80,7 @@ def request_to_pb(
     _sampling_to_pb(sampling or SamplingParams(), message)
     message.speculation.CopyFrom(_speculation_to_pb(speculation))
     message.response.speculation_detail = True  # text of every token, for spans
+    message.response.trees = return_trees
     return message
 
 
@@ -96,6 +99,16 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
         offset=chunk.offset,
         spans=spans,
         logprobs=_logprobs_from_pb(chunk.logprobs),
+        rounds=tuple(map(_round_from_pb, chunk.rounds)),
+    )
+
+
+def _round_from_pb(message: generate_pb2.Round) -> Round:
+    return Round(
+        token_ids=unpack_u32(message.token_ids, "rounds.token_ids"),
+        tree_tokens=unpack_u32(message.tree_tokens, "rounds.tree_tokens"),
+        tree_parents=unpack_u32(message.tree_parents, "rounds.tree_parents"),
+        path=unpack_u32(message.path, "rounds.path"),
     )
 
 
@@ -108,6 +121,7 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     last: generate_pb2.GenerateChunk | None = None
 
@@ -120,6 +134,7 @@ class Received:
         self.token_ids += delta.token_ids
         self.accepted += delta.accepted
         self.logprobs += delta.logprobs
+        self.rounds += delta.rounds
         self.prompt_logprobs = self.prompt_logprobs or _logprobs_from_pb(chunk.prompt_logprobs)
         self.last = chunk
 
@@ -134,6 +149,7 @@ class Received:
             logprobs=tuple(self.logprobs),
             prompt_logprobs=self.prompt_logprobs,
             index=self.index,
+            rounds=tuple(self.rounds),
             raw=self.last,
         )
         if self.last is None or not self.last.HasField("finish"):
@@ -239,7 +255,7 @@ def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Sp
     if wish.verification is not None:
         kind = generate_pb2.Speculation.Verification
         message.verification = _number(kind, "speculation.verification", wish.verification)
-    for name in ("max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
+    for name in ("draft_strategy", "max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
         _set(message, name, getattr(wish, name))
     return message
 

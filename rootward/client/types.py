@@ -53,6 +53,7 @@ class Speculation:
     num_draft_tokens: int | None = None  # nodes per round
     drafter: str | None = None  # a pool of drafters of the server, or "ngram"
     prediction: str | None = None  # the text you expect, one more source of drafts; changes speed, not the text
+    draft_strategy: str | None = None  # trees to draft: NAME or NAME:N1,N2,...
 
 
 class RequestOptions(TypedDict, total=False):
@@ -66,6 +67,7 @@ class RequestOptions(TypedDict, total=False):
     session_id: str  # turns of one conversation: their KV is found again
     priority: int  # lower runs earlier
     cache_salt: str  # prompts with different ones never share cached prefixes
+    return_trees: bool  # the tree of every round, in `TokenDelta.rounds` and `GenerationResult.rounds`
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """A pass of the target. Node i of its tree is entry i - 1 of `tree_tokens` and `tree_parents`; node 0 is the last token before."""
+
+    token_ids: tuple[int, ...]  # committed: the accepted path, then the bonus token
+    tree_tokens: tuple[int, ...] = ()  # empty: there was no tree
+    tree_parents: tuple[int, ...] = ()  # each below its node
+    path: tuple[int, ...] = ()  # nodes that were accepted, from the root on
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
     """A run of tokens that became final."""
 
@@ -149,6 +161,7 @@ class TokenDelta:
     offset: int = 0  # output position of the first token
     spans: tuple[tuple[str, bool], ...] = ()  # per token: the text it added, and `accepted`
     logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
+    rounds: tuple[Round, ...] = ()  # whose tokens became known since the delta before, where trees were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,7 @@ class GenerationResult:
     logprobs: tuple[TokenLogprob, ...] = ()  # per token, where they were asked for
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where they were asked for
     index: int = 0  # of this choice
+    rounds: tuple[Round, ...] = field(default=(), repr=False)  # where trees were asked for
     choices: tuple[GenerationResult, ...] = field(default=(), repr=False)
     # The last protobuf message, for what is not lifted out.
     raw: object = field(default=None, repr=False, compare=False)

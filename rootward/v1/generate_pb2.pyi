@@ -403,6 +403,7 @@ class ResponseOptions(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     STREAM_INTERVAL_FIELD_NUMBER: _builtins.int
     SPECULATION_DETAIL_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
     text: _builtins.bool
     """default true"""
     token_ids: _builtins.bool
@@ -417,6 +418,8 @@ class ResponseOptions(_message.Message):
     """fewest tokens per chunk; 0 = send as they become final"""
     speculation_detail: _builtins.bool
     """fill Finish.speculation.acceptance_histogram and text_ends"""
+    trees: _builtins.bool
+    """fill GenerateChunk.rounds; of streams"""
     def __init__(
         self,
         *,
@@ -427,10 +430,11 @@ class ResponseOptions(_message.Message):
         skip_special_tokens: _builtins.bool | None = ...,
         stream_interval: _builtins.int = ...,
         speculation_detail: _builtins.bool = ...,
+        trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "speculation_detail", b"speculation_detail", "stream_interval", b"stream_interval", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_text", b"_text", "_token_ids", b"_token_ids", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "speculation_detail", b"speculation_detail", "stream_interval", b"stream_interval", "text", b"text", "token_ids", b"token_ids", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -640,6 +644,7 @@ class GenerateChunk(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     index: _builtins.int
     """of the choice"""
@@ -669,6 +674,10 @@ class GenerateChunk(_message.Message):
     def prompt_logprobs(self) -> Global___Logprobs:
         """on the first chunk of each index, of every prompt token but the first, where they were asked for"""
 
+    @_builtins.property
+    def rounds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Round]:
+        """those whose tokens became known since the chunk before, where trees were asked for"""
+
     def __init__(
         self,
         *,
@@ -683,14 +692,49 @@ class GenerateChunk(_message.Message):
         usage: Global___Usage | None = ...,
         logprobs: Global___Logprobs | None = ...,
         prompt_logprobs: Global___Logprobs | None = ...,
+        rounds: _abc.Iterable[Global___Round] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "rounds", b"rounds", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015
+
+@_typing.final
+class Round(_message.Message):
+    """A pass of the target. Node i of its tree is entry i - 1 of both columns, node 0 the last token before. All are u32 little-endian."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TREE_TOKENS_FIELD_NUMBER: _builtins.int
+    TREE_PARENTS_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bytes
+    """committed: the accepted path, then the bonus token"""
+    tree_tokens: _builtins.bytes
+    """empty: there was no tree"""
+    tree_parents: _builtins.bytes
+    """each below its node"""
+    path: _builtins.bytes
+    """the nodes accepted, from the root on"""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bytes = ...,
+        tree_tokens: _builtins.bytes = ...,
+        tree_parents: _builtins.bytes = ...,
+        path: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "token_ids", b"token_ids", "tree_parents", b"tree_parents", "tree_tokens", b"tree_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Round: _TypeAlias = Round  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

@@ -172,6 +172,25 @@ def test_help_and_version(capsys):
         assert "Usage" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("shell", "words"),
+    [
+        ("bash", {"COMP_WORDS": "rootward che", "COMP_CWORD": "1"}),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "rootward che"}),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "rootward che", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+    ],
+)
+def test_shells_complete_subcommands(shell, words):
+    program = "import sys; sys.argv[0] = 'rootward'; from rootward.cli.main import main; sys.exit(main())"
+
+    def told(instruction, environment):
+        asked = {**os.environ, "_ROOTWARD_COMPLETE": f"{instruction}_{shell}", **environment}
+        return subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, timeout=60).stdout
+
+    assert "_ROOTWARD_COMPLETE" in told("source", {})
+    assert all(name in told("complete", words) for name in ("check", "check-pair"))
+
+
 def test_a_bug_is_exit_code_1_in_one_line(monkeypatch, capsys):
     monkeypatch.setattr("rootward.client.Client.__init__", lambda *a, **k: 1 / 0)
     assert main(["status"]) == 1

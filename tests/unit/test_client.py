@@ -12,9 +12,9 @@ from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from rootward import errors
-from rootward.client import AsyncClient, Client, SamplingParams, Speculation
+from rootward.client import AsyncClient, Client, Round, SamplingParams, Speculation
 from rootward.client.connection import parse_target
-from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifiedTree
 from rootward.v1 import generate_pb2, generate_pb2_grpc
 
 
@@ -50,6 +50,65 @@ async def test_several_choices_and_one_usage():
         cut = await stream.get_final_result()
         assert [c.finish_reason for c in cut.choices] == ["cancelled"] * 3
         await at_rest(service, verifier)
+
+
+async def test_many_prompts_give_their_results_in_order():
+    verifier = SpellingVerifier()
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
+        results = await client.generate_many(["a", "ab", [5, 6, 7]], at_once=2, sampling=SamplingParams(seed=3))
+        assert [r.usage.prompt_tokens for r in results] == [1, 2, 3]
+        assert {r.text for r in results} == {TEXT}
+        assert {r.seed for r in verifier.requests} == {3}
+        assert await client.generate_many([]) == []
+        with pytest.raises(ValueError, match="request_id: 'r' is of one request"):
+            await client.generate_many(["a", "b"], request_id="r")
+
+
+async def test_one_failure_among_many_prompts_ends_the_others():
+    verifier = SpellingVerifier(delay_s=0.02)
+    async with grpc_serving(verifier) as (service, address), AsyncClient(address) as client:
+        with pytest.raises(errors.BadRequestError, match="leave no room"):
+            await client.generate_many(["a", "b", "c " * 400])
+        await at_rest(service, verifier)
+
+
+async def test_rounds_carry_their_trees_where_they_are_asked_for():
+    tree = VerifiedTree(tokens=(7, 8, 9), parents=(0, 0, 1), path=(1, 3))
+
+    def with_tree(run):
+        return [replace(run, tree=tree if len(run.tokens) == 3 else None)]
+
+    verifier = SpellingVerifier(spoil=with_tree)
+    async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
+        stream = client.stream("a", return_trees=True)
+        told = [one async for delta in stream for one in delta.rounds]
+        assert verifier.requests[-1].trees
+        result = await stream.get_final_result()
+        assert list(result.rounds) == told
+        assert tuple(token for one in told for token in one.token_ids) == (*IDS, END_ID)
+        assert told[0] == Round(told[0].token_ids, tree.tokens, tree.parents, tree.path)
+        assert {len(one.tree_tokens) for one in told} <= {0, 3}
+        plain = await client.generate("a")
+        assert plain.rounds == ()
+        assert not verifier.requests[-1].trees
+
+
+async def test_trees_are_for_streams():
+    async with grpc_serving() as (_, address), grpc.aio.insecure_channel(address) as channel:
+        request = generate_pb2.GenerateRequest(text="a", response=generate_pb2.ResponseOptions(trees=True))
+        with pytest.raises(grpc.aio.AioRpcError, match=r"response\.trees: True is for GenerateStream"):
+            await generate_pb2_grpc.InferenceStub(channel).Generate(request)
+
+
+async def test_drain_is_for_one_gateway_and_lets_nothing_new_in():
+    async with grpc_serving() as (_, address):
+        async with AsyncClient(f"{address},{address}") as client:
+            with pytest.raises(ValueError, match="are several gateways"):
+                await client.drain()
+        async with AsyncClient(address, max_retries=0) as client:
+            assert await client.drain(timeout_s=1) == 0
+            with pytest.raises(errors.UnavailableError):
+                await client.generate("a")
 
 
 async def test_stream_yields_spans_per_token():
@@ -98,7 +157,9 @@ async def test_the_request_carries_all_options():
     verifier = SpellingVerifier()
     async with grpc_serving(verifier) as (_, address), AsyncClient(address) as client:
         params = SamplingParams(temperature=0.5, top_p=0.9, top_k=7, max_tokens=4, stop_token_ids=[3], ignore_eos=True)
-        wish = Speculation("required", "token", max_depth=3, topk=2, num_draft_tokens=8, drafter="cheap")
+        wish = Speculation(
+            "required", "token", draft_strategy="rsd_s:4,3", max_depth=3, topk=2, num_draft_tokens=8, drafter="cheap"
+        )
         await client.generate([5, 6], sampling=params, speculation=wish)
         got = verifier.requests[-1]
         assert got.prompt == (5, 6)
@@ -106,7 +167,7 @@ async def test_the_request_carries_all_options():
         assert (got.stopping.max_tokens, got.stopping.stop_token_ids, got.stopping.ignore_eos) == (4, (3,), True)
         assert (got.speculation.mode, got.speculation.rule) == (SpeculationMode.REQUIRED, Rule.TOKEN)
         assert (got.speculation.max_depth, got.speculation.topk, got.speculation.num_draft_tokens) == (3, 2, 8)
-        assert got.speculation.drafter == "cheap"
+        assert (got.speculation.drafter, str(got.speculation.strategy)) == ("cheap", "rsd_s:4,3")
         await client.generate("a", speculation=False)
         assert verifier.requests[-1].speculation.mode is SpeculationMode.DISABLED
         await client.generate("a", speculation=Speculation(verification="coupled"))
@@ -348,6 +409,7 @@ async def test_the_sync_client_is_the_same():
                 assert client.server_info().role == "gateway"
                 assert client.load().max_sessions == 256
                 assert client.abort("x") == ()
+                assert [r.text for r in client.generate_many(["a", "b"])] == [TEXT, TEXT]
                 with pytest.raises(errors.BadRequestError):
                     client.with_options(timeout=5).generate("a", sampling=SamplingParams(temperature=-1))
             with pytest.raises(errors.APIError, match="closed"):

@@ -1,0 +1,153 @@
+"""Every command of README and of the guides, run against the demo pair. What downloads, installs or needs models of the reader's is not
+run: its options are parsed by the program that it calls."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import typer
+from packaging.requirements import Requirement
+from pydantic import TypeAdapter
+
+from drafter_service.settings import DrafterSettings
+from gateway.schemas import ChatRequest
+from gateway.settings import GatewaySettings, LocalSettings
+from rootward.cli.main import app, main
+from verifier_service.settings import VerifierSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "choosing-a-draft", "comparison", "how-it-works")))
+BLOCK = re.compile(r"^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
+SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
+RUN = ("generate", "status", "top", "version")  # subcommands that need a gateway and nothing else
+
+
+def blocks(kind: tuple[str, ...]) -> Iterator[Any]:
+    for page in PAGES:
+        for language, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+            if language in kind:
+                yield page, text
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a script; one may have several lines."""
+    pending = ""
+    for line in text.splitlines():
+        pending += line + "\n"
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:  # a quotation is open
+            continue
+        if words and not pending.endswith("\\\n"):
+            yield words
+            pending = ""
+    assert not pending.strip(), f"no whole command: {pending}"
+
+
+SCRIPTS = [
+    pytest.param(words, id=f"{page}: {' '.join(words)[:60]}")
+    for page, text in blocks(("sh", "bash"))
+    for words in commands(text)
+]
+MENTIONED = [
+    pytest.param(shlex.split(found), id=f"{page}: {found[:60]}")
+    for page in PAGES
+    for found in dict.fromkeys(INLINE.findall((ROOT / page).read_text(encoding="utf-8")))
+    if "…" not in found and "[" not in found.replace("'.[", "")
+]
+PROGRAMS = [pytest.param(text, id=f"{page}: {text.splitlines()[0]}") for page, text in blocks(("python",))]
+
+
+@pytest.mark.parametrize("words", SCRIPTS)
+def test_command_runs_or_has_options_that_exist(words: list[str], stack, capsys: pytest.CaptureFixture[str]) -> None:
+    words = words[: words.index("|")] if "|" in words else words
+    if words[0] == "curl":
+        request(words[1:], stack.gateway.http)
+    elif words[0] == "rootward" and words[1] in RUN:
+        assert main([*words[1:], "--url", stack.gateway.address]) == 0
+        assert capsys.readouterr().out.strip()
+    else:
+        check_options(words)
+
+
+@pytest.mark.parametrize("words", MENTIONED)
+def test_mentioned_command_has_options_that_exist(words: list[str]) -> None:
+    check_options(words)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_program_runs(program: str, stack, capsys: pytest.CaptureFixture[str]) -> None:
+    for address, served in (("http://localhost:8000", stack.gateway.http), ("127.0.0.1:50051", stack.gateway.address)):
+        program = program.replace(address, served)
+    exec(compile(program, "documented", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def request(words: list[str], url: str) -> None:
+    """What curl would send. A chat needs a chat model, which the demo pair is not: its body alone is checked."""
+    (address,) = [word for word in words if word.startswith("localhost:8000/")]
+    path = address.partition("/")[2]
+    (body,) = [json.loads(after) for word, after in pairwise(words) if word == "-d"]
+    if path == "v1/chat/completions":
+        TypeAdapter(ChatRequest).validate_python(body)
+        return
+    answer = httpx.post(f"{url}/{path}", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    if body.get("speculation"):
+        assert answer.json()["metrics"]["speculative_decoding"]["num_spec_steps"] >= 0
+
+
+def check_options(words: list[str]) -> None:
+    """Raises for a program, a subcommand or an option that does not exist."""
+    if words[0] == "rootward":
+        check_subcommand(words[1:])
+    elif words[:2] == ["pip", "install"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for wanted in words[2:]:
+            requirement = Requirement(wanted.replace(".", project["name"], 1) if wanted.startswith(".") else wanted)
+            assert requirement.name == project["name"]
+            assert requirement.extras <= set(project["optional-dependencies"])
+    elif words[0] == "make":
+        goals = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert words[1] in goals
+    elif words[:2] == ["python", "-m"]:
+        flags = [word for word in words[3:] if word.startswith("--")]
+        done = subprocess.run(
+            [sys.executable, "-m", words[2], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert [flag for flag in flags if flag not in done.stdout] == []
+    elif words[0] == "helm":
+        assert any((ROOT / word / "Chart.yaml").is_file() for word in words)
+    else:
+        raise AssertionError(f"{words[0]}: no test knows how to check it")
+
+
+def check_subcommand(words: list[str]) -> None:
+    if words[:1] == ["serve"] and words[1:]:
+        check_service(words[1], words[2:])
+        return
+    command = typer.main.get_command(app)
+    context = command.make_context("rootward", list(words), resilient_parsing=words[0].startswith("--"))
+    while hasattr(command, "commands") and not words[0].startswith("--"):
+        name, command, words = command.resolve_command(context, list(words))
+        context = command.make_context(name, list(words), parent=context)
+
+
+def check_service(role: str, flags: list[str]) -> None:
+    model = [] if role == "all" or "--model" in flags else ["--model", "x"]
+    settings = SETTINGS[role].load([*flags, *model])
+    for other in ("gateway", "verifier", "drafter") if role == "all" else ():
+        check_service(other, shlex.split(getattr(settings, f"{other}_flags")))
