@@ -74,9 +74,10 @@ wheel: $(STAMP)  ## build wheel and sdist into dist/ and check them
 	$(BIN)/python -m build
 	$(BIN)/twine check --strict dist/*
 
-sbom: $(STAMP)  ## write dist/sbom.json, what serving installs, in CycloneDX (the closure of the extra `all` at the versions of this environment)
-	mkdir -p dist
-	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.json
+sbom: wheel  ## write dist/sbom.json (CycloneDX): what `pip install rootward[all]` installs, at the versions of constraints.txt
+	$(PYTHON) -m venv --clear --without-pip build/serving
+	$(BIN)/python -m pip --python build/serving/bin/python install -q -c constraints.txt $(TORCH_INDEX) "$(TORCH)" "$$(echo dist/*.whl)[all]"
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file dist/sbom.json build/serving/bin/python
 
 clean:  ## remove caches and build output; the environment stays
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

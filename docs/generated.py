@@ -61,7 +61,7 @@ def openapi() -> str:
 def http_api() -> str:
     """Endpoints, the fields of every request and of every answer."""
     endpoints = (
-        (f"`{method.upper()} {path}`", _answer(operation), operation.get("description", ""))
+        (f"`{method.upper()} {path}`", _answer(operation), _text(operation))
         for path, operations in _description()["paths"].items()
         for method, operation in operations.items()
     )
@@ -74,7 +74,7 @@ def http_api() -> str:
     for name in sorted(set(components) - set(requests)):
         parts += [
             f"### {name} {{ #{name.lower()} }}",
-            components[name].get("description", ""),
+            _text(components[name]),
             _fields(components[name]),
         ]
     return "\n\n".join(parts) + "\n"
@@ -90,7 +90,7 @@ def settings() -> str:
     for role, model in SETTINGS.items():
         properties = model.model_json_schema()
         rows = (
-            (f"`--{name.replace('_', '-')}`", _type(field, properties), _default(field), field.get("description", ""))
+            (f"`--{name.replace('_', '-')}`", _type(field, properties), _default(field), _text(field))
             for name, field in properties["properties"].items()
         )
         parts += [
@@ -132,7 +132,7 @@ def _fields(model: Schema) -> str:
     """Table of the fields of a model."""
     required = model.get("required", ())
     rows = (
-        (f"`{name}`", _type(field), "required" if name in required else _default(field), field.get("description", ""))
+        (f"`{name}`", _type(field), "required" if name in required else _default(field), _text(field))
         for name, field in model.get("properties", {}).items()
     )
     columns = ("field", "type", "default", "")
@@ -145,6 +145,11 @@ def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
     head = tuple(columns)
     return "\n".join([line(head), line("---" for _ in head), *map(line, rows)])
+
+
+def _text(of: Schema) -> str:
+    """Its description, in which brackets are no links."""
+    return of.get("description", "").replace("[", "\\[")
 
 
 def _default(field: Schema) -> str:
