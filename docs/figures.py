@@ -84,7 +84,8 @@ def tree() -> str:
     verdict = _drawn(law, lambda v: drawn.depth[v.stop] == 2)
     figure = Figure(figsize=(8.2, 3.6))
     axes = _bare(figure.subplots())
-    _draw_tree(axes, _Picture.of(drawn, root=root, verdict=verdict, notes=[f"{mass:.0%}" for mass in law.stop]))
+    notes = [f"{mass:.0%}" for mass in law.stop]
+    _draw_tree(axes, _Picture.of(drawn, root=root, verdict=verdict, notes=notes), levels=3)
     caption = (
         "A tree of ten draft tokens below “the”, drawn by <code>drafting.rsd_c</code>. The figure at a node is the "
         "probability that the round stops there (<code>verification.law</code>): "
@@ -131,8 +132,8 @@ def round() -> str:
     child(below)
     verdict = _drawn(law, lambda v: v.stop == stop and v.bonus == next_words[0])
 
-    figure = Figure(figsize=(8.2, 7.4))
-    panels = figure.subplots(3, 1)
+    figure = Figure(figsize=(8.2, 5.8))
+    panels = figure.subplots(3, 1, height_ratios=(4, 4, 1))
     grown = _Picture.living(living, root)
     _draw_tree(_bare(panels[0]), grown)
     _draw_tree(
@@ -219,7 +220,7 @@ class _Picture:
         )
 
 
-def _draw_tree(axes: Axes, picture: _Picture) -> None:
+def _draw_tree(axes: Axes, picture: _Picture, *, levels: int = 5) -> None:
     """Depth from left to right, leaves one below the other."""
     depth, height = [0] * len(picture.words), [0.0] * len(picture.words)
     children: list[list[int]] = [[] for _ in picture.words]
@@ -258,7 +259,7 @@ def _draw_tree(axes: Axes, picture: _Picture) -> None:
         axes.text(depth[node], height[node], word, ha="center", va="center", bbox=box, zorder=2)
         if picture.notes[node]:
             axes.text(depth[node], height[node] - 0.5, picture.notes[node], ha="center", va="center", fontsize=8)
-    axes.set_xlim(-0.4, max(5, *depth) + 0.4)
+    axes.set_xlim(-0.4, max(levels, *depth) + 0.4)
     axes.set_ylim(-leaves + 0.3, 0.6)
 
 
@@ -478,7 +479,9 @@ def _svg(figure: Figure, title: str, caption: str) -> str:
         drawing = drawing.replace(placeholder, f"var({variable})")
     drawing = drawing.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     drawing = "\n".join(line for line in drawing.splitlines() if line.strip())
-    return f'<figure class="drawn" markdown="0">\n{drawing}\n<figcaption>{caption}</figcaption>\n</figure>'
+    return (
+        f'<figure class="drawn" markdown="0">\n<div>\n{drawing}\n</div>\n<figcaption>{caption}</figcaption>\n</figure>'
+    )
 
 
 def _id(title: str) -> str:
