@@ -82,7 +82,7 @@ def tree() -> str:
     drawn, draft = drafting.rsd_c(lambda path: Q[path[-1] if path else root], [2, 2, 1], np.random.default_rng(235))
     law = verification.law("traversal", drawn, _target_rows(drawn, root), draft)
     verdict = _drawn(law, lambda v: drawn.depth[v.stop] == 2)
-    figure = Figure(figsize=(8.2, 3.6))
+    figure = Figure(layout="constrained", figsize=(8.2, 3.6))
     axes = _bare(figure.subplots())
     notes = [f"{mass:.0%}" for mass in law.stop]
     _draw_tree(axes, _Picture.of(drawn, root=root, verdict=verdict, notes=notes), levels=3)
@@ -132,7 +132,7 @@ def round() -> str:
     child(below)
     verdict = _drawn(law, lambda v: v.stop == stop and v.bonus == next_words[0])
 
-    figure = Figure(figsize=(8.2, 5.8))
+    figure = Figure(layout="constrained", figsize=(8.2, 5.8))
     panels = figure.subplots(3, 1, height_ratios=(4, 4, 1))
     grown = _Picture.living(living, root)
     _draw_tree(_bare(panels[0]), grown)
@@ -271,7 +271,7 @@ def services() -> str:
     inference = _methods(generate_pb2, "Inference", "GenerateStream")
     generate = _methods(verifier_pb2, "Verifier", "Generate", "Feed")
     session = _methods(drafter_pb2, "Drafter", "Session")
-    figure = Figure(figsize=(9.6, 3.6))
+    figure = Figure(layout="constrained", figsize=(9.6, 3.6))
     axes = _bare(figure.subplots())
     boxes = {
         "client": (0.0, 1.0, "clients\nSDK, OpenAI, curl"),
@@ -332,7 +332,7 @@ def peers() -> str:
     result = _newest("peers", "bfloat16.json")
     speed = {(s["system"], s["mode"], s["temperature"], s["batch"]): s["tokens_per_s"] for s in result["series"]}
     cases = sorted({key[2:] for key in speed})
-    figure = Figure(figsize=(8.2, 2.1 * ((len(cases) + 1) // 2)))
+    figure = Figure(layout="constrained", figsize=(8.2, 2.1 * ((len(cases) + 1) // 2)))
     panels = figure.subplots((len(cases) + 1) // 2, 2, squeeze=False).flat
     systems = [name for name in NAMES if any(key[0] == name for key in speed)]
     for axes, (temperature, batch) in zip(panels, cases, strict=False):
@@ -344,7 +344,7 @@ def peers() -> str:
                     axes.barh(i + offset, value, 0.36, color=colour, alpha=alpha)
                     axes.text(value, i + offset, f" {value:.0f}", va="center", fontsize=8)
         axes.set_yticks(range(len(systems)), [NAMES[system] for system in systems])
-        axes.invert_yaxis()
+        axes.set_ylim(len(systems) - 0.5, -0.5)
         axes.set_title(f"T = {temperature:g}, {batch} at once", loc="left", fontsize=10)
         axes.margins(x=0.12)
     figure.supxlabel("tokens/s   (pale: plain decoding, full: n-gram speculation)", fontsize=9)
@@ -364,7 +364,7 @@ def strategies() -> str:
     }
     measured = [cell for cell in result["cells"] if cell["tokens_per_pass"] is not None]
     names = list(dict.fromkeys(cell["drafts"] for cell in measured))
-    figure = Figure(figsize=(8.2, 0.34 * len(names) + 1.1))
+    figure = Figure(layout="constrained", figsize=(8.2, 0.34 * len(names) + 1.1))
     axes = figure.subplots()
     for rule, (marker, colour) in rules.items():
         cells = [cell for cell in measured if cell["rule"] == rule]
@@ -383,7 +383,7 @@ def strategies() -> str:
 def distance() -> str:
     """What growing ahead gains with a distant drafter."""
     result = _newest("distance", "distance.json")
-    figure = Figure(figsize=(8.2, 2.2))
+    figure = Figure(layout="constrained", figsize=(8.2, 2.2))
     axes = figure.subplots()
     labels: list[str] = []
     for rtt, claims in result["claims"].items():
@@ -410,7 +410,7 @@ def lookup() -> str:
     """Tokens per round of drafters without a model."""
     result = _newest("lookup", "lookup.json")
     sources = {"ngram:": ("o", ACCEPTED), "recycling:": ("s", DRAFT), "ngram+recycling:": ("^", BONUS)}
-    figure = Figure(figsize=(8.2, 2.8))
+    figure = Figure(layout="constrained", figsize=(8.2, 2.8))
     for axes, temperature in zip(figure.subplots(1, 2, sharey=True), (0.0, 1.0), strict=True):
         for source, (marker, colour) in sources.items():
             rows = [r for r in result["results"] if r["source"] == source and r["temperature"] == temperature]
@@ -439,7 +439,7 @@ def audit() -> str:
     result = _newest("audit", "audit.json")
     caught = {name: case for name, case in result["shipped pair"].items() if "median" in case}
     order = sorted(caught, key=lambda name: float(caught[name]["median"]))
-    figure = Figure(figsize=(8.2, 2.6))
+    figure = Figure(layout="constrained", figsize=(8.2, 2.6))
     axes = figure.subplots()
     for i, name in enumerate(order):
         draws = caught[name]["draws"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, cast
@@ -105,7 +106,8 @@ def command_line() -> str:
     """Every command with its options, and how shells complete them."""
     command = typer.main.get_command(command_line_app)
     context = typer.Context(command, info_name="rootward", obj={MARKUP_MODE_KEY: "rich"})
-    return COMPLETION + get_docs_for_click(obj=command, ctx=context, name="rootward", title="Commands") + "\n"
+    pages = get_docs_for_click(obj=command, ctx=context, indent=1, name="rootward", title="Commands")
+    return COMPLETION + re.sub(r"^ {2}(?=rootward )", "    ", pages, flags=re.MULTILINE) + "\n"
 
 
 COMPLETION = """# Command line
@@ -135,16 +137,25 @@ def _fields(model: Schema) -> str:
         (f"`{name}`", _type(field), "required" if name in required else _default(field), _text(field))
         for name, field in model.get("properties", {}).items()
     )
-    columns = ("field", "type", "default", "")
-    return _table(columns, rows)
+    return _table(("field", "type", "default", ""), rows)
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     def line(cells: Iterable[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
-    head = tuple(columns)
-    return "\n".join([line(head), line("---" for _ in head), *map(line, rows)])
+    head, body = tuple(columns), [tuple(row) for row in rows]
+    if not any(row[-1] for row in body):  # nothing is said about any of them
+        head, body = head[:-1], [row[:-1] for row in body]
+    return "\n".join([line(head), line("---" for _ in head), *map(line, body)])
+
+
+def _number(value: float) -> str:
+    """A bound; large powers of two as such."""
+    size = abs(int(value))
+    if size >= 2**31 and size & (size - 1) == 0:
+        return f"{'−' if value < 0 else ''}2^{size.bit_length() - 1}"
+    return f"{value:g}"
 
 
 def _text(of: Schema) -> str:
@@ -174,5 +185,5 @@ def _type(field: Schema, of: Schema | None = None) -> str:
     kind = str(field.get("type", "any"))
     if kind == "array":
         kind = f"list of {_type(field.get('items', {}), of)}"
-    bounds = [f"{word} {field[name]}" for name, word in BOUNDS.items() if name in field]
+    bounds = [f"{word} {_number(field[name])}" for name, word in BOUNDS.items() if name in field]
     return " ".join([kind, ", ".join(bounds)]).rstrip()

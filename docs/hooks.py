@@ -49,7 +49,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     sections: list[dict[str, Any]] = config.nav or []
     for section in sections:
         if pages := section.get("Results"):
-            pages += [page for page in ELSEWHERE if page.startswith("results/")]
+            pages += [page for page in ELSEWHERE if page.startswith("results/") and page.endswith("/index.md")]
         if pages := section.get("Development"):
             pages.append({"Decisions": [f"decisions/{path.name}" for path in decisions]})
     return config

@@ -89,14 +89,17 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
 
     @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
+        """Continues prompts."""
         return generation(request, body, CompletionAnswer)
 
     @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
+        """Answers a conversation, with tools where the model has them."""
         return chat(request, body, ChatAnswer)
 
     @app.post("/v1/responses", responses=_answers(response_schemas.Response, EVENTS))
     async def create_response(request: Request, body: response_schemas.ResponseRequest) -> Response:
+        """Answers a conversation in items, and stores the answer if `store`."""
         owner, before = tenant(request.headers), []
         if body.previous_response_id:
             found = await responses.find(owner, body.previous_response_id, field="previous_response_id")
@@ -107,6 +110,7 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
 
     @app.get("/v1/responses/{response_id}", responses=_answers(response_schemas.Response))
     async def response(request: Request, response_id: str) -> Response:
+        """A stored answer."""
         for name, value in request.query_params.items():
             raise UnsupportedParameter(name, value[:32], "is not supported by this server; leave it out")
         found = await responses.find(tenant(request.headers), response_id)
@@ -114,16 +118,19 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
 
     @app.delete("/v1/responses/{response_id}", responses=_answers(response_schemas.DeletedResponse))
     async def delete_response(request: Request, response_id: str) -> Response:
+        """Forgets a stored answer."""
         await responses.delete(tenant(request.headers), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     @app.get("/v1/models", responses=_answers(schemas.ModelList))
     async def list_models() -> Response:
+        """The models served."""
         cards = [model_card(s.served_model, s.model, created) for s in models.listed()]
         return json_response({"object": "list", "data": cards})
 
     @app.get("/v1/models/{name:path}", responses=_answers(schemas.ModelCard))
     async def model(name: str) -> Response:
+        """One model."""
         service = models.of(name)
         return json_response(model_card(service.served_model, service.model, created))
 
@@ -142,6 +149,7 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
 
     @app.post("/detokenize", responses=_answers(schemas.Text))
     async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> Response:
+        """The text of token ids."""
         text = await models.of(body.model).detokenize(
             body.tokens,
             skip_special_tokens=body.skip_special_tokens,
@@ -177,6 +185,7 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
 
     @app.get("/version", responses=_answers(schemas.Version))
     async def version() -> Response:
+        """Of the gateway."""
         return json_response({"version": rootward.__version__})
 
     @app.get("/tokenizer_info", include_in_schema=False)
