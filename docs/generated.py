@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -107,7 +108,8 @@ def command_line() -> str:
     command = typer.main.get_command(command_line_app)
     context = typer.Context(command, info_name="rootward", obj={MARKUP_MODE_KEY: "rich"})
     pages = get_docs_for_click(obj=command, ctx=context, indent=1, name="rootward", title="Commands")
-    return COMPLETION + re.sub(r"^ {2}(?=rootward )", "    ", pages, flags=re.MULTILINE) + "\n"
+    examples = re.compile(r"^ {2}(rootward .*)", re.MULTILINE)
+    return COMPLETION + examples.sub(lambda found: f"    {html.unescape(found[1])}", pages) + "\n"
 
 
 COMPLETION = """# Command line

@@ -37,7 +37,10 @@ def test_every_figure_is_drawn_in_the_colours_of_the_theme(site: Path) -> None:
     found = {path: FIGURE.findall(path.read_text(encoding="utf-8")) for path in (ROOT / "docs").rglob("*.md")}
     assert {name for names in found.values() for name in names} >= {"tree", "round", "services", "peers"}
     for path, names in found.items():
-        html = page(site, str(path.relative_to(ROOT / "docs").with_suffix("")).removesuffix("README")) if names else ""
+        name = path.relative_to(ROOT / "docs")
+        html = (
+            page(site, str(name.parent if name.stem in ("index", "README") else name.with_suffix(""))) if names else ""
+        )
         assert html.count('<svg role="img"') == len(names), path
         assert len(re.findall(r"#0[0-9]0[0-9]0[0-9]\b", html)) == 0, f"{path}: a placeholder of a colour is left"
 
