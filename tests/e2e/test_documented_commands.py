@@ -27,7 +27,7 @@ from rootward.cli.main import app, main
 from verifier_service.settings import VerifierSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "choosing-a-draft", "comparison", "how-it-works")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "choose-a-draft", "comparison", "how-it-works")))
 BLOCK = re.compile(r"^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
 SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
