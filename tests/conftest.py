@@ -29,12 +29,9 @@ SLOW = (  # beginnings of "file::test"
     "e2e/test_lm_eval.py",
     "e2e/test_many_streams.py",
     "e2e/test_parameters_served.py",
-<<<<<<< HEAD
     "e2e/test_plan_and_doctor.py",
-=======
     "house/test_package.py",
     "house/test_site.py",
->>>>>>> 26329a0 (Documentation site, packaging, generate_many, drain and trees of rounds in the SDK (not run yet))
     "integration/test_gateway_drain.py",
     "integration/test_gateway_local.py",
     "integration/test_grace_periods.py",
