@@ -185,7 +185,9 @@ def test_shells_complete_subcommands(shell, words):
 
     def told(instruction, environment):
         asked = {**os.environ, "_ROOTWARD_COMPLETE": f"{instruction}_{shell}", **environment}
-        return subprocess.run([sys.executable, "-c", program], env=asked, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(
+            [sys.executable, "-c", program], env=asked, capture_output=True, text=True, timeout=60
+        ).stdout
 
     assert "_ROOTWARD_COMPLETE" in told("source", {})
     assert all(name in told("complete", words) for name in ("check", "check-pair"))
