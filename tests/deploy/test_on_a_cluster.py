@@ -34,6 +34,7 @@ def test_the_download_is_online_and_takes_a_proxy(helm):
         download, service = spec["initContainers"][0], spec["containers"][0]
         variables = {v["name"]: v.get("value") for v in download["env"]}
         assert (variables["HF_HUB_OFFLINE"], variables["HTTPS_PROXY"]) == ("0", "http://proxy:3128")
+        assert variables["HF_XET_CHUNK_CACHE_SIZE_BYTES"] == "0"
         assert {v["name"]: v.get("value") for v in service["env"]}["HF_HUB_OFFLINE"] == "1"
 
 

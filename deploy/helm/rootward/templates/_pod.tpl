@@ -95,6 +95,7 @@ livenessProbe:
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /tmp/hf}
     - {name: HF_HUB_OFFLINE, value: "0"}  # the image says 1: services never download
+    - {name: HF_XET_CHUNK_CACHE_SIZE_BYTES, value: "0"}  # chunks of a download would be kept in /tmp, beyond its limit
     {{- with .downloadEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
