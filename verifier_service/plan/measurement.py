@@ -42,9 +42,7 @@ from verifier_service.session import Event, Session, choose_rule
 from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import SIZES, SpeculationController
 
-BLOCK = (
-    8  # steps with the same number of nodes; the first one still has the tree of the block before and is not counted
-)
+BLOCK = 6  # steps with one number of nodes; the first one still has the tree of the block before and is not counted
 LEAST_STEPS = 5  # that are counted of every number of nodes, however little time there is
 MOST_TURNS = 50  # blocks of a number of nodes in which that many must come
 OVERHEAD_TOKENS = 48  # of each session that the overhead of the service is measured with
@@ -175,7 +173,7 @@ class Bench:
     def measure(self, temperatures: Sequence[float], loads: Sequence[int], seconds: float, done: Done) -> Measured:
         """seconds: of measuring, shared alike by all pairs of a temperature and a load. Runs an event loop for a moment."""
         most = self.settings.num_draft_tokens
-        sizes = [*(size for size in SIZES if size < most and size.bit_count() <= 1 and size != 1), most]
+        sizes = [*(size for size in SIZES if size < most), most]  # that the controller compares
         cells: list[Cell] = []
         pairs = [(temperature, load) for temperature in temperatures for load in loads]
         for i, (temperature, load) in enumerate(pairs):

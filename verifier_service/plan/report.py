@@ -132,9 +132,7 @@ def _times(measured: Measured) -> Table:
 
 def _acceptance(measured: Measured) -> Table:
     numbers = [n for n in SHOWN_NUMBERS if n <= measured.most]
-    table = Table(
-        "temperature", *(f"node {n}" for n in numbers), "by depth", title="acceptance by number in draw order"
-    )
+    table = Table("T", *(f"node {n}" for n in numbers), "by depth", title="acceptance by number in draw order")
     for temperature in measured.temperatures:
         known = acceptance(measured, temperature)
         depths = " ".join(f"{share:.2f}" for share in acceptance_by_depth(measured, temperature))
