@@ -14,12 +14,12 @@ from gateway.local import serve_all
 from gateway.settings import LocalSettings
 from rootward import demo
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
 
 def command(*arguments: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "rootward.cli", *arguments], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "rootward.cli", *arguments], capture_output=True, text=True, timeout=500, check=False
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -27,16 +27,17 @@ def command(*arguments: str) -> tuple[int, str, str]:
 def test_plan_of_the_shipped_pair(tmp_path: Path) -> None:
     pair, picture, prompts = demo.paths(), tmp_path / "plan.png", tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in demo.prompts()[:8]))
-    flags = ["--prompts", str(prompts), "--raw", "--load", "4", "--seconds", "12", "--out", str(picture), "--json"]
+    small = ["--load", "2", "--nodes", "4", "--tokens", "48", "--seconds", "8"]
+    flags = ["--prompts", str(prompts), "--raw", *small, "--out", str(picture), "--json"]
     code, out, err = command("plan", str(pair.target), str(pair.draft), *flags)
     assert code == 0, err
     report = json.loads(out)
-    assert {one["load"] for one in report["forecasts"]} == {1, 2, 4}
+    assert {one["load"] for one in report["forecasts"]} == {1, 2}
     assert {one["temperature"] for one in report["forecasts"]} == {0.0, 1.0}
     greedy, sampled = (report["acceptance_by_number"][t] for t in ("0", "1"))
-    assert greedy[0] > sampled[0] > 0.3  # the pair of the demo: 4.5 and 2.8 tokens a round
-    largest = [one["tokens_per_round"] for one in report["rounds"] if one["nodes"] == 16 and one["temperature"] == 0]
-    assert min(largest) > 2.5
+    assert greedy[0] > sampled[0] > 0.3
+    largest = [one["tokens_per_round"] for one in report["rounds"] if one["nodes"] == 4 and one["temperature"] == 0]
+    assert min(largest) > 1.5
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
