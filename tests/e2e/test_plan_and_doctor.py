@@ -56,6 +56,8 @@ async def test_doctor_of_a_running_deployment() -> None:
         code, out, err = await asyncio.to_thread(command, "doctor", *flags)
     report = json.loads(out)
     levels = {one["name"]: one["level"] for one in report["findings"]}
-    for name in ("gateway", "verifiers", "drafters", "versions", "clocks", "distance", "redis"):
+    for name in ("gateway", "verifiers", "drafters", "versions"):
         assert levels[name] == "ok", (name, report)
+    for name in ("clocks", "distance", "redis"):  # on a busy machine answers are late, which is a warning
+        assert levels[name] in ("ok", "warning"), (name, report)
     assert code == (0 if report["healthy"] else 3), err
