@@ -85,6 +85,8 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
     """The drafter that looks trees up. What is learned from the sessions of one verifier serves that verifier."""
     if settings.cuda_graphs:
         raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
+    if settings.target_tokenizer:
+        raise ConfigurationError("target_tokenizer: a drafter without a model has no tokenizer; leave it out")
     incarnation = secrets.randbits(64)
     lookup: LookupGrower[Key] = LookupGrower(
         ModelInfo(recipe.name, 0, settings.max_model_len or LONGEST_TEXT),
@@ -106,12 +108,12 @@ def recipe_of(spec: str) -> Recipe | None:
 
 
 async def load(settings: DrafterSettings) -> LanguageModel:
-    """The draft model that these settings name."""
+    """The draft model that these settings name, in the vocabulary of the target."""
     from rootward.engine.loading import load_model
     from rootward.engine.threads import on_passing_thread, use_threads
 
     use_threads(settings.num_threads)
-    return await on_passing_thread(
+    model = await on_passing_thread(
         load_model,
         settings.model,
         device=settings.device,
@@ -121,6 +123,13 @@ async def load(settings: DrafterSettings) -> LanguageModel:
         require_trees=True,
         cuda_graphs=settings.cuda_graphs,
     )
+    if not settings.target_tokenizer:
+        return model
+    from rootward.engine.other_vocabulary import in_vocabulary_of
+    from rootward.engine.tokenizers import find_tokenizer, load_tokenizer
+
+    own = find_tokenizer(settings.model)  # a model without one has the target's vocabulary, or is refused by verifiers
+    return model if own is None else in_vocabulary_of(model, own, load_tokenizer(settings.target_tokenizer))
 
 
 async def serve(settings: DrafterSettings) -> None:

@@ -360,7 +360,8 @@ def with_model(hello: Hello, info: ModelInfo) -> Terms:
     if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
         refusal = (
             f"tokenizer: target has {hello.tokenizer_hash[:12]}, draft {info.tokenizer_hash[:12]}; "
-            "use a draft model with the target's tokenizer (`rootward check-pair` shows the first differing token)"
+            "start the drafter with --target-tokenizer TARGET, or use a draft model with the target's tokenizer "
+            "(`rootward check-pair` shows the first differing token)"
         )
     elif not hello.tokenizer_hash and hello.vocab_size != info.vocab_size:
         refusal = f"vocab_size: target has {hello.vocab_size}, draft {info.vocab_size}; use models of one vocabulary"

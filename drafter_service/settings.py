@@ -16,6 +16,11 @@ class DrafterSettings(WorkerSettings):
         description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…; "
         "without a model: ngram:, recycling: or ngram+recycling:"
     )
+    target_tokenizer: str = Field(
+        "",
+        description="folder or hub name of the target, for a draft model with another tokenizer: it then drafts the tokens "
+        "that both have (default: the draft model has the target's tokenizer)",
+    )
     listen: str = Field("127.0.0.1:50061", description="gRPC address; port 0 takes a free one")
     pool: str = Field(
         DEFAULT_POOL, min_length=1, description="name of the pool it belongs to, in the registry and in metrics"

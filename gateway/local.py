@@ -240,6 +240,8 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
     threads = ["--num-threads", str(settings.num_threads or max(1, available_cores() // (1 + count)))]
     of_drafters = ["--model", draft, *threads]
+    if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
+        of_drafters += ["--target-tokenizer", target]
     of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
     of_verifier += ["--num-ahead-tokens", "0"]  # on one machine the draft would compete with the target
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rootward.core.requests import TokenLogprob
+from rootward.engine.tokenizers import BYTE_PIECE, byte_alphabet
 from rootward.errors import ConfigurationError, InvalidRequest, Overloaded, UnsupportedParameter
 
 INLINE_CHARACTERS = 2000  # up to which a text is tokenised in the loop
@@ -26,7 +26,6 @@ MAX_CALLS = 64  # at or before the threads of a pool
 
 T = TypeVar("T")
 
-_BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 # Parameters of `apply_chat_template` itself. A client may set variables of the template, never the template.
 _TEMPLATE_OPTIONS = {
@@ -190,9 +189,9 @@ class HuggingFaceTokenizer:
         if REPLACEMENT not in text:
             return text.encode()
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
-        if _BYTE_PIECE.fullmatch(piece):
+        if BYTE_PIECE.fullmatch(piece):
             return bytes([int(piece[3:-1], 16)])
-        alphabet = _byte_alphabet()
+        alphabet = byte_alphabet()
         return bytes(alphabet[c] for c in piece) if all(c in alphabet for c in piece) else None
 
     def detokenizer(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
@@ -281,14 +280,6 @@ class TokenizerPool:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-@cache
-def _byte_alphabet() -> dict[str, int]:
-    """The letters with which byte-level vocabularies spell bytes: printable ones stand for themselves, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _refuse_lone_surrogates(field: str, text: str) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from functools import cache
 from typing import Any, NamedTuple
 
 from rootward.errors import ConfigurationError
+
+BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in a vocabulary of pieces of text
 
 
 class TokenDifference(NamedTuple):
@@ -66,3 +70,29 @@ def first_difference(a: Any, b: Any) -> TokenDifference | None:
         if text_a.get(i) != text_b.get(i):
             return TokenDifference(i, text_a.get(i), text_b.get(i))
     return None
+
+
+def token_texts(tokenizer: Any) -> dict[int, bytes]:
+    """What each id of the vocabulary stands for in a text, special tokens by their names."""
+    added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")
+    is_byte_level = '"ByteLevel"' in json.dumps(decoder)
+
+    def text(piece: str) -> bytes:
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:-1], 16)])
+        if is_byte_level and set(piece) <= byte_alphabet().keys():
+            return bytes(byte_alphabet()[letter] for letter in piece)
+        return piece.replace("\u2581", " ").encode(errors="replace")  # how SentencePiece writes blanks
+
+    own = {i: text(piece) for piece, i in tokenizer.get_vocab().items() if i not in added}
+    return own | {i: content.encode() for i, content in added.items()}
+
+
+@cache
+def byte_alphabet() -> dict[str, int]:
+    """The letters with which byte-level vocabularies spell bytes: printable ones stand for themselves, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
