@@ -10,12 +10,15 @@ import pytest
 import torch
 from support.services import collect, in_process, request, until
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from unit.engine.networks import SHAPE
 
 from benchmarks.results import p_value
+from drafter_service.__main__ import build_lookup, load, recipe_of
+from drafter_service.settings import DrafterSettings
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.other_vocabulary import TokenMap, TranslatedModel, in_vocabulary_of, token_map
 from rootward.engine.tabular import TabularModel
-from rootward.engine.tokenizers import token_texts
+from rootward.engine.tokenizers import content_hash, token_texts
 from rootward.errors import ConfigurationError
 from rootward.ports import COMMITTED, Rows
 
@@ -174,3 +177,26 @@ def test_the_same_tokenizer_needs_no_map() -> None:
     other = in_vocabulary_of(table, trained("pieces", []), tokenizer)
     assert other.info.vocab_size == 257
     assert other.info.tokenizer_hash
+
+
+async def test_a_drafter_takes_the_tokenizer_of_the_target(tmp_path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    target, draft = trained("bytes", ["\u0120the"]), trained("pieces", ["\u2581the"])
+    target.save_pretrained(tmp_path / "target")
+    draft.save_pretrained(tmp_path / "draft")
+    LlamaForCausalLM(LlamaConfig(**SHAPE | {"vocab_size": len(draft)})).save_pretrained(tmp_path / "draft")
+    settings = {"model": str(tmp_path / "draft"), "max_num_seqs": 2, "num_threads": 1}
+    own = await load(DrafterSettings(**settings))
+    model = await load(DrafterSettings(**settings, target_tokenizer=str(tmp_path / "target")))
+    assert (own.info.tokenizer_hash, own.info.vocab_size) == (content_hash(draft), len(draft))
+    assert (model.info.tokenizer_hash, model.info.vocab_size) == (content_hash(target), len(target))
+    slot, text = model.open(), [*target.encode("the"), target.convert_tokens_to_ids("\u0120the")]
+    row = model.forward([Rows.chain(slot, 1, text)], num_logits=[1])[0]
+    assert torch.isfinite(row[target.convert_tokens_to_ids("\u0120the")])
+
+
+def test_a_drafter_without_a_model_needs_no_tokenizer() -> None:
+    settings = DrafterSettings(model="ngram:", target_tokenizer="somewhere")
+    with pytest.raises(ConfigurationError, match="target_tokenizer"):
+        build_lookup(recipe_of("ngram:"), settings)
