@@ -67,7 +67,8 @@ def check_pair(
 def compare(target: Side, draft: Side, difference: str) -> list[Finding]:
     """Plain comparison. `difference` describes the first token the tokenizers read differently; "" = none."""
     same_tokens = target.tokenizer == draft.tokenizer and not difference
-    tokenizer = "" if same_tokens else difference or "the tokenizers split text differently; use the target's for both"
+    fix = "the drafter needs --target-tokenizer, and drafts only what both vocabularies have"
+    tokenizer = "" if same_tokens else f"{difference or 'the tokenizers split text differently'}; {fix}"
     small = draft.vocab_size < target.vocab_size - target.num_padding
     fitting = target.tokenizer != "" or target.vocab_size == draft.vocab_size
     padding_only = fitting and not small
