@@ -60,7 +60,7 @@ class TokenMap:
             )
         both = np.array(sorted(shared.items()), dtype=np.int64)
         self.target_ids, self.draft_ids = both[:, 0].copy(), both[:, 1].copy()
-        self._spelled = {int(t): (int(d),) for t, d in both}
+        self._spelled: dict[int, tuple[int, ...]] = {int(t): (int(d),) for t, d in both}
         self._unknown = (int(self.draft_ids[0]),)  # stands for what cannot be spelled
 
     def spelled(self, token: int) -> tuple[int, ...]:
