@@ -71,12 +71,12 @@ docs: $(STAMP)  ## build the documentation site into site/ (`.venv/bin/mkdocs se
 
 wheel: $(STAMP)  ## build wheel and sdist into dist/ and check them
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build --no-isolation
 	$(BIN)/twine check --strict dist/*
 
 sbom: wheel  ## write dist/sbom.json (CycloneDX): what `pip install rootward[all]` installs, at the versions of constraints.txt
 	$(PYTHON) -m venv --clear --without-pip build/serving
-	$(BIN)/python -m pip --python build/serving/bin/python install -q -c constraints.txt $(TORCH_INDEX) "$(TORCH)" "$$(echo dist/*.whl)[all]"
+	$(BIN)/python -m pip --python build/serving/bin/python install -q --retries 0 --timeout 15 -c constraints.txt $(TORCH_INDEX) "$(TORCH)" "$$(echo dist/*.whl)[all]"
 	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file dist/sbom.json build/serving/bin/python
 
 clean:  ## remove caches and build output; the environment stays
