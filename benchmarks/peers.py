@@ -180,8 +180,17 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
         flags = ["--model", str(given.model), *device, "--num-threads", str(given.threads), "--max-num-seqs", batch]
         flags += ["--max-model-len", str(given.max_model_len), *given.verifier_flags]
         if given.draft:
-            draft_flags = ("--model", str(given.draft), *device, "--max-num-seqs", batch)
+            draft_flags = (
+                "--model",
+                str(given.draft),
+                *device,
+                "--max-num-seqs",
+                batch,
+                "--num-threads",
+                str(given.threads),
+            )
             flags += ["--drafters", await stack.enter_async_context(service("drafter_service", *draft_flags))]
+            flags += ["--num-ahead-tokens", "0"]  # as in `serve all`: here growth ahead takes the target's processors
         verifier = await stack.enter_async_context(service("verifier_service", *flags))
         http = f"127.0.0.1:{free_port()}"
         gateway = ("--model", str(given.model), "--verifiers", verifier, "--http-listen", http)
