@@ -111,16 +111,27 @@ class GrammarCheck:
         return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
 
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+        """The child, once it has read the vocabulary. One that ends before that is no fault of a form: it is started once more."""
         child = self._child
-        if child is None or child.stdin is None or child.stdin.is_closing():  # known before the end of the process is
-            await self.close()
-            command = (sys.executable, "-m", "gateway.grammar_check")
-            child = self._child = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
-            )
-            async with asyncio.timeout(START_S):
-                vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
-                await _exchange(child, vocabulary)
+        if child is not None and child.stdin is not None and not child.stdin.is_closing():
+            return child  # the end of a pipe is known before the end of its process is
+        try:
+            return await self._started(vocab_size, eos_ids)
+        except (OSError, EOFError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            log.warning("grammar_check_ended_early", error=type(error).__name__)
+            return await self._started(vocab_size, eos_ids)
+
+    async def _started(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
+        await self.close()
+        command = (sys.executable, "-m", "gateway.grammar_check")
+        child = self._child = await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_ANSWER
+        )
+        async with asyncio.timeout(START_S):
+            vocabulary = {"tokenizer": self._tokenizer, "vocab_size": vocab_size, "eos_ids": eos_ids}
+            await _exchange(child, vocabulary)
         return child
 
 

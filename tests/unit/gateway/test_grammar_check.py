@@ -84,6 +84,19 @@ async def test_a_compiler_that_ended_between_two_forms_is_started_again(check):
     assert check.owner.num_crashes == 0
 
 
+async def test_a_compiler_that_ends_before_it_has_read_the_vocabulary_is_started_once_more(check, monkeypatch):
+    start, commands = asyncio.create_subprocess_exec, []
+
+    async def first_ends(*command, **streams):
+        commands.append(command)
+        return await start(*(("true",) if len(commands) == 1 else command), **streams)
+
+    monkeypatch.setattr(grammar_check.asyncio, "create_subprocess_exec", first_ends)
+    await check(Form.REGEX, "[0-9]{3}")
+    assert len(commands) == 2
+    assert check.owner.num_crashes == 0
+
+
 async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatch):
     await check(Form.REGEX, "a")
     monkeypatch.setattr(grammar_check, "COMPILE_S", 0.0)
