@@ -31,10 +31,11 @@ from benchmarks.peers import TASKS, TOPICS
 from benchmarks.results import described
 from benchmarks.services import free_port, service
 from rootward import demo
-from rootward.client import AsyncClient, SamplingParams
+from rootward.client import AsyncClient, SamplingParams, Speculation
 
 TEXTS = [task.format(topic) for topic, task in product((*TOPICS, "a lighthouse"), TASKS)]
 AT_ONCE = 16
+NGRAMS = Speculation(mode="required", drafter="ngram")
 CONTEXT = 512  # longest request, in tokens
 KILL_EVERY_S = 6.0  # from a verifier's restart to the next kill
 
@@ -62,7 +63,7 @@ class Runs:
         self.found: list[Comparison] = []
 
     async def compare(
-        self, name: str, client: AsyncClient, *, speculation: str, at_once: int, happened: Any = None
+        self, name: str, client: AsyncClient, *, speculation: str | Speculation, at_once: int, happened: Any = None
     ) -> None:
         """happened: called afterwards for how often it did."""
         places, start_s = asyncio.Semaphore(at_once), time.perf_counter()
@@ -158,7 +159,7 @@ async def with_kills(given: argparse.Namespace, runs: Runs) -> None:
             kills = Kills(verifiers, client)
             killing = asyncio.create_task(kills.run())
             name = f"n-grams, {AT_ONCE} at a time, two verifiers, killed in turn"
-            await runs.compare(name, client, speculation="required", at_once=AT_ONCE, happened=kills.number)
+            await runs.compare(name, client, speculation=NGRAMS, at_once=AT_ONCE, happened=kills.number)
             killing.cancel()
             with suppress(asyncio.CancelledError):
                 await killing
@@ -174,8 +175,8 @@ async def measure(given: argparse.Namespace) -> list[Comparison]:
         print(f"lossless: {level}", file=sys.stderr)
         await runs.compare("plain, one at a time", client, speculation="disabled", at_once=1)
         await runs.compare(f"plain, {AT_ONCE} at a time", client, speculation="disabled", at_once=AT_ONCE)
-        await runs.compare("n-grams, one at a time", client, speculation="required", at_once=1)
-        await runs.compare(f"n-grams, {AT_ONCE} at a time", client, speculation="required", at_once=AT_ONCE)
+        await runs.compare("n-grams, one at a time", client, speculation=NGRAMS, at_once=1)
+        await runs.compare(f"n-grams, {AT_ONCE} at a time", client, speculation=NGRAMS, at_once=AT_ONCE)
     if given.head:
         async with served(given, "--local-draft", f"head:{given.head}") as client:
             await runs.compare("draft head, one at a time", client, speculation="required", at_once=1)
@@ -193,7 +194,7 @@ async def measure(given: argparse.Namespace) -> list[Comparison]:
             return int(sum(v.stats["num_preemptions_total"] for v in (await client.load()).verifiers))
 
         name = f"n-grams, {AT_ONCE} at a time, KV memory for {given.kv_cache_tokens} tokens"
-        await runs.compare(name, client, speculation="required", at_once=AT_ONCE, happened=preemptions)
+        await runs.compare(name, client, speculation=NGRAMS, at_once=AT_ONCE, happened=preemptions)
     await with_kills(given, runs)
     return runs.found
 
