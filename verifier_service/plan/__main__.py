@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from rootward import demo
+from rootward.engine.threads import on_passing_thread
 from rootward.errors import ConfigurationError
 from rootward.settings import ask_for_huge_pages, available_cores
 from verifier_service.local_drafts import HEAD
@@ -68,7 +70,7 @@ def _measured(given: argparse.Namespace) -> Measured:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=1.0)
-        bench = _bench(given)
+        bench = asyncio.run(on_passing_thread(_bench, given))  # as in services: threads of loading slow every later step
         progress.update(task, description="measuring")
         loads = sorted({1, given.load})
         try:
