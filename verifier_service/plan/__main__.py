@@ -70,7 +70,8 @@ def _measured(given: argparse.Namespace) -> Measured:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("loading", total=1.0)
-        bench = asyncio.run(on_passing_thread(_bench, given))  # as in services: threads of loading slow every later step
+        # Threads that loading starts slow every later step of the thread that loaded, so services do not load on it either.
+        bench = asyncio.run(on_passing_thread(_bench, given))
         progress.update(task, description="measuring")
         loads = sorted({1, given.load})
         try:
