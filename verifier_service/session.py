@@ -90,7 +90,7 @@ class Draft:
     pool: str = ""  # of the drafter
     refused: bool = False  # for good: the drafter's context or vocabulary does not fit
     opened_s: float = 0.0
-    asked_s: float | None = None  # on the link's `stall_clock`: since when growth is owed, for this root or an earlier one
+    asked_s: float | None = None  # `stall_clock` of the link: since when growth under this or an earlier root is owed
     misses: int = 0  # rounds since then that went without it
     committed_s: float | None = None  # since when growth under the present root is waited for
     pace: DraftPace = field(default_factory=DraftPace)  # of its drafter
