@@ -11,13 +11,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from rootward.engine.atoms import Atoms, reduced, relabelled
 from rootward.engine.batch import Step
-from rootward.engine.heads import Head, Target, load_head
+from rootward.engine.heads import Head, load_head
 from rootward.engine.kv_cache import PagedCache
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
@@ -142,7 +141,7 @@ class HeadModel:
             for i in keep:
                 own[int(entry.rows.node[i])] = rows[first + i]
             at += entry.plan.num_rows
-        return self._in_target_ids(logits, reduction)
+        return head.output.in_target_ids(logits, reduction)
 
     def _features(self, entries: Sequence[Entry], step: Step) -> torch.Tensor:
         """float32[N, E]."""
@@ -159,18 +158,6 @@ class HeadModel:
                 own = torch.cat([own, own[:1].expand(step.width - len(own), -1)])
             parts.append(own)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _in_target_ids(self, logits: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
-        """Of logits [T, V'], in the ids of the target."""
-        ids = self.head.ids
-        logits = logits.float()
-        if ids is None:
-            return reduced(logits, reduction)
-        kind: Any = reduction.kind if reduction is not None else None
-        if isinstance(kind, Atoms) and kind.num_candidates < len(ids):  # ids ascend, so ties stay in order
-            return relabelled(reduced(logits, reduction), ids)
-        whole = logits.new_full((len(logits), self.info.vocab_size), -torch.inf)
-        return reduced(whole.index_copy_(1, ids, logits), reduction)
 
     @torch.inference_mode()
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
@@ -208,14 +195,11 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> He
     tokenizer = model.tokenizer
     text = list(range(64)) if tokenizer is None else tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     text = [token for token in text if token < model.info.vocab_size][: model.info.max_positions]
-    readings = [head.states]
-    num_layers = Target(model.network).num_layers
-    if head.is_eagle3 and max(head.states) + 1 < num_layers:
-        readings.append(tuple(i + 1 for i in head.states))
     accepted = {}
-    for head.states in readings:
-        accepted[head.states] = acceptance(head, model, text)
-        log.info("%s: acceptance %.2f on %d tokens with states %s", path, accepted[head.states], len(text), head.states)
+    for states in head.readings:
+        head.states = states
+        accepted[states] = acceptance(head, model, text)
+        log.info("%s: acceptance %.2f on %d tokens with states %s", path, accepted[states], len(text), states)
     head.states = max(accepted, key=accepted.__getitem__)
     if accepted[head.states] < LEAST_ACCEPTANCE:
         raise ConfigurationError(

@@ -7,8 +7,8 @@ made of the target's hidden states at position j - 1 (`fuse`); for a drafted tok
                            often over a reduced vocabulary: target id = i + d2t[i]
     EAGLE-1/2 (2401.15077) feature = last hidden state after the final norm; the layer reads fc([embedding; feature]); the target's output
 
-EAGLE-3 comes in two spellings, that of EAGLE and SpecForge (`midlayer.*`) and that of speculators (`layers.0.*`). A matrix that the file
-lacks is the target's. A file with any other tensor is refused: it would be another head.
+EAGLE-3 comes in two spellings, that of EAGLE and SpecForge (`midlayer.*`) and that of speculators (`layers.0.*`). A file with any other
+tensor is refused: it would be another head.
 
 Where the kernels of `cpu_kernels` serve, a head is computed by them, as the target is; elsewhere by torch, on padded rows.
 
@@ -17,10 +17,7 @@ Legend: N rows, T wanted rows, E hidden size of the head, D head dimension, V' d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,79 +26,49 @@ from torch.nn import functional
 
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
-from rootward.engine.cpu_kernels import SERVED, use_threads
+from rootward.engine.cpu_kernels import use_threads
+from rootward.engine.head_weights import (
+    HeadWeights,
+    Target,
+    layer_config,
+    read_config,
+    read_tensors,
+    refusal,
+    rotations,
+)
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.layers import Layer, Linear, Norm, Rotations, Scratch
-from rootward.errors import ConfigurationError
+from rootward.engine.layers import Layer, Rotations, Scratch
 
-EAGLE_3 = {
-    "LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Speculator",
-    "Eagle3DraftModel",
-}
-PER_STEP = ("layers.0.", "midlayer.")  # the same layer in two spellings
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a head needs to know of its target. `network`: of transformers, its layers replaced or not."""
-
-    network: Any
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        weight: torch.Tensor = self.network.get_input_embeddings().weight
-        return weight
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.network.config.get_text_config().num_hidden_layers)
-
-    def output_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the output matrix [n, E]."""
-        head = self.network.get_output_embeddings()
-        if isinstance(head, Linear):
-            return head.weight_of(ids)
-        weight = head.weight
-        if self.network.config.get_text_config().tie_word_embeddings:
-            weight = self.embedding
-        rows: torch.Tensor = weight.index_select(0, ids)
-        return rows
+PREFIXES = ("model.", "layers.0.", "midlayer.")  # the last two: the same layer in two spellings
 
 
 class Head:
     """Call it with a step, its cells and the features of its rows: logits [T, V'], and the feature that each of the N rows passes on.
 
-    states  which hidden states of the target it reads: i is the input of layer i; the number of layers stands for the last one's output
-            after the final norm
-    ids     int64[V'] target ids of the draft vocabulary, ascending; None: all of them
+    states    which hidden states of the target it reads: i is the input of layer i; the number of layers stands for the last one's
+              output after the final norm
+    readings  what else they may be, with them: layer ids mean inputs of layers in some files and outputs in others
     """
 
-    def __init__(self, weights: dict[str, torch.Tensor], config: Any, target: Target, states: Sequence[int]):
-        embedding = target.embedding
-        self.dtype, self.device = embedding.dtype, embedding.device
-        self.has_kernels = embedding.device.type == "cpu" and embedding.dtype in SERVED
-        self.states, self.vocab_size = tuple(states), len(embedding)
+    def __init__(self, weights: HeadWeights, config: Any, states: Sequence[int]):
+        self.dtype, self.device, self.has_kernels = weights.dtype, weights.device, weights.has_kernels
+        self.states, num_layers = tuple(states), weights.target.num_layers
         self.hidden_size, eps = config.hidden_size, config.rms_norm_eps
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
-        self._weights = weights
         self.is_eagle3 = "hidden_norm.weight" in weights
-        size, inner, of_target = config.hidden_size, config.intermediate_size, embedding.shape[1]
-        self.embedding = embedding
-        if "embed_tokens.weight" in weights:
-            self.embedding = self._take("embed_tokens.weight", self.vocab_size, size)
-        elif of_target != size:
-            raise _refusal(f"hidden_size: {size}, the target has {of_target}, and embed_tokens.weight is missing")
-        self.fc = self._linear({"fc": size}, len(states) * of_target if self.is_eagle3 else 2 * size)
+        self.readings = [self.states]
+        if self.is_eagle3 and max(self.states) + 1 < num_layers:
+            self.readings.append(tuple(i + 1 for i in self.states))
+        size, inner, of_target = config.hidden_size, config.intermediate_size, weights.target.embedding.shape[1]
+        self.embedding = weights.embedding(size)
+        self.fc = weights.linear({"fc": size}, len(states) * of_target if self.is_eagle3 else 2 * size)
         self.norm_of_state = [
-            self._norm(f"fc_norm.{i}", eps) for i in range(len(states)) if f"fc_norm.{i}.weight" in weights
+            weights.norm(f"fc_norm.{i}", eps) for i in range(len(states)) if f"fc_norm.{i}.weight" in weights
         ]
-        self.norm_before_fc = self._norm("input_norm", eps) if "input_norm.weight" in weights else None
-        self.before_attention = self._norm("input_layernorm", eps) if self.is_eagle3 else None
-        self.hidden_norm = self._norm("hidden_norm", eps) if self.is_eagle3 else None
+        self.norm_before_fc = weights.norm("input_norm", eps) if "input_norm.weight" in weights else None
+        self.before_attention = weights.norm("input_layernorm", eps) if self.is_eagle3 else None
+        self.hidden_norm = weights.norm("hidden_norm", eps) if self.is_eagle3 else None
         self.norm_before_residual = bool(getattr(config, "norm_before_residual", False))
         self.norm_output = bool(getattr(config, "norm_output", False))
         heads = {"q_proj": num_q, "k_proj": num_kv, "v_proj": num_kv}
@@ -110,89 +77,25 @@ class Head:
             dim=dim,
             num_q=num_q,
             num_kv=num_kv,
-            qkv=self._linear({f"self_attn.{name}": num * dim for name, num in heads.items()}, read),
+            qkv=weights.linear({f"self_attn.{name}": num * dim for name, num in heads.items()}, read),
             head_norms=None,
             head_eps=0.0,
-            out=self._linear({"self_attn.o_proj": size}, num_q * dim),
+            out=weights.linear({"self_attn.o_proj": size}, num_q * dim),
             scaling=dim**-0.5,
-            before_mlp=self._norm("post_attention_layernorm", eps),
-            gate_up=self._linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, size),
-            down=self._linear({"mlp.down_proj": size}, inner),
+            before_mlp=weights.norm("post_attention_layernorm", eps),
+            gate_up=weights.linear({"mlp.gate_proj": inner, "mlp.up_proj": inner}, size),
+            down=weights.linear({"mlp.down_proj": size}, inner),
         )
-        self.norm = self._norm("norm", eps) if "norm.weight" in weights else None
-        self.ids, self.output = self._outputs(target)
-        if weights:
-            raise _refusal(f"tensors {', '.join(sorted(weights)[:4])} belong to no head known here")
-        self.rotations = _rotations(config, dim)
+        self.norm = weights.norm("norm", eps) if "norm.weight" in weights else None
+        self.output = weights.output()
+        weights.finish()
+        self.rotations = rotations(config, config.max_position_embeddings, dim)
         if not self.has_kernels:
             self.rotations = Rotations(
                 *(torch.from_numpy(of).to(self.device) for of in (self.rotations.cos, self.rotations.sin))
             )
 
-    # -- loading ------------------------------------------------------------------------------------------------------
-
-    def _take(self, name: str, *shape: int) -> torch.Tensor:
-        if name not in self._weights:
-            raise _refusal(f"tensor {name} is missing")
-        found = self._weights.pop(name)
-        if shape and found.shape != shape:
-            raise _refusal(f"{name}: shape {list(found.shape)}; config.json and the target make it {list(shape)}")
-        return found.to(self.device, self.dtype)
-
-    def _linear(self, sizes: dict[str, int], num_inputs: int) -> Any:
-        """One layer for all of them, side by side; their numbers of outputs by name."""
-        weight = torch.cat([self._take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
-        names = list(sizes)
-        biases = [
-            self._take(f"{name}.bias", sizes[name]) if f"{name}.bias" in self._weights else None for name in names
-        ]
-        bias = None
-        if any(one is not None for one in biases):
-            if any(one is None for one in biases):
-                raise _refusal(f"some of {', '.join(names)} have a bias and some have none")
-            bias = torch.cat([one for one in biases if one is not None])
-        return self._linear_of(weight, bias)
-
-    def _linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        return (
-            Linear(weight.contiguous(), bias)
-            if self.has_kernels
-            else partial(functional.linear, weight=weight, bias=bias)
-        )
-
-    def _norm(self, name: str, eps: float) -> Any:
-        weight = self._take(f"{name}.weight").float()
-        return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
-
-    def _outputs(self, target: Target) -> tuple[torch.Tensor | None, Any]:
-        """Target ids of the draft vocabulary, and the output matrix; the rows in ascending order of the ids."""
-        weights = self._weights
-        d2t, t2d = weights.pop("d2t", None), weights.pop("t2d", None)
-        ids = None if d2t is None else torch.arange(len(d2t)) + d2t.long()
-        own = self._take("lm_head.weight") if "lm_head.weight" in weights else None
-        if own is not None and len(own) != (self.vocab_size if ids is None else len(ids)):
-            missing = "d2t is missing" if ids is None else f"d2t has {len(ids)}"
-            raise _refusal(f"lm_head.weight has {len(own)} rows, the target {self.vocab_size} tokens, and {missing}")
-        if ids is None:
-            return None, target.network.get_output_embeddings() if own is None else self._linear_of(own)
-        distinct = set(ids.tolist())
-        known = len(distinct) == len(ids) and distinct <= set(range(self.vocab_size))
-        if not known or (t2d is not None and t2d.nonzero().flatten().tolist() != sorted(distinct)):
-            raise _refusal(
-                f"d2t: i + d2t[i] are not {len(ids)} different tokens of t2d and a vocabulary of {self.vocab_size}; "
-                "it must hold offsets"
-            )
-        order = ids.argsort()
-        ids = ids[order].to(self.device)
-        rows = target.output_rows(ids) if own is None else own.index_select(0, order.to(self.device))
-        return ids, self._linear_of(rows)
-
     # -- computing ----------------------------------------------------------------------------------------------------
-
-    @property
-    def num_outputs(self) -> int:
-        """V'."""
-        return self.vocab_size if self.ids is None else len(self.ids)
 
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
         """float32[N, E]: features of positions by the target's hidden states there, side by side."""
@@ -219,9 +122,7 @@ class Head:
             x_NE = self._layer_by_torch(x_NE, read, step, cells)
         normed = x_NE if self.norm is None else self.norm.of(x_NE)
         wanted = normed if step.wanted is None else normed.index_select(0, step.wanted)
-        if not isinstance(self.output, Linear):  # which takes and gives float32
-            wanted = wanted.to(self.dtype)
-        return self.output(wanted), normed if self.norm_output else x_NE
+        return self.output.logits(wanted), normed if self.norm_output else x_NE
 
     def _inputs(self, embedded: torch.Tensor, feature_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the residual stream starts, float32, and what queries, keys and values are made of."""
@@ -262,27 +163,6 @@ class Head:
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TorchNorm:
-    """`layers.Norm` on other devices."""
-
-    weight: torch.Tensor  # float32[E]
-    eps: float
-
-    def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32[N, E] of [N, E]."""
-        return functional.rms_norm(rows.float(), rows.shape[-1:], self.weight, self.eps)
-
-
-def _rotations(config: Any, dim: int) -> Rotations:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    return Rotations.of(LlamaRotaryEmbedding(config), config.max_position_embeddings, dim)
-
-
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
 def load_head(path: str, network: Any) -> Head:
     """The head in a folder with config.json and its weights, for this target. Layer ids are read as inputs of layers.
 
@@ -291,22 +171,22 @@ def load_head(path: str, network: Any) -> Head:
     from transformers import LlamaConfig
 
     folder, target = Path(path).expanduser(), Target(network)
-    raw = _config(folder)
-    _refuse_lossy(raw)
-    layer = dict(raw.get("transformer_layer_config") or {})
-    own = {key: value for key, value in raw.items() if key not in ("transformer_layer_config", "speculators_config")}
-    config = LlamaConfig(**{**own, **layer, "max_position_embeddings": _context(network)})
+    raw = read_config(folder)
+    kind = raw.get("speculators_model_type")
+    if kind not in (None, "eagle", "eagle3"):
+        raise refusal(f"speculators_model_type: {kind!r}; eagle and eagle3 are supported")
+    config = LlamaConfig(**{**layer_config(raw), "max_position_embeddings": target.context})
     if int(getattr(config, "num_hidden_layers", 1)) != 1:
-        raise _refusal(f"num_hidden_layers: {config.num_hidden_layers}; heads of one layer are supported")
+        raise refusal(f"num_hidden_layers: {config.num_hidden_layers}; heads of one layer are supported")
     if config.hidden_act != "silu":
-        raise _refusal(f"hidden_act: {config.hidden_act!r}; heads with silu are supported")
+        raise refusal(f"hidden_act: {config.hidden_act!r}; heads with silu are supported")
     if layer_types := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise _refusal(f"layer_types: {', '.join(sorted(layer_types))}; heads with full attention are supported")
-    weights = _weights(folder)
-    return Head(weights, config, target, _states(raw, weights, target.num_layers))
+        raise refusal(f"layer_types: {', '.join(sorted(layer_types))}; heads with full attention are supported")
+    weights = HeadWeights(read_tensors(folder, prefixes=PREFIXES), target)
+    return Head(weights, config, _states(raw, weights, target.num_layers))
 
 
-def _states(raw: dict[str, Any], weights: dict[str, torch.Tensor], num_layers: int) -> tuple[int, ...]:
+def _states(raw: dict[str, Any], weights: HeadWeights, num_layers: int) -> tuple[int, ...]:
     if "hidden_norm.weight" not in weights:
         return (num_layers,)
     found = raw.get("eagle_aux_hidden_state_layer_ids") or (raw.get("eagle_config") or {}).get(
@@ -314,55 +194,5 @@ def _states(raw: dict[str, Any], weights: dict[str, torch.Tensor], num_layers: i
     )
     layers = tuple(int(i) for i in found or (2, num_layers // 2, num_layers - 3))
     if min(layers) < 0 or max(layers) >= num_layers:
-        raise _refusal(f"eagle_aux_hidden_state_layer_ids: {list(found or layers)}; the target has {num_layers} layers")
+        raise refusal(f"eagle_aux_hidden_state_layer_ids: {list(found or layers)}; the target has {num_layers} layers")
     return layers
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as wrong:
-        raise _refusal(f"{folder}: config.json cannot be read ({wrong})") from wrong
-    kind = raw.get("speculators_model_type")
-    if kind not in (None, "eagle", "eagle3"):
-        raise _refusal(f"speculators_model_type: {kind!r}; eagle and eagle3 are supported")
-    return raw
-
-
-def _refuse_lossy(raw: dict[str, Any]) -> None:
-    """Acceptance rules beyond the target's own distribution are nothing that may be configured here."""
-    for method in (raw.get("speculators_config") or {}).get("proposal_methods") or ():
-        for name, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
-            if method.get(name, lossless) != lossless:
-                raise _refusal(f"{name}: {method[name]} is lossy, verification here never is; set it to {lossless}")
-
-
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
-    """By name, in one spelling."""
-    from safetensors.torch import load_file
-
-    files = sorted(folder.glob("*.safetensors"))
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for file in files:
-            found.update(load_file(file))
-        if not files:  # early heads: tensors in an archive of torch, of which nothing but tensors is read
-            found = torch.load(folder / "pytorch_model.bin", weights_only=True, map_location="cpu")
-    except Exception as wrong:  # whatever the readers make of a file
-        raise _refusal(f"{folder}: no weights that can be read ({type(wrong).__name__}: {wrong})") from wrong
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in found.items():
-        plain = name.removeprefix("model.")
-        for prefix in PER_STEP:
-            plain = plain.removeprefix(prefix)
-        if not plain.endswith("rotary_emb.inv_freq"):  # follows from the configuration
-            weights[plain] = tensor
-    return weights
-
-
-def _context(network: Any) -> int:
-    return int(getattr(network.config.get_text_config(), "max_position_embeddings", 0) or 8192)
-
-
-def _refusal(why: str) -> ConfigurationError:
-    return ConfigurationError(f"head: {why}")

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 from unit.engine import networks
 
 from rootward.core.requests import Sampling
-from rootward.engine import heads
+from rootward.engine import head_weights
 from rootward.engine.atoms import atoms_of
 from rootward.engine.head_model import HeadModel, acceptance, load_head_model
 from rootward.engine.heads import load_head
@@ -116,7 +116,7 @@ def test_head_computes_the_published_formula_on_text_and_down_a_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, llama: bool, kernels: bool
 ) -> None:
     if not kernels:
-        monkeypatch.setattr(heads, "SERVED", ())
+        monkeypatch.setattr(head_weights, "SERVED", ())
     model = a_model(fast=llama)
     assert (model.llama is not None) == llama
     network = a_target()

@@ -1,0 +1,249 @@
+"""Files of draft heads: config.json, tensors by name, and what computes with them. A matrix that a file lacks is the target's.
+
+Where the kernels of `cpu_kernels` serve, linear layers are theirs, as the target's are; elsewhere those of torch.
+
+Legend: N rows, T wanted rows, E hidden size of the head, V vocabulary, V' draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rootward.engine.atoms import Atoms, reduced, relabelled
+from rootward.engine.cpu_kernels import SERVED
+from rootward.engine.layers import Linear, Norm, Rotations
+from rootward.errors import ConfigurationError
+from rootward.ports import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a head needs to know of its target. `network`: of transformers, its layers replaced or not."""
+
+    network: Any
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        weight: torch.Tensor = self.network.get_input_embeddings().weight
+        return weight
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.network.config.get_text_config().num_hidden_layers)
+
+    @property
+    def context(self) -> int:
+        """Positions of its context."""
+        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 0) or 8192)
+
+    def output_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the output matrix [n, E]."""
+        head = self.network.get_output_embeddings()
+        if isinstance(head, Linear):
+            return head.weight_of(ids)
+        weight = head.weight
+        if self.network.config.get_text_config().tie_word_embeddings:
+            weight = self.embedding
+        rows: torch.Tensor = weight.index_select(0, ids)
+        return rows
+
+
+def product(linear: Any, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """float32[..., out] of float32[..., in] by a linear layer whose weight has this type."""
+    out: torch.Tensor = linear(rows if isinstance(linear, Linear) else rows.to(dtype))  # kernels take float32
+    return out.float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """The output matrix of a head. ids int64[V']: the draft vocabulary in ids of the target, ascending; None: all of them."""
+
+    matrix: Any
+    ids: torch.Tensor | None
+    vocab_size: int
+    dtype: torch.dtype
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32[..., V'] of [..., E]."""
+        return product(self.matrix, rows, self.dtype)
+
+    def in_target_ids(self, logits: torch.Tensor, reduction: Reduction | None) -> torch.Tensor:
+        """Logits [T, V], -inf outside the draft vocabulary, of logits [T, V']; or what a reduction makes of them."""
+        if self.ids is None:
+            return reduced(logits, reduction)
+        kind: Any = reduction.kind if reduction is not None else None
+        if isinstance(kind, Atoms) and kind.num_candidates < len(self.ids):  # ids ascend, so ties stay in order
+            return relabelled(reduced(logits, reduction), self.ids)
+        whole = logits.new_full((len(logits), self.vocab_size), -torch.inf)
+        return reduced(whole.index_copy_(1, self.ids, logits), reduction)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchNorm:
+    """`layers.Norm` on other devices."""
+
+    weight: torch.Tensor  # float32[E]
+    eps: float
+
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32[..., E] of [..., E]."""
+        return functional.rms_norm(rows.float(), rows.shape[-1:], self.weight, self.eps)
+
+
+class HeadWeights:
+    """The tensors of a head by name, on the target's device and in its type. Each is taken once; `finish` refuses those that are left.
+
+    ConfigurationError: a tensor is missing or has another shape than config.json and the target make it.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], target: Target):
+        self._tensors, self.target = tensors, target
+        embedding = target.embedding
+        self.dtype, self.device, self.vocab_size = embedding.dtype, embedding.device, len(embedding)
+        self.has_kernels = embedding.device.type == "cpu" and embedding.dtype in SERVED
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        if name not in self._tensors:
+            raise refusal(f"tensor {name} is missing")
+        found = self._tensors.pop(name)
+        if shape and found.shape != shape:
+            raise refusal(f"{name}: shape {list(found.shape)}; config.json and the target make it {list(shape)}")
+        return found.to(self.device, self.dtype)
+
+    def linear(self, sizes: dict[str, int], num_inputs: int) -> Any:
+        """One layer for all of them, side by side; their numbers of outputs by name."""
+        weight = torch.cat([self.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
+        names = list(sizes)
+        biases = [self.take(f"{name}.bias", sizes[name]) if f"{name}.bias" in self else None for name in names]
+        bias = None
+        if any(one is not None for one in biases):
+            if any(one is None for one in biases):
+                raise refusal(f"some of {', '.join(names)} have a bias and some have none")
+            bias = torch.cat([one for one in biases if one is not None])
+        return self._linear_of(weight, bias)
+
+    def _linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        return (
+            Linear(weight.contiguous(), bias)
+            if self.has_kernels
+            else partial(functional.linear, weight=weight, bias=bias)
+        )
+
+    def norm(self, name: str, eps: float) -> Any:
+        weight = self.take(f"{name}.weight").float()
+        return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
+
+    def embedding(self, size: int) -> torch.Tensor:
+        """[V, size]: its own, or the target's."""
+        of_target = self.target.embedding
+        if "embed_tokens.weight" in self:
+            return self.take("embed_tokens.weight", self.vocab_size, size)
+        if of_target.shape[1] != size:
+            raise refusal(
+                f"hidden_size: {size}, the target has {of_target.shape[1]}, and embed_tokens.weight is missing"
+            )
+        return of_target
+
+    def output(self) -> Output:
+        """Of the draft vocabulary; the rows in ascending order of the target's ids."""
+        matrix, ids = self._output()
+        return Output(matrix, ids, self.vocab_size, self.dtype)
+
+    def _output(self) -> tuple[Any, torch.Tensor | None]:
+        tensors, target = self._tensors, self.target
+        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        ids = None if d2t is None else torch.arange(len(d2t)) + d2t.long()
+        own = self.take("lm_head.weight") if "lm_head.weight" in self else None
+        if own is not None and len(own) != (self.vocab_size if ids is None else len(ids)):
+            missing = "d2t is missing" if ids is None else f"d2t has {len(ids)}"
+            raise refusal(f"lm_head.weight has {len(own)} rows, the target {self.vocab_size} tokens, and {missing}")
+        if ids is None:
+            return target.network.get_output_embeddings() if own is None else self._linear_of(own), None
+        distinct = set(ids.tolist())
+        known = len(distinct) == len(ids) and distinct <= set(range(self.vocab_size))
+        if not known or (t2d is not None and t2d.nonzero().flatten().tolist() != sorted(distinct)):
+            raise refusal(
+                f"d2t: i + d2t[i] are not {len(ids)} different tokens of t2d and a vocabulary of {self.vocab_size}; "
+                "it must hold offsets"
+            )
+        order = ids.argsort()
+        ids = ids[order].to(self.device)
+        rows = target.output_rows(ids) if own is None else own.index_select(0, order.to(self.device))
+        return self._linear_of(rows), ids
+
+    def finish(self) -> None:
+        """ConfigurationError if there are tensors that nobody has taken."""
+        if self._tensors:
+            raise refusal(f"tensors {', '.join(sorted(self._tensors)[:4])} belong to no head known here")
+
+
+def rotations(config: Any, num_positions: int, dim: int) -> Rotations:
+    """float32[num_positions, dim / 2] by the settings of config.json."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    return Rotations.of(LlamaRotaryEmbedding(config), num_positions, dim)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a head. ConfigurationError if it cannot be read or asks for what is not lossless."""
+    try:
+        raw: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as wrong:
+        raise refusal(f"{folder}: config.json cannot be read ({wrong})") from wrong
+    _refuse_lossy(raw)
+    return raw
+
+
+def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
+    """Settings of the decoder layers: of `transformer_layer_config` if there is one, otherwise of the file itself."""
+    own = {key: value for key, value in raw.items() if key not in ("transformer_layer_config", "speculators_config")}
+    return {**own, **(raw.get("transformer_layer_config") or {})}
+
+
+def _refuse_lossy(raw: dict[str, Any]) -> None:
+    """Acceptance rules beyond the target's own distribution are nothing that may be configured here."""
+    for method in (raw.get("speculators_config") or {}).get("proposal_methods") or ():
+        for name, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
+            if method.get(name, lossless) != lossless:
+                raise refusal(f"{name}: {method[name]} is lossy, verification here never is; set it to {lossless}")
+
+
+def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Tensor]:
+    """By name, less these prefixes."""
+    from safetensors.torch import load_file
+
+    files = sorted(folder.glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            found.update(load_file(file))
+        if not files:  # early heads: tensors in an archive of torch, of which nothing but tensors is read
+            found = torch.load(folder / "pytorch_model.bin", weights_only=True, map_location="cpu")
+    except Exception as wrong:  # whatever the readers make of a file
+        raise refusal(f"{folder}: no weights that can be read ({type(wrong).__name__}: {wrong})") from wrong
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in found.items():
+        plain = name
+        for prefix in prefixes:
+            plain = plain.removeprefix(prefix)
+        if not plain.endswith("rotary_emb.inv_freq"):  # follows from the configuration
+            tensors[plain] = tensor
+    return tensors
+
+
+def refusal(why: str) -> ConfigurationError:
+    return ConfigurationError(f"head: {why}")
