@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,15 @@ from support.batched import batched_law, dense_law
 from support.random_trees import Round, random_round
 
 from rootward.core import TokenTree, verification
+from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key, bonus_coin, bonus_gumbel
+from rootward.core.tree import root_only
 from rootward.core.verification.step import step
+from rootward.engine import verify
 from rootward.engine.verify import (
     Forest,
     ForestLaw,
+    decide,
     draw_bonus,
     forest_law,
     gather,
@@ -401,6 +406,32 @@ def test_a_root_alone_stops_with_the_target(algorithm):
     law = forest_law(forest, none, none, np.zeros((2, 0)), [1.0, 1.0])
     assert law.stop.tolist() == law.tail_scale.tolist() == law.block_efficiency.tolist() == [1.0, 1.0]
     assert stop_nodes(law, [0.9, 0.9]).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounds_without_a_tree_are_decided_as_by_the_ratio_test(dtype):
+    """One of them in a batch with a tree takes the way of the trees elsewhere: a session's tokens must not depend on it."""
+    scores = torch.randn(200, 50, dtype=dtype, generator=torch.Generator().manual_seed(3)) * 3
+    mine = [
+        proposal(rule=rule, sampling=Sampling(temperature=t, top_k=k), key=Key(i), length=i + 1)
+        for i, (rule, t, k) in zip(
+            range(200), itertools.cycle(itertools.product((Rule.TRAVERSAL, Rule.TOKEN), (0.7, 1.0), (0, 5)))
+        )
+    ]
+    decided = decide(mine, scores)
+    by_ratio = verify._ratio_test(mine, scores, forest_law)
+    assert [(d.stop, d.bonus) for d in decided] == [(d.stop, d.bonus) for d in by_ratio]
+    assert {d.expected for d in decided} == {1.0}
+
+
+def test_a_broken_row_without_a_tree_is_refused():
+    with pytest.raises(ValueError, match="mass"):
+        decide([proposal()], torch.full((1, 5), torch.nan))
+
+
+def proposal(**given):
+    values = {"tree": root_only(), "rows": (None,), "rule": Rule.TRAVERSAL, "sampling": Sampling(1.0), "key": Key(1)}
+    return SimpleNamespace(**{**values, "epoch": 2, "length": 3, "shared": False, "copies": False, **given})
 
 
 def test_gather_splits_rows_exactly_and_restores_them():
