@@ -5,6 +5,7 @@ The names below are loaded on first use, so that `import rootward` costs nothing
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +71,7 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+@cache
 def _version() -> str:
     """Version of the installed distribution; "0+unknown" when the source tree is used without installing it."""
     from importlib.metadata import PackageNotFoundError, version
