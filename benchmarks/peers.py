@@ -190,7 +190,6 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
                 str(given.threads),
             )
             flags += ["--drafters", await stack.enter_async_context(service("drafter_service", *draft_flags))]
-            flags += ["--num-ahead-tokens", "0"]  # as in `serve all`: here growth ahead takes the target's processors
         verifier = await stack.enter_async_context(service("verifier_service", *flags))
         http = f"127.0.0.1:{free_port()}"
         gateway = ("--model", str(given.model), "--verifiers", verifier, "--http-listen", http)

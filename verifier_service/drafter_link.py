@@ -46,6 +46,7 @@ from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
+from rootward.wire.server import is_loopback
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.speculation import DraftPace
 from verifier_service.stall_clock import StallClock
@@ -64,13 +65,14 @@ MEMORY = 0.2  # weight of the newest latency and gain
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Limits of a requested tree. atoms: K; ahead: nodes for rounds after the next."""
+    """Limits of a requested tree. atoms: K; ahead: nodes for rounds after the next, by drafters on other machines and on this one."""
 
     atoms: int
     node_cap: int
     max_depth: int
     topk: int
     ahead: int = 0
+    ahead_on_loopback: int = 0
 
 
 class Link:
@@ -178,7 +180,8 @@ class Link:
         assert session.law is not None
         request = session.request
         eos = () if request.stopping.ignore_eos else tuple(session.eos_ids)
-        guesses = session.law.ratio and shape.ahead > 0
+        ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
+        guesses = session.law.ratio and ahead > 0
         return Open(
             slot,
             request.request_id,
@@ -194,7 +197,7 @@ class Link:
             shape.max_depth,
             shape.topk,
             eos,
-            shape.ahead,
+            ahead,
             session.key.bonus().value if guesses else None,
             request.prediction,
             len(request.prompt),

@@ -84,7 +84,8 @@ class VerifierService:
                 node_cap=settings.num_draft_tokens,
                 max_depth=settings.max_depth,
                 topk=settings.topk,
-                ahead=settings.num_ahead_tokens,
+                ahead=settings.ahead,
+                ahead_on_loopback=settings.num_ahead_tokens or 0,
             ),
             metrics=self.metrics.links,
         )

@@ -13,6 +13,7 @@ from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
+DEFAULT_AHEAD = 32
 
 
 class VerifierSettings(WorkerSettings):
@@ -54,11 +55,12 @@ class VerifierSettings(WorkerSettings):
     num_draft_tokens: int = Field(16, ge=1, le=MAX_NODES, description="most nodes verified in a round, root excluded")
     max_depth: int = Field(8, ge=1, description="longest drafted path")
     topk: int = Field(4, ge=1, description="most children of a node")
-    num_ahead_tokens: int = Field(
-        32,
+    num_ahead_tokens: int | None = Field(
+        None,
         ge=0,
         le=192,
-        description="nodes that drafters grow for the rounds after the next while they would be idle; 0: none",
+        description="nodes that drafters grow for the rounds after the next while they would be idle; 0: none (default: 32, and none for "
+        "drafters at a loopback address, who compute on the target's own processors)",
     )
     local_draft: str = Field(
         "ngram",
@@ -75,9 +77,9 @@ class VerifierSettings(WorkerSettings):
 
     @field_validator("num_ahead_tokens")
     @classmethod
-    def _fits(cls, value: int, info: ValidationInfo) -> int:
+    def _fits(cls, value: int | None, info: ValidationInfo) -> int | None:
         drafted = info.data.get("num_draft_tokens", 0)
-        if value + drafted > MAX_NODES:
+        if (value or 0) + drafted > MAX_NODES:
             raise ValueError(
                 f"with num_draft_tokens {drafted} it is above {MAX_NODES}, the most that drafters grow; lower one of them"
             )
@@ -87,6 +89,13 @@ class VerifierSettings(WorkerSettings):
     def name(self) -> str:
         """What gateways ask the registry for."""
         return self.served_model_name or Path(self.model).name or self.model
+
+    @property
+    def ahead(self) -> int:
+        """Nodes for later rounds that a drafter on another machine grows."""
+        if self.num_ahead_tokens is not None:
+            return self.num_ahead_tokens
+        return min(DEFAULT_AHEAD, MAX_NODES - self.num_draft_tokens)
 
     @property
     def draft_wait_s(self) -> float:

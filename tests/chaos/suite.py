@@ -179,6 +179,7 @@ async def standing(seed: int, *, dishonest: bool, streams: int) -> AsyncIterator
         remote = await stack.enter_async_context(RemoteDrafter(services["drafter1"].address))
         drafters[1] = await stack.enter_async_context(spoiled_drafter(remote, mischief))
         flags = ("--model", TARGET, "--drafters", ",".join(drafters), "--max-num-seqs", 64, *common)
+        flags += ("--num-ahead-tokens", 32)  # as for drafters on other machines
         verifiers = await all_of(*((f"verifier{i}", service("verifier_service", *flags)) for i in range(3)))
         limits = ("--max-num-seqs", max(256, streams), "--redispatch-wait-s", 120, "--http-listen", "127.0.0.1:0")
         flags = ("--model", TARGET, "--verifiers", ",".join(verifiers), *limits, *common)

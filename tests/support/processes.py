@@ -95,6 +95,8 @@ def drafter(model: str, *flags: str, port: int = 0) -> Service:
 
 def verifier(model: str, drafters: Sequence[str], *flags: str, port: int = 0) -> Service:
     more = ["--drafters", ",".join(drafters)] if drafters else []
+    if "--num-ahead-tokens" not in flags:
+        more += ["--num-ahead-tokens", "32"]  # as for drafters on other machines
     return Service("verifier_service", "--model", model, "--listen", f"127.0.0.1:{port}", *more, *flags)
 
 

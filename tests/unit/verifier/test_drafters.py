@@ -48,6 +48,15 @@ def opened(link: Link, one: Session) -> Draft:
     return one.draft
 
 
+@pytest.mark.parametrize(("address", "ahead"), [("10.0.0.7:50051", 8), ("127.0.0.1:50051", 2), ("[::1]:50051", 2)])
+async def test_growth_ahead_depends_on_whose_processors_it_takes(address: str, ahead: int) -> None:
+    one, busy = session(), up(link(address))
+    one.draft = busy.open(one, replace(SHAPE, ahead=8, ahead_on_loopback=2))
+    busy.flush()
+    (message,) = (await busy.send_buffer.take()).opens
+    assert message.ahead_cap == ahead
+
+
 async def test_commits_of_a_slot_merge_into_one() -> None:
     """I5: however slow the link, it holds at most one commit per slot, and that one covers all of them."""
     one, busy = session(), up(link())
