@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from rootward.errors import Overloaded, RateLimited, Unavailable
@@ -221,9 +220,7 @@ class Account:
         """It runs; from now on its prompt is used."""
         self._entry = entry
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         used = len(self._plan.first.prompt) + len(self._entry.tokens) if self._entry else 0
         if self._rate is None or used >= self._paid:
             return

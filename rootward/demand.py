@@ -57,6 +57,7 @@ class VerifierDemand:
             "speculating_sessions": self.sessions,
             "round_seconds_count": self.rounds,
             "round_seconds_sum": self.round_s,
+            "draft_stall_seconds_count": self.rounds,
             "draft_stall_seconds_sum": self.stall_s,
             "draft_prior_row_seconds": self.prior_row_s,
             "plain_round_seconds_count": self.plain_rounds,
@@ -167,6 +168,18 @@ def _increase(readings: Iterable[Reading], name: str) -> float:
     return sum(reading.increase(name) for reading in readings)
 
 
+_FAMILIES = {  # metric → its type, its meaning; names of counters begin with it
+    "speculating_sessions": ("gauge", "Sessions that would take drafts now."),
+    "round_seconds": ("summary", "Time from commit to commit of a session with a tree."),
+    "plain_round_seconds": ("summary", "The same of a session that would take drafts and has no tree."),
+    "draft_stall_seconds": ("summary", "Part of a round that was queueing at the drafter."),
+    "draft_prior_row_seconds": ("gauge", "Row-seconds of a round before any drafter reported."),
+    "drafter_rows": ("gauge", "Rows of one draft forward."),
+    "draft_row_seconds": ("counter", "Rows times time in draft forwards."),
+    "draft_compute_seconds": ("summary", "Time in draft forwards of one round's growth."),
+}
+
+
 class DemandCollector:
     """A prometheus-client collector over the accounts of a worker, by pool: `registry.register(DemandCollector(lambda: accounts))`."""
 
@@ -174,56 +187,17 @@ class DemandCollector:
         self._accounts = accounts
 
     def collect(self) -> Iterator[Metric]:
-        verifiers = {pool: a for pool, a in self._accounts().items() if isinstance(a, VerifierDemand)}
-        drafters = {pool: a for pool, a in self._accounts().items() if isinstance(a, DrafterDemand)}
-        yield from _of_verifier(verifiers)
-        yield from _of_drafter(drafters)
+        from prometheus_client.metrics_core import Metric
 
-
-def _of_verifier(accounts: Mapping[str, VerifierDemand]) -> Iterator[Metric]:
-    from prometheus_client.core import GaugeMetricFamily, SummaryMetricFamily
-
-    if not accounts:
-        return
-    sessions = GaugeMetricFamily(
-        "rootward_speculating_sessions", "Sessions that would take drafts now.", labels=["pool"]
-    )
-    rounds = SummaryMetricFamily(
-        "rootward_round_seconds", "Time from commit to commit of a session with a tree.", labels=["pool"]
-    )
-    plain = SummaryMetricFamily(
-        "rootward_plain_round_seconds", "The same of a session that would take drafts and has no tree.", labels=["pool"]
-    )
-    stalls = SummaryMetricFamily(
-        "rootward_draft_stall_seconds", "Part of a round that was queueing at the drafter.", labels=["pool"]
-    )
-    prior = GaugeMetricFamily(
-        "rootward_draft_prior_row_seconds", "Row-seconds of a round before any drafter reported.", labels=["pool"]
-    )
-    for pool, account in accounts.items():
-        sessions.add_metric([pool], account.sessions)
-        rounds.add_metric([pool], account.rounds, account.round_s)
-        plain.add_metric([pool], account.plain_rounds, account.plain_s)
-        stalls.add_metric([pool], account.rounds, account.stall_s)
-        prior.add_metric([pool], account.prior_row_s)
-    yield from (sessions, rounds, plain, stalls, prior)
-
-
-def _of_drafter(accounts: Mapping[str, DrafterDemand]) -> Iterator[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
-
-    if not accounts:
-        return
-    rows = GaugeMetricFamily("rootward_drafter_rows", "Rows of one draft forward.", labels=["pool"])
-    grown = CounterMetricFamily(
-        "rootward_draft_row_seconds", "Rows times time in draft forwards.", labels=["pool", "kind"]
-    )
-    compute = SummaryMetricFamily(
-        "rootward_draft_compute_seconds", "Time in draft forwards of one round's growth.", labels=["pool"]
-    )
-    for pool, account in accounts.items():
-        rows.add_metric([pool], account.rows)
-        grown.add_metric([pool, "wanted"], account.wanted_s)
-        grown.add_metric([pool, "ahead"], account.ahead_s)
-        compute.add_metric([pool], account.growths, account.compute_s)
-    yield from (rows, grown, compute)
+        made: dict[str, Metric] = {}
+        for pool, account in self._accounts().items():
+            for counter, value in account.counters().items():
+                name = next(family for family in _FAMILIES if counter.startswith(family))
+                kind, meaning = _FAMILIES[name]
+                family = made.setdefault(name, Metric(f"rootward_{name}", meaning, kind))
+                rest = counter.removeprefix(name)
+                if kind == "counter":  # by kind: wanted, ahead
+                    family.add_sample(f"rootward_{name}_total", {"pool": pool, "kind": rest[1:]}, value)
+                else:
+                    family.add_sample(f"rootward_{name}{rest}", {"pool": pool}, value)
+        yield from made.values()

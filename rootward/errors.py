@@ -1,32 +1,7 @@
 """Every exception of Rootward, in one tree.
 
-RootwardError
-├── ServiceError                  raised inside a service; becomes a gRPC status (wire/status.py) or an HTTP error
-│   ├── InvalidRequest            a field has a value that cannot be served          not retryable
-│   │   ├── UnsupportedParameter  known, but not offered by this model or mode       not retryable
-│   │   ├── InvalidGrammar        a schema or grammar that does not compile          not retryable
-│   │   └── ContextLengthExceeded prompt + max_tokens do not fit                     not retryable
-│   ├── Unauthenticated           no credentials, or none that are known              not retryable
-│   ├── PermissionDenied          known credentials that do not allow this           not retryable
-│   ├── NotFound                  unknown model, drafter or request                  not retryable
-│   ├── DuplicateRequest          this request id is running already                 not retryable
-│   ├── StaleEpoch                a newer owner drives this request                  not retryable
-│   ├── NoDrafter                 speculation was required and no drafter is there   not retryable
-│   ├── IncompatiblePair          tokenizer or vocabulary of a pair differ           not retryable
-│   ├── Overloaded                a queue is full                                    retryable
-│   │   └── RateLimited           a tenant has used up what it may                   retryable
-│   ├── Unavailable               starting, draining, or a peer is gone              retryable
-│   └── DeadlineExceeded          the deadline passed                                not retryable
-├── KvFull                        a forward needs more KV blocks than are free   the caller preempts a session and tries again
-├── ModelLost                     a rank of a model is gone                      the process ends, for another to be started
-├── ConfigurationError            a setting, flag, file or address is wrong          the process ends with `exit_code`
-└── APIError                      what the SDK raises                                see rootward/client
-    ├── APIConnectionError        no answer from the server
-    │   └── APITimeoutError       the deadline passed while waiting
-    ├── StreamInterruptedError    the stream broke and could not be resumed; `.partial` holds what came
-    └── APIStatusError            the server answered with an error
-        ├── BadRequestError · AuthenticationError · PermissionDeniedError · NotFoundError · ConflictError
-        └── RateLimitError · UnavailableError · DeadlineExceededError · InternalServerError
+`ServiceError` is raised inside a service and becomes a gRPC status (`wire.status`) or an HTTP error; of its kinds `Overloaded` and
+`Unavailable` may be tried again. `APIError` is raised by the SDK. `ConfigurationError` ends a process with its exit code.
 """
 
 from __future__ import annotations

@@ -41,9 +41,6 @@ class Gauges(Collector):
             family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             yield family(f"rootward_{name}", meaning, value=values[name])
 
-    def describe(self) -> list[GaugeMetricFamily]:
-        return []  # nothing is read at registration: the service is not complete yet
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ByModel(Collector):
@@ -61,9 +58,6 @@ class ByModel(Collector):
                     family.add_sample(sample.name, labels, sample.value, sample.timestamp)
         yield from made.values()
 
-    def describe(self) -> list[Metric]:
-        return []  # nothing is read at registration
-
 
 @dataclass(frozen=True, slots=True)
 class VllmNames(Collector):
@@ -78,9 +72,6 @@ class VllmNames(Collector):
             name = family.name.removeprefix(OURS)
             if family.name.startswith(OURS) and (name in SAME or name in RENAMED):
                 yield self._renamed(family, THEIRS + RENAMED.get(name, name))
-
-    def describe(self) -> list[Metric]:
-        return []  # nothing is read at registration
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         made = Metric(name, family.documentation, family.type, family.unit)

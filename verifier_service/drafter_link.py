@@ -592,9 +592,6 @@ class _Drafters(Collector):
             state.add_metric([link.name], STATES[link.breaker.state(now_s)])
         yield from (up, state)
 
-    def describe(self) -> list[GaugeMetricFamily]:
-        return []  # nothing is read at registration
-
 
 @dataclass(frozen=True, slots=True)
 class DrafterView:

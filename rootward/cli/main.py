@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from rootward.cli.bench import bench
 from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
@@ -16,11 +15,9 @@ from rootward.cli.doctor import doctor
 from rootward.cli.download import download
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
-from rootward.cli.plan import plan
-from rootward.cli.serve import OWN_FLAGS, serve
+from rootward.cli.serve import OWN_FLAGS, PLAN, TRAIN_DRAFT, bench, runs, serve
 from rootward.cli.status import status
 from rootward.cli.top import top
-from rootward.cli.train_draft import train_draft
 from rootward.errors import (
     APIConnectionError,
     APITimeoutError,
@@ -88,8 +85,8 @@ def version() -> None:
 app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
-app.command("train-draft", context_settings=OWN_FLAGS)(train_draft)
-app.command(context_settings=OWN_FLAGS)(plan)
+for _name, _program in (("train-draft", TRAIN_DRAFT), ("plan", PLAN)):
+    app.command(_name, help=_program.help, context_settings=OWN_FLAGS)(runs(_name, _program))
 app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)

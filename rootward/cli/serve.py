@@ -1,9 +1,10 @@
-"""`rootward serve …`: replaces this process by a service."""
+"""Subcommands that are programs of their own, with flags of their own: services, benchmarks, plan, training. Each replaces this process."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -12,12 +13,12 @@ import typer
 from rootward.errors import ConfigurationError
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
-MARKS = {"gateway": "orjson", "worker": "torch"}  # a package that only this extra installs
+MARKS = {"gateway": "orjson", "worker": "torch", "training": "matplotlib"}  # a package that only this extra installs
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """A module that can be run, the extras that it needs, and its line of help."""
+class Program:
+    """A module that can be run, the extras that it needs, and its help."""
 
     module: str
     extras: tuple[str, ...]
@@ -25,50 +26,79 @@ class Service:
 
 
 SERVICES = {
-    "all": Service(
+    "all": Program(
         "gateway.local",
         ("gateway", "worker"),
         "Redis, drafter, verifier and gateway as processes on this machine; by default with the demo pair.",
     ),
-    "gateway": Service(
+    "gateway": Program(
         "gateway",
         ("gateway",),
         "The face to clients: gRPC and OpenAI-compatible HTTP, in front of one or more verifiers.",
     ),
-    "verifier": Service(
+    "verifier": Program(
         "verifier_service", ("worker",), "Runs the target model and decides on every token that is committed."
     ),
-    "drafter": Service("drafter_service", ("worker",), "Grows token trees for verifiers with a small model."),
+    "drafter": Program("drafter_service", ("worker",), "Grows token trees for verifiers with a small model."),
 }
+BENCHMARKS = {
+    "acceptance": "Expected tokens per pass in closed form: rules × drafting × temperatures × tree sizes, for any pair of models.",
+    "lookup": "Tokens per pass with drafters without a model (n-gram, recycling), replayed on the target's own texts.",
+    "distance": "Tokens per second against the round-trip time between verifier and drafter: plain, waiting, living tree, coupled.",
+    "rounds": "The cost of a round on real services, by sessions per drafter: the worker model of the autoscaling simulation.",
+}
+PLAN = Program(
+    "verifier_service.plan",
+    ("worker",),
+    "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
+)
+TRAIN_DRAFT = Program(
+    "training.train_draft",
+    ("worker", "training"),
+    "Train a draft head for TARGET, on text that it writes itself: `train-draft TARGET --out FOLDER`; --help lists the flags.",
+)
 
 serve = typer.Typer(
     name="serve",
     no_args_is_help=True,
     help="Run a service, or all of them on this machine. Each shows its flags with --help.",
 )
+bench = typer.Typer(
+    name="bench",
+    no_args_is_help=True,
+    help="Measure. Each benchmark shows its flags with --help.",
+)
 
 
 def command_of(role: str, flags: list[str]) -> list[str]:
     """The command line of a service. ConfigurationError when what it needs is not installed."""
-    service = SERVICES[role]
-    missing = [extra for extra in service.extras if find_spec(MARKS[extra]) is None]
+    return _command(f"serve {role}", SERVICES[role], flags)
+
+
+def _command(name: str, program: Program, flags: list[str]) -> list[str]:
+    missing = [extra for extra in program.extras if find_spec(MARKS[extra]) is None]
     if missing:
-        extras = ",".join(missing)
-        raise ConfigurationError(f"serve {role}: needs more packages; run pip install 'rootward[{extras}]'")
-    return [sys.executable, "-m", service.module, *flags]
+        raise ConfigurationError(f"{name}: needs more packages; run pip install 'rootward[{','.join(missing)}]'")
+    if find_spec(package := program.module.partition(".")[0]) is None:
+        raise ConfigurationError(
+            f"{name}: {package} is not part of the package; run it from a checkout of the repository"
+        )
+    return [sys.executable, "-m", program.module, *flags]
 
 
-def become(command: list[str]) -> None:
-    """Run a command in place of this process, so that signals and exit code are its own."""
-    sys.stdout.flush()
-    os.execv(command[0], command)
+def runs(name: str, program: Program) -> Callable[[typer.Context], None]:
+    """A subcommand that runs the program in place of this process, so that signals and exit code are its own."""
 
-
-def _add(role: str) -> None:
-    @serve.command(role, help=SERVICES[role].help, context_settings=OWN_FLAGS)
     def run(ctx: typer.Context) -> None:
-        become(command_of(role, ctx.args))
+        command = _command(name, program, ctx.args)
+        sys.stdout.flush()
+        os.execv(command[0], command)
+
+    return run
 
 
-for _role in SERVICES:
-    _add(_role)
+for _role, _program in SERVICES.items():
+    serve.command(_role, help=_program.help, context_settings=OWN_FLAGS)(runs(f"serve {_role}", _program))
+for _name, _help in BENCHMARKS.items():
+    _benchmark = Program(f"benchmarks.{_name}", ("worker",), _help)
+    bench.command(_name, help=_help, context_settings=OWN_FLAGS)(runs(f"bench {_name}", _benchmark))
