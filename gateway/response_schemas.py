@@ -31,16 +31,15 @@ from gateway.schemas import (
     CalledFunction,
     CallInMessage,
     ChatRequest,
+    CommonFields,
     Count,
     FunctionName,
     FunctionTool,
     JsonSchema,
     Message,
     NamedFunction,
-    Number,
     Object,
     ResponseFormat,
-    SpeculationField,
     Tool,
     ToolChoice,
     at_most,
@@ -246,7 +245,7 @@ class ResponseStreamOptions(Body):
     harmless: ClassVar = {"include_obfuscation": (False, True)}
 
 
-class ResponseRequest(Body):
+class ResponseRequest(CommonFields):
     """POST /v1/responses"""
 
     harmless: ClassVar = {
@@ -259,12 +258,8 @@ class ResponseRequest(Body):
     instructions: str = ""
     previous_response_id: str = ""
     store: bool = True
-    model: str = ""
-    stream: bool = False
     stream_options: ResponseStreamOptions | None = None
     max_output_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default=[])
@@ -281,18 +276,7 @@ class ResponseRequest(Body):
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
     ] = Field(default={})
-    # Labels of the client for its own records; nothing depends on them.
-    user: str = ""
-    safety_identifier: str = ""
-    prompt_cache_key: str = ""
-    # As in chats.
-    speculation: SpeculationField | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**32), WHOLE] = 0
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
-    cache_salt: str = ""
-    session_id: str = ""
+    prompt_cache_key: str = ""  # a label, as `user`
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @property
@@ -317,14 +301,8 @@ class ResponseRequest(Body):
         named = NamedFunction(name=choice.name) if choice.type == "function" else None
         return ChatRequest(
             messages=messages,
-            model=self.model,
-            stream=self.stream,
+            **{name: getattr(self, name) for name in CommonFields.model_fields},
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
             response_format=self.text.format.response_format,
             tools=[
                 Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"}))) for tool in self.tools
@@ -333,10 +311,6 @@ class ResponseRequest(Body):
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=LOGPROBS in self.include,
             top_logprobs=self.top_logprobs,
-            speculation=self.speculation,
-            priority=self.priority,
-            cache_salt=self.cache_salt,
-            session_id=self.session_id,
             chat_template_kwargs=self.chat_template_kwargs,
         )
 

@@ -366,8 +366,27 @@ SpeculationField = Annotated[
 ]
 
 
-class GenerationBody(Body):
-    """What both generating endpoints take."""
+class CommonFields(Body):
+    """What every generating endpoint takes under the same name."""
+
+    model: str = ""
+    stream: bool = False
+    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**32), WHOLE] = 0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
+    speculation: SpeculationField | None = None
+    cache_salt: str = ""
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
+    session_id: str = ""
+    # Labels of the client for its own records; nothing depends on them.
+    user: str = ""
+    safety_identifier: str = ""
+
+
+class GenerationBody(CommonFields):
+    """What completions and chats take."""
 
     harmless: ClassVar = {
         "best_of": (1,),
@@ -378,17 +397,11 @@ class GenerationBody(Body):
         "service_tier": ("auto", "default"),
     }
 
-    model: str = ""
-    stream: bool = False
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Field(ge=0, le=MAX_STREAM_INTERVAL), WHOLE] = 0
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] = 1
-    temperature: Annotated[Number, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**32), WHOLE] = 0
-    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
@@ -397,7 +410,6 @@ class GenerationBody(Body):
     ] = {}
     allowed_token_ids: TokenIds = []
     bad_words: Texts = []
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), WHOLE] | None = None
     stop: Annotated[Texts, BeforeValidator(_listed, json_schema_input_type=str | list[str])] = []
     stop_token_ids: TokenIds = []
     include_stop_str_in_output: bool = False
@@ -412,15 +424,8 @@ class GenerationBody(Body):
     prediction: Prediction | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: SpeculationField | None = None
-    cache_salt: str = ""
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] = 0
-    session_id: str = ""
     request_id: str = ""
-    # Labels of the client for its own records; nothing depends on them.
-    user: str = ""
-    safety_identifier: str = ""
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}  # a label, as `user`
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
