@@ -130,7 +130,7 @@ async def _keep_ready(models: Models, server: RpcServer) -> None:
 
 async def _stop_when_drained(models: Models) -> None:
     """A gateway that an administrator has drained ends as if it had been told by its supervisor."""
-    await models.drained()
+    await models.drained.wait()
     signal.raise_signal(signal.SIGTERM)
 
 

@@ -2,7 +2,7 @@
 
 A verifier that dies is replaced: a new epoch makes everything the lost attempt may still send stale, and the next verifier continues after
 the committed tokens. A request during which a verifier died before its first token is tried once more, while no other such request is, and
-refused from then on (`PoisonList`): it may be what verifiers die of.
+refused from then on (`Ledger.refuse_poison`): it may be what verifiers die of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import structlog
@@ -32,25 +31,18 @@ from rootward.core.requests import (
     SpeculationStats,
     VerifierRequest,
 )
-from rootward.errors import DeadlineExceeded, InvalidRequest, Overloaded, ServiceError, Unavailable
+from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
 log = structlog.get_logger()
 
 MAX_FRUITLESS = 3  # attempts in a row that add no token before the request fails
 MAX_DEATHS = 2  # of verifiers before the first token of a request
-POISON_TTL_S = 600.0
 
 T = TypeVar("T")
 
 
 class Aborted(Exception):
     """The request was aborted while it waited."""
-
-
-class PoisonRequest(InvalidRequest):
-    """Verifiers died while they worked on a request like this one."""
-
-    reason = "POISON_REQUEST"
 
 
 class Cutoff:
@@ -87,31 +79,6 @@ class Cutoff:
             self._timer = None
 
 
-class PoisonList:
-    """Requests that verifiers died of, remembered for POISON_TTL_S by a hash of their content, in all gateways of a session store."""
-
-    def __init__(self, ledger: Ledger):
-        self._ledger = ledger
-
-    async def check(self, request: VerifierRequest) -> None:
-        """PoisonRequest if a request of this content is on the list."""
-        if await self._ledger.is_poison(_content(request)):
-            fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
-            raise PoisonRequest("request", request.request_id, f"is refused: {fix}")
-
-    async def add(self, request: VerifierRequest) -> None:
-        content = _content(request)
-        await self._ledger.add_poison(content, POISON_TTL_S)
-        log.error("poison_request", content=content, request_id=request.request_id, tenant=request.tenant)
-
-
-def _content(request: VerifierRequest) -> str:
-    """Hash of the values that a verifier computes with, without those that a client can vary at no cost (ids, seed, deadline, salt)."""
-    asked = (request.prompt, request.sampling, request.stopping, request.structure, request.prediction)
-    logprobs = (request.logprobs, request.prompt_logprobs)
-    return blake2b(repr((asked, logprobs)).encode(errors="replace"), digest_size=16).hexdigest()
-
-
 class Generation:
     """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock.
 
@@ -129,14 +96,13 @@ class Generation:
         upstreams: Upstreams,
         ledger: Ledger,
         metrics: Metrics,
-        poison: PoisonList,
         watched: WatchedRequest,
         held: dict[str, int],
         ended: Finish | None,
         redispatch_wait_s: float,
     ):
         self._plan, self._entry, self._output, self._cutoff = plan, entry, output, cutoff
-        self._upstreams, self._ledger, self._metrics, self._poison = upstreams, ledger, metrics, poison
+        self._upstreams, self._ledger, self._metrics = upstreams, ledger, metrics
         self._watched, self._held, self._ended = watched, held, ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
@@ -158,7 +124,7 @@ class Generation:
             yield delta
             if delta.ending:
                 return
-        await self._poison.check(self._plan.first)
+        await self._ledger.refuse_poison(self._plan.first)
         while (reason := self._over()) is None:
             async with AsyncExitStack() as exclusive:
                 try:
@@ -353,9 +319,9 @@ class Generation:
             return
         self._deaths += 1
         if self._deaths >= MAX_DEATHS:
-            await self._poison.add(self._plan.first)
+            await self._ledger.add_poison(self._plan.first)
             self._metrics.poisoned.inc()
-            await self._poison.check(self._plan.first)
+            await self._ledger.refuse_poison(self._plan.first)
 
     def _patience(self) -> float:
         """Before the first token a client had better try again itself, and soon."""

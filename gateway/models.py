@@ -35,6 +35,7 @@ class Models:
         else:
             self.registry.register(ByModel({name: s.metrics.registry for name, s in self._services.items()}))
         self.watching = services[0].watching  # one for all
+        self.drained = asyncio.Event()  # by a drain that was asked for over the network
 
     def __iter__(self) -> Iterator[GatewayService]:
         return iter(self._services.values())
@@ -94,9 +95,8 @@ class Models:
         await asyncio.gather(*(service.drain(timeout_s) for service in self))
 
     def start_draining(self, timeout_s: float) -> None:
+        """Drain without waiting for its end, which sets `drained`."""
         for service in self:
-            service.start_draining(timeout_s)
-
-    async def drained(self) -> None:
-        """Until a drain that was asked for over the network has ended."""
-        await asyncio.gather(*(service.drained.wait() for service in self))
+            service.admission.draining = True
+        self._draining = asyncio.create_task(self.drain(timeout_s))
+        self._draining.add_done_callback(lambda _: self.drained.set())

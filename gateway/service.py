@@ -15,7 +15,7 @@ from gateway import planning
 from gateway.admission import Account, Admission, Rate
 from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
-from gateway.generation import Aborted, Cutoff, Generation, PoisonList
+from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
@@ -108,8 +108,6 @@ class GatewayService:
         Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
-        self._poison = PoisonList(self._ledger)
-        self.drained = asyncio.Event()  # set when a drain that was asked for over the network has ended
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -263,15 +261,6 @@ class GatewayService:
         await self._at_rest(ABORT_S)
         return len(left)
 
-    def start_draining(self, timeout_s: float) -> None:
-        """Drain without waiting for its end."""
-        self.admission.draining = True
-        self._loops.append(self._group.create_task(self._drain_and_tell(timeout_s)))
-
-    async def _drain_and_tell(self, timeout_s: float) -> None:
-        await self.drain(timeout_s)
-        self.drained.set()
-
     async def _at_rest(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
@@ -413,7 +402,6 @@ class GatewayService:
             upstreams=self.upstreams,
             ledger=self._ledger,
             metrics=self.metrics,
-            poison=self._poison,
             watched=watched,
             held=held,
             ended=finish_of(record.fields) if record.finished else None,

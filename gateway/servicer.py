@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate
 from typing import Any
 
@@ -322,14 +322,11 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
 
 def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
     """How it ended. `detail` adds the histogram of accepted lengths."""
-    timing = ending.timing
     stats = ending.stats if detail else replace(ending.stats, acceptance_histogram=())
     finish = generate_pb2.Finish(
         reason=REASONS[ending.reason],
         speculation=stats_to_pb(stats),
-        timing=generate_pb2.Timing(
-            queue_ms=timing.queue_ms, ttft_ms=timing.ttft_ms, decode_ms=timing.decode_ms, total_ms=timing.total_ms
-        ),
+        timing=generate_pb2.Timing(**asdict(ending.timing)),
         warnings=ending.warnings,
     )
     for field in ("eos_token_id", "stop_token_id", "stop_string"):

@@ -39,6 +39,7 @@ RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
 
+POISON_TTL_S = 600.0
 MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
@@ -300,6 +301,12 @@ def stale(request_id: str) -> StaleEpoch:
     return StaleEpoch(f"request {as_chosen(request_id)!r} is driven by another gateway now")
 
 
+class PoisonRequest(InvalidRequest):
+    """Verifiers died while they worked on a request like this one."""
+
+    reason = "POISON_REQUEST"
+
+
 class StreamInterrupted(Unavailable):
     """Tokens had been sent, and nobody can continue."""
 
@@ -485,24 +492,34 @@ class Ledger:
         if wait_s:
             raise out_of_tokens(tenant, cost, wait_s)
 
-    async def add_poison(self, content: str, ttl_s: float) -> None:
-        """Remember the hash of a request that verifiers died of, here and, if the store answers, for all gateways."""
-        key = f"{self._model()}:{content}"
-        await self._stand_in.add_poison(key, ttl_s)
+    async def add_poison(self, request: VerifierRequest) -> None:
+        """Verifiers died of it: requests of its content are refused for POISON_TTL_S, here and, if the store answers, at all gateways."""
+        content = self._content(request)
+        log.error("poison_request", content=content, request_id=request.request_id, tenant=request.tenant)
+        await self._stand_in.add_poison(content, POISON_TTL_S)
         with suppress(StoreUnavailable):
             self._must_be_up()
-            await self._store.add_poison(key, ttl_s)
+            await self._store.add_poison(content, POISON_TTL_S)
 
-    async def is_poison(self, content: str) -> bool:
-        """Whether this gateway or another one has remembered it. Waits for the store for at most HINT_S."""
-        key = f"{self._model()}:{content}"
-        if await self._stand_in.is_poison(key):
-            return True
-        with suppress(StoreUnavailable, TimeoutError):
-            self._must_be_up()
-            async with asyncio.timeout(HINT_S):
-                return await self._store.is_poison(key)
-        return False
+    async def refuse_poison(self, request: VerifierRequest) -> None:
+        """PoisonRequest if this gateway or another one has remembered its content. Waits for the store for at most HINT_S."""
+        content = self._content(request)
+        known = await self._stand_in.is_poison(content)
+        if not known:
+            with suppress(StoreUnavailable, TimeoutError):
+                self._must_be_up()
+                async with asyncio.timeout(HINT_S):
+                    known = await self._store.is_poison(content)
+        if known:
+            fix = "verifiers died while they worked on it; change the prompt or the parameters, or report it to the operator"
+            raise PoisonRequest("request", request.request_id, f"is refused: {fix}")
+
+    def _content(self, request: VerifierRequest) -> str:
+        """The model, and a hash of the values that it computes with; without those that a client can vary at no cost (ids, seed, deadline,
+        salt)."""
+        asked = (request.prompt, request.sampling, request.stopping, request.structure, request.prediction)
+        text = repr((asked, (request.logprobs, request.prompt_logprobs)))
+        return f"{self._model()}:{blake2b(text.encode(errors='replace'), digest_size=16).hexdigest()}"
 
     @asynccontextmanager
     async def suspicion(self) -> AsyncGenerator[None]:

@@ -6,9 +6,8 @@ import pytest
 from unit.gateway.service_for_tests import TEXT, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway.generation import POISON_TTL_S, PoisonList, PoisonRequest
 from gateway.requests import GenerateRequest
-from gateway.session_store import Ledger, MemoryStore, StoreUnavailable
+from gateway.session_store import POISON_TTL_S, Ledger, MemoryStore, PoisonRequest, StoreUnavailable
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.errors import Unavailable
 
@@ -118,16 +117,16 @@ async def test_poison_requests_are_forgotten_after_their_time_in_every_gateway()
         return now
 
     store = MemoryStore(now=clock)
-    lists = [PoisonList(Ledger(store, now=clock)) for _ in range(2)]
+    lists = [Ledger(store, now=clock) for _ in range(2)]
     request = VerifierRequest("r", POISON_IDS)
-    await lists[0].add(request)
+    await lists[0].add_poison(request)
     for poisoned in lists:
         with pytest.raises(PoisonRequest):
-            await poisoned.check(request)
-        await poisoned.check(VerifierRequest("r", (*POISON_IDS, 1)))
+            await poisoned.refuse_poison(request)
+        await poisoned.refuse_poison(VerifierRequest("r", (*POISON_IDS, 1)))
     now = POISON_TTL_S
     for poisoned in lists:
-        await poisoned.check(request)
+        await poisoned.refuse_poison(request)
 
 
 async def test_without_the_store_a_gateway_remembers_by_itself():
