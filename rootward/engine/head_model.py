@@ -16,6 +16,8 @@ from typing import Protocol
 import torch
 
 from rootward.engine.batch import Step
+from rootward.engine.block_head import BlockHead
+from rootward.engine.block_head_model import BlockHeadModel
 from rootward.engine.heads import Head, load_head
 from rootward.engine.kv_cache import PagedCache
 from rootward.engine.model import HuggingFaceModel
@@ -34,6 +36,8 @@ hot oven until the crust is brown. Let it cool on a rack before you cut it, beca
 Question: What is the capital of France, and why is it famous?
 Answer: The capital of France is Paris. It is famous for its museums, its food and the Eiffel Tower, which was built in 1889.
 """
+
+PROBE_ROWS = 16  # at a time: a block head answers each with a block of distributions
 
 BLOCK_SIZE = 16
 TREE_ROOM = 256  # cells of a slot beyond its context
@@ -187,7 +191,14 @@ class HeadModel:
         self._slots.check()
 
 
-def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> HeadModel:
+def model_of(head: Head | BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8) -> DraftHead:
+    """A head as a draft model."""
+    if isinstance(head, BlockHead):
+        return BlockHeadModel(head, target, name=name, max_slots=max_slots)
+    return HeadModel(head, target, name=name, max_slots=max_slots)
+
+
+def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> DraftHead:
     """The head in this folder for a target, with the reading of its layer ids (inputs of layers, or outputs) that drafts better.
 
     ConfigurationError: it is no head that fits (`heads.load_head`), or what it drafts is hardly ever what the target says."""
@@ -206,21 +217,27 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> He
             f"head: {path}: acceptance {accepted[head.states]:.2f} on a probe text, below {LEAST_ACCEPTANCE}; "
             "it was made for another target"
         )
-    return HeadModel(head, model.info, name=path, max_slots=max_slots)
+    return model_of(head, model.info, name=path, max_slots=max_slots)
 
 
 @torch.inference_mode()
-def acceptance(head: Head, model: HuggingFaceModel, text: Sequence[int]) -> float:
+def acceptance(head: Head | BlockHead, model: HuggingFaceModel, text: Sequence[int]) -> float:
     """Probability that a token which the head draws after a prefix of this text is accepted, mean over prefixes: sum of min(p, q)."""
     model.expose(head.states)
     slot = model.open()
-    probe = HeadModel(head, model.info, name="probe", max_slots=1)
+    probe = model_of(head, model.info, name="probe", max_slots=1)
     own = probe.open()
     try:
         target = model.forward([Rows.chain(slot, 0, text)])[1:].softmax(-1)
         features = probe.fuse(model.states)[:-1].float().cpu().numpy()
-        draft = probe.forward([Rows.chain(own, 0, text[1:], features)]).softmax(-1)
-        return float(torch.minimum(target, draft).sum(-1).mean())
+        accepted = 0.0
+        for start in range(0, len(features), PROBE_ROWS):
+            rows = slice(start, start + PROBE_ROWS)
+            chunk = Rows.chain(own, start, text[1:][rows], features[rows])
+            draft = probe.forward([chunk]).softmax(-1)
+            probe.commit(own, int(chunk.node[-1]), keep_below=False)
+            accepted += float(torch.minimum(target[rows], draft).sum())
+        return accepted / len(features)
     finally:
         model.release(slot)
         model.close(slot)

@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
+from rootward.engine.block_head import BlockHead, is_block_head, load_block_head
 from rootward.engine.cpu_kernels import use_threads
 from rootward.engine.head_weights import (
     HeadWeights,
@@ -163,8 +164,8 @@ class Head:
         return out.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
-def load_head(path: str, network: Any) -> Head:
-    """The head in a folder with config.json and its weights, for this target. Layer ids are read as inputs of layers.
+def load_head(path: str, network: Any) -> Head | BlockHead:
+    """The head in a folder with config.json and its weights, for this target. Layer ids mean what they do where the file comes from.
 
     ConfigurationError: the file is no head that is known, does not fit the target, or asks for what is not lossless.
     """
@@ -172,9 +173,11 @@ def load_head(path: str, network: Any) -> Head:
 
     folder, target = Path(path).expanduser(), Target(network)
     raw = read_config(folder)
+    if is_block_head(raw):
+        return load_block_head(folder, raw, target)
     kind = raw.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
-        raise refusal(f"speculators_model_type: {kind!r}; eagle and eagle3 are supported")
+        raise refusal(f"speculators_model_type: {kind!r}; dflash, eagle and eagle3 are supported")
     config = LlamaConfig(**{**layer_config(raw), "max_position_embeddings": target.context})
     if int(getattr(config, "num_hidden_layers", 1)) != 1:
         raise refusal(f"num_hidden_layers: {config.num_hidden_layers}; heads of one layer are supported")

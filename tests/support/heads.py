@@ -137,3 +137,66 @@ class TabularHead(TabularModel):
         context = super()._context(entry, row)
         features = entry.rows.features
         return context if features is None else [int(features[row, 0]), context[-1]]
+
+
+def dflash(
+    folder: Path,
+    network: Any,
+    *,
+    layer_ids: tuple[int, ...] = (0, 2, 4),
+    num_layers: int = 2,
+    block_size: int = 4,
+    mask_token: int = 2,
+    draft_ids: list[int] | None = None,
+    speculators: bool = False,
+    bias: bool = False,
+    seed: int = 0,
+    scale: float = 0.1,
+    dtype: torch.dtype = torch.float32,
+    **more: Any,
+) -> Path:
+    """Write a block head as z-lab publishes them, or as speculators does. more: of the configuration of its layers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * scale
+
+    layers = head_config(
+        network,
+        architectures=["DFlashDraftModel"],
+        model_type="qwen3",
+        num_hidden_layers=num_layers,
+        head_dim=network.config.hidden_size // network.config.num_attention_heads,
+        **more,
+    )
+    size, dim = layers["hidden_size"], layers["head_dim"]
+    tensors = {"fc.weight": random(size, len(layer_ids) * size)}
+    for i in range(num_layers):
+        prefix = f"layers.{i}."
+        tensors |= layer_tensors(layers, prefix=prefix, wide=size, random=random)
+        tensors[f"{prefix}input_layernorm.weight"] = random(size) + 1
+        tensors |= {f"{prefix}self_attn.{name}.weight": random(dim) + 1 for name in ("q_norm", "k_norm")}
+        if bias:
+            names = ("q_proj", "k_proj", "v_proj", "o_proj")
+            outputs = {name: len(tensors[f"{prefix}self_attn.{name}.weight"]) for name in names}
+            tensors |= {f"{prefix}self_attn.{name}.bias": random(num) for name, num in outputs.items()}
+    tensors |= {f"{name}.weight": random(size) + 1 for name in ("hidden_norm", "norm")}
+    if draft_ids is not None:
+        tensors["lm_head.weight"] = random(len(draft_ids), size)
+        tensors["d2t"] = torch.tensor(draft_ids) - torch.arange(len(draft_ids))
+    if not speculators:
+        config = {**layers, "block_size": block_size, "num_target_layers": network.config.num_hidden_layers}
+        config["dflash_config"] = {"mask_token_id": mask_token, "target_layer_ids": list(layer_ids)}
+        return write(folder, config, tensors, dtype)
+    config = {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "transformer_layer_config": layers,
+        "draft_vocab_size": network.config.vocab_size if draft_ids is None else len(draft_ids),
+        "block_size": block_size,
+        "mask_token_id": mask_token,
+        "aux_hidden_state_layer_ids": list(layer_ids),
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": False,
+    }
+    return write(folder, config, tensors, dtype)

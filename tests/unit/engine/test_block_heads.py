@@ -1,0 +1,310 @@
+"""Block heads as they are published (DFlash) give the marginals of the published formula; files of other heads are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.heads import dflash
+from torch.nn.functional import linear, silu
+from unit.engine import networks
+
+from rootward.core.requests import Sampling
+from rootward.engine import head_weights
+from rootward.engine.atoms import atoms_of
+from rootward.engine.block_head_model import BlockHeadModel
+from rootward.engine.head_model import acceptance, load_head_model
+from rootward.engine.heads import load_head
+from rootward.engine.model import HuggingFaceModel
+from rootward.errors import ConfigurationError
+from rootward.ports import COMMITTED, Rows
+
+DRAFT_IDS = [33, 40, 3, 4, 7, 11, 12, 20]
+TEXT = [5, 9, 2, 31, 17, 8, 40, 3, 22]
+MASK, BLOCK = 2, 4
+
+
+def a_target() -> Any:
+    return networks.tiny("LlamaConfig", num_hidden_layers=6)
+
+
+def a_model(max_slots: int = 4) -> HuggingFaceModel:
+    return HuggingFaceModel(a_target(), name="target", max_slots=max_slots, max_len=64)
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+class Reference:
+    """The published formula for one block, without a cache: keys and values of the context and of the block side by side."""
+
+    def __init__(self, folder: Path, network: Any) -> None:
+        raw = json.loads((folder / "config.json").read_text())
+        self.layers, self.own = raw.get("transformer_layer_config", raw), raw
+        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+        self.network = network
+
+    def states(self, text: list[int]) -> torch.Tensor:
+        """What the target's layers put out, side by side, at every position."""
+        hidden = self.network(torch.tensor([text]), output_hidden_states=True).hidden_states
+        if "dflash_config" in self.own:
+            return torch.cat([hidden[i + 1][0] for i in self.own["dflash_config"]["target_layer_ids"]], -1)
+        return torch.cat([hidden[i][0] for i in self.own["aux_hidden_state_layer_ids"]], -1)
+
+    def marginals(self, text: list[int]) -> torch.Tensor:
+        """[B - 1, V] of the tokens after this text, of whose last token the target knows nothing yet."""
+        w, num = self.w, len(text) - 1
+        context = rms(linear(self.states(text)[:num], w["fc.weight"]), w["hidden_norm.weight"])
+        embedding = self.network.get_input_embeddings().weight
+        x = embedding[torch.tensor([text[-1], *[MASK] * (BLOCK - 1)])]
+        for i in range(self.layers["num_hidden_layers"]):
+            x = self.layer(i, x, context)
+        out = rms(x, w["norm.weight"])[1:]
+        if "d2t" not in w:
+            return linear(out, self.network.lm_head.weight)
+        logits = torch.full((BLOCK - 1, len(embedding)), -torch.inf)
+        logits[:, torch.arange(len(w["d2t"])) + w["d2t"].long()] = linear(out, w["lm_head.weight"])
+        return logits
+
+    def layer(self, i: int, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        w = {n.removeprefix(f"layers.{i}."): t for n, t in self.w.items() if n.startswith(f"layers.{i}.")}
+        num_q, num_kv = self.layers["num_attention_heads"], self.layers["num_key_value_heads"]
+        dim = self.layers["head_dim"]
+
+        def heads(of: torch.Tensor, name: str) -> torch.Tensor:
+            product = linear(of, w[f"self_attn.{name}_proj.weight"], w.get(f"self_attn.{name}_proj.bias"))
+            return product.view(len(of), -1, dim)
+
+        def turned(t: torch.Tensor, first: int) -> torch.Tensor:
+            position = torch.arange(first, first + len(t))
+            angle = position[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+            cos, sin = (torch.cat([of, of], -1)[:, None] for of in (angle.cos(), angle.sin()))
+            a, b = t.chunk(2, -1)
+            return t * cos + torch.cat([-b, a], -1) * sin
+
+        read = torch.cat([context, rms(x, w["input_layernorm.weight"])])
+        block = read[len(context) :]
+        q = turned(rms(heads(block, "q"), w["self_attn.q_norm.weight"]), len(context))
+        k = turned(rms(heads(read, "k"), w["self_attn.k_norm.weight"]), 0).repeat_interleave(num_q // num_kv, 1)
+        v = heads(read, "v").repeat_interleave(num_q // num_kv, 1)
+        score = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
+        weight = score.masked_fill(~self.sees(i, len(context)), -torch.inf).softmax(-1)
+        attended = torch.einsum("hqk,khd->qhd", weight, v).flatten(1)
+        x = x + linear(attended, w["self_attn.o_proj.weight"], w.get("self_attn.o_proj.bias"))
+        inner = rms(x, w["post_attention_layernorm.weight"])
+        gate, up = linear(inner, w["mlp.gate_proj.weight"]), linear(inner, w["mlp.up_proj.weight"])
+        return x + linear(silu(gate) * up, w["mlp.down_proj.weight"])
+
+    def sees(self, i: int, num: int) -> torch.Tensor:
+        sees = torch.ones(BLOCK, num + BLOCK, dtype=torch.bool)
+        if self.layers.get("layer_types", ["full_attention"] * 9)[i] == "sliding_attention":
+            behind = torch.arange(num, num + BLOCK)[:, None] - torch.arange(num + BLOCK)
+            causal = not self.own.get("sliding_window_non_causal")
+            sees = (behind >= 0 if causal else sees) & (behind.abs() < self.layers["sliding_window"])
+        return sees
+
+
+def drafts_of(folder: Path, model: HuggingFaceModel) -> BlockHeadModel:
+    return BlockHeadModel(load_head(str(folder), model.network), model.info, name="head", max_slots=4)
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 3}
+KINDS: dict[str, dict[str, Any]] = {
+    "z-lab": {},
+    "z-lab with biases, its last layer that of the target": {"bias": True, "layer_ids": (1, 5)},
+    "z-lab with sliding windows": SLIDING,
+    "speculators": {"speculators": True, "draft_ids": DRAFT_IDS, "layer_ids": (1, 3, 5)},
+    "speculators with the whole vocabulary": {"speculators": True, "layer_ids": (1, 3, 5), **SLIDING},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+def test_one_pass_gives_the_marginals_of_the_published_formula(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, kernels: bool
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(head_weights, "SERVED", ())
+    model, network = a_model(), a_target()
+    folder = dflash(tmp_path, network, **KINDS[kind])
+    drafts, reference = drafts_of(folder, model), Reference(folder, network)
+    model.expose(drafts.reads)
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, TEXT)], num_logits=[1])
+    torch.testing.assert_close(model.states, reference.states(TEXT), atol=1e-4, rtol=1e-4)
+    features = drafts.fuse(model.states)
+
+    # the text in two parts, then drafted rows: every path of a level has the same distribution, and below the block there is none
+    own = drafts.open()
+    for begin, end in ((0, 5), (5, len(TEXT) - 1)):
+        drafts.forward([Rows.chain(own, 1000, TEXT[1:][begin:end], features[begin:end].numpy())], num_logits=[1])
+        drafts.commit(own, 1000 + end - begin - 1, keep_below=False)
+    drafts.release(own)
+    found = [drafts.forward([Rows(own, np.array([1, 2]), np.array([COMMITTED] * 2), np.array([3, 12]))])]
+    found += [drafts.forward([Rows(own, np.array([3]), np.array([2]), np.array([7]))])]
+    beyond = drafts.forward([Rows(own, np.array([4, 5]), np.array([3, 4]), np.array([7, 8]))])
+    expected = reference.marginals(TEXT)
+    torch.testing.assert_close(torch.cat(found), expected[[1, 1, 2]], atol=2e-4, rtol=2e-4)
+    assert torch.isinf(beyond).all()
+
+    # the first marginal after every position, as the load probe asks
+    other = drafts.open()
+    every = drafts.forward([Rows.chain(other, 1, TEXT[1:], features[:-1].numpy())])
+    expected = torch.stack([reference.marginals(TEXT[: i + 2])[0] for i in range(len(TEXT) - 1)])
+    torch.testing.assert_close(every, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_sessions_of_one_batch_have_what_each_has_alone(tmp_path: Path) -> None:
+    model = a_model()
+    drafts = drafts_of(dflash(tmp_path, model.network), model)
+    random = np.random.default_rng(0)
+    texts = [list(map(int, random.integers(0, 90, num))) for num in (3, 12, 7)]
+    features = [random.standard_normal((len(text), drafts.feature_size)).astype(np.float32) for text in texts]
+
+    def chains() -> list[Rows]:
+        return [Rows.chain(drafts.open(), 1, text, own) for text, own in zip(texts, features, strict=True)]
+
+    alone = []
+    for rows in chains():
+        alone.append([drafts.forward([rows], num_logits=[1])])
+        alone[-1].append(drafts.forward(deeper_of(rows)))
+    for slot in range(3):
+        drafts.close(slot)
+    batch = chains()
+    together = [drafts.forward(batch, num_logits=[1] * 3), drafts.forward([deeper_of(rows)[0] for rows in batch])]
+    for i in range(3):
+        for level in range(2):
+            torch.testing.assert_close(together[level][i : i + 1], alone[i][level], atol=1e-5, rtol=1e-5)
+    # text of one session beside drafted rows of another
+    drafts.close(1)
+    again = Rows.chain(drafts.open(), 1, texts[1], features[1])
+    deeper_rows = Rows(0, np.array([91]), np.array([len(texts[0])]), np.array([4]))
+    mixed = drafts.forward([deeper_rows, again], num_logits=[1, 1])
+    torch.testing.assert_close(mixed, torch.cat([alone[0][1], alone[1][0]]), atol=1e-5, rtol=1e-5)
+    for slot in range(3):
+        drafts.close(slot)
+    drafts.check_idle()
+
+
+def deeper_of(rows: Rows) -> list[Rows]:
+    """A child of the last row."""
+    return [Rows(rows.slot, np.array([90]), rows.node[-1:], np.array([6]))]
+
+
+def test_atoms_below_the_block_are_none(tmp_path: Path) -> None:
+    model = a_model()
+    drafts = drafts_of(dflash(tmp_path, model.network, draft_ids=DRAFT_IDS), model)
+    slot = drafts.open()
+    drafts.forward([Rows.chain(slot, 1, [3, 4, 5], np.ones((3, drafts.feature_size), np.float32))], num_logits=[1])
+    rows = Rows.chain(slot, 10, [6] * BLOCK)
+    rows = Rows(slot, rows.node, np.array([3, *rows.node[:-1]]), rows.token)
+    for sampling in (
+        Sampling(temperature=0.8),
+        Sampling(temperature=1.0, top_p=0.9),
+        Sampling(temperature=1.0, top_k=3),
+    ):
+        for num_atoms in (4, 48):
+            kind, reduction = atoms_of([sampling] * BLOCK, model.info.vocab_size, num_atoms, 4)
+            weight = kind.read(drafts.forward([rows], reduction=reduction).numpy()).weight
+            drafts.release(slot, [1, 2, 3])
+            assert (weight.sum(1) > 0).tolist() == [*[True] * (BLOCK - 2), False, False]
+
+
+def changed(folder: Path, **config: Any) -> Path:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    own = config.pop("dflash_config", {})
+    if own or "dflash_config" in raw:
+        raw["dflash_config"] = raw.get("dflash_config", {}) | own
+    path.write_text(json.dumps(raw | config))
+    return folder
+
+
+def refused(folder: Path, match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        load_head(str(folder), a_target())
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"dflash_config": {"target_layer_ids": [0, 6]}}, r"target_layer_ids: \[0, 6\]; the target has 6 layers"),
+    ({"dflash_config": {"target_layer_ids": [-1, 2]}}, "target_layer_ids"),
+    ({"dflash_config": {"target_layer_ids": []}}, "target_layer_ids"),
+    ({"dflash_config": {"mask_token_id": 96}}, "mask_token_id: 96"),
+    ({"dflash_config": {"mask_token_id": None}}, "mask_token_id: None"),
+    ({"block_size": 1}, "block_size: 1"),
+    ({"block_size": 1 << 20}, "block_size"),
+    ({"dflash_config": {"selector_rank": 8}}, "dflash_config: selector_rank"),
+    ({"dflash_config": {"output_multiplier": 0.5}}, "output_multiplier: 0.5"),
+    ({"dflash_config": {"use_swa": True}}, "use_swa"),
+    ({"sample_from_anchor": True}, "sample_from_anchor"),
+    ({"projector_type": "domino"}, "projector_type: 'domino'"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"architectures": ["DFlash2DraftModel"]}, "architectures: DFlash2DraftModel"),
+    ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types: linear_attention"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    ({"speculators_config": {"proposal_methods": [{"verifier_accept_k": 3}]}}, "verifier_accept_k.*lossy"),
+    ({"speculators_config": {"proposal_methods": [{"accept_tolerance": 0.1}]}}, "accept_tolerance.*lossy"),
+]
+
+
+@pytest.mark.parametrize(("change", "match"), REFUSALS, ids=lambda value: value if isinstance(value, str) else "")
+def test_options_of_other_heads_are_refused_by_name(tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    refused(changed(dflash(tmp_path, a_target()), **change), match)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        "layers.1.self_attn.k_norm.weight",
+        "layers.0.mlp.up_proj.weight",
+    ],
+)
+def test_missing_and_misshapen_tensors_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = dflash(tmp_path, a_target())
+    weights = load_file(folder / "model.safetensors")
+    save_file({own: t for own, t in weights.items() if own != name}, folder / "model.safetensors")
+    refused(folder, f"tensor {name} is missing")
+    save_file(weights | {name: torch.zeros(5)}, folder / "model.safetensors")
+    refused(folder, f"{name}: shape")
+
+
+def test_a_tensor_of_another_head_is_refused(tmp_path: Path) -> None:
+    folder = dflash(tmp_path, a_target())
+    weights = load_file(folder / "model.safetensors") | {"layers.0.mlp_conv.base_kernel": torch.zeros(2)}
+    save_file(weights, folder / "model.safetensors")
+    refused(folder, "mlp_conv")
+    (folder / "mask_embedding.pt").touch()
+    refused(folder, "mask_embedding.pt")
+
+
+def test_the_load_probe_measures_acceptance_under_both_readings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, network = a_model(), a_target()
+    folder = dflash(tmp_path, network, layer_ids=(0, 2, 5))
+    head, reference = load_head(str(folder), model.network), Reference(folder, network)
+    assert head.readings == [(1, 3, 6), (0, 2, 5)]
+    text = [*TEXT, *TEXT[::-1], *TEXT]
+    target = network(torch.tensor([text])).logits[0].softmax(-1)
+    overlaps = [
+        torch.minimum(reference.marginals(text[: i + 1])[0].softmax(-1), target[i]).sum() for i in range(1, len(text))
+    ]
+    assert acceptance(head, model, text) == pytest.approx(torch.stack(overlaps).mean().item(), abs=1e-4)
+    model.check_idle()
+    with caplog.at_level("INFO"), monkeypatch.context() as patch:
+        patch.setattr("rootward.engine.head_model.LEAST_ACCEPTANCE", 0.0)
+        load_head_model(str(folder), model, max_slots=1)
+    assert "(1, 3, 6)" in caplog.text
+    assert "(0, 2, 5)" in caplog.text
+    monkeypatch.setattr("rootward.engine.head_model.LEAST_ACCEPTANCE", 1.0)
+    with pytest.raises(ConfigurationError, match="another target"):
+        load_head_model(str(folder), model, max_slots=1)
