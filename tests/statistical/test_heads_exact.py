@@ -16,6 +16,7 @@ from rootward.core.frames import Open
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Sampling
+from rootward.engine.slots import Entry
 from rootward.engine.tabular import TabularModel
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
@@ -48,13 +49,33 @@ class ModelHead(TabularHead):
             return np.log(weight / weight.sum())
 
 
+class BlockOfModel(ModelHead):
+    """A block head: the row of a drafted node is that of its depth after the text, whatever its path is."""
+
+    def _context(self, entry: Entry, row: int) -> list[int]:
+        if entry.rows.features is not None:
+            return super()._context(entry, row)
+        plan = entry.plan
+        last = self._token[entry.table.cells(np.array([plan.length - 1]))]
+        return [int(last[0]), int(plan.positions[row] - plan.length) % V]
+
+
 class Walk:
     """One session, round after round."""
 
-    def __init__(self, seed: int, mode: DraftMode, chooser: Chooser, *, nodes: int = 2, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        mode: DraftMode,
+        chooser: Chooser,
+        *,
+        nodes: int = 2,
+        cut: Cut | None = None,
+        head: type[ModelHead] = ModelHead,
+    ) -> None:
         self.model, self.chooser, self.nodes, self.cut = Model(seed), chooser, nodes, cut
         shape = BestFirst(max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
-        self.heads = HeadDrafts(ModelHead(self.model), incarnation=1, best_first=shape)
+        self.heads = HeadDrafts(head(self.model), incarnation=1, best_first=shape)
         self.opening = Open(0, "", 0, (), Sampling(), mode, 1, 0, num_atoms=V, node_cap=nodes, max_depth=2, topk=2)
 
     def run(self, script: tuple[str, ...], out: np.ndarray) -> None:
@@ -105,6 +126,17 @@ CASES = [*((script, DraftMode.SAMPLED) for script in SCRIPTS), ("wrong, then rig
 @pytest.mark.parametrize(("script", "mode"), CASES, ids=lambda v: getattr(v, "value", v))
 def test_text_has_the_target_s_law_whatever_the_features_are(script: str, mode: DraftMode, monkeypatch) -> None:
     assert max(error(seed, mode, SCRIPTS[script], monkeypatch) for seed in SEEDS) < EXACT
+
+
+@pytest.mark.parametrize("mode", [DraftMode.SAMPLED, DraftMode.GREEDY], ids=lambda mode: mode.value)
+def test_text_has_the_target_s_law_under_marginals_of_a_block(mode: DraftMode, monkeypatch) -> None:
+    script = SCRIPTS["wrong, then right"]
+    assert max(error(seed, mode, script, monkeypatch, head=BlockOfModel) for seed in SEEDS[:4]) < EXACT
+
+
+def test_cutting_a_tree_of_marginals_by_its_own_values_is_seen(monkeypatch) -> None:
+    twin = {"cut": unlikely_ones_go, "head": BlockOfModel}
+    assert max(error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, **twin) for seed in SEEDS[:4]) > SEEN
 
 
 def unlikely_ones_go(walk: Walk, grown: Snapshot) -> int:

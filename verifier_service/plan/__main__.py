@@ -129,7 +129,7 @@ def _bench(given: argparse.Namespace) -> Bench:
 
 
 def is_head(draft: str) -> bool:
-    """A folder with a draft head: a single layer that reads hidden states of its target."""
+    """A folder with a draft head: a few layers that read hidden states of their target."""
     file = Path(draft).expanduser() / "config.json"
     if not file.is_file():
         return False
@@ -138,7 +138,7 @@ def is_head(draft: str) -> bool:
     except ValueError as error:
         raise ConfigurationError(f"draft: {str(file)!r} is no JSON ({error})") from None
     names = " ".join(config.get("architectures") or ()).lower()
-    return "eagle" in names or "draft_vocab_size" in config
+    return "eagle" in names or "dflash" in names or "draft_vocab_size" in config
 
 
 def prompt_ids(tokenizer: Any, texts: Sequence[str], *, raw: bool, longest: int) -> list[list[int]]:
