@@ -23,6 +23,7 @@ from rootward.core.distribution import DraftDistribution
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.engine.block_head_model import BlockHeadModel
 from rootward.engine.model import HuggingFaceModel
+from verifier_service.plan.__main__ import is_head
 from verifier_service.target import load_local_head
 
 ALPHA = 1e-6
@@ -37,6 +38,7 @@ def pair(folder: Path, *, vocab: int = VOCAB) -> tuple[HuggingFaceModel, BlockHe
     settings = verifier_settings(local_draft=f"head:{folder}", max_num_seqs=SESSIONS)
     head = load_local_head(settings, model)
     assert isinstance(head, BlockHeadModel)
+    assert is_head(str(folder))  # for `rootward plan`
     return model, head
 
 
