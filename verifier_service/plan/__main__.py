@@ -51,19 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             for table in tables(measured, at_rtt):
                 console.print(table)
             if measured.remote:
-                far = ", ".join(f"{one.rtt_ms:g} ms: {one.speedup:.2f}" for one in found if _is_first(one, given))
+                at_most_load = [
+                    one for one in found if (one.temperature, one.load) == (given.temperatures[0], given.load)
+                ]
+                by_distance = ", ".join(f"{one.rtt_ms:g} ms: {one.speedup:.2f}" for one in at_most_load)
                 console.print(
-                    f"speed-up by distance at temperature {given.temperatures[0]:g}, {given.load} sessions: {far}"
+                    f"speed-up by distance at temperature {given.temperatures[0]:g}, {given.load} sessions: {by_distance}"
                 )
             console.print(f"\n[bold]{answer(at_rtt)}[/bold]")
     except ConfigurationError as wrong:
         print(f"rootward: {str(wrong).splitlines()[0]}", file=sys.stderr)
         return wrong.exit_code
     return 0
-
-
-def _is_first(one: Any, given: argparse.Namespace) -> bool:
-    return bool(one.load == given.load and one.temperature == given.temperatures[0])
 
 
 def _measured(given: argparse.Namespace) -> Measured:
