@@ -12,10 +12,11 @@ from typing import ClassVar
 
 from gateway.choices import Tally
 from gateway.reasoning import OPEN, ThoughtParser
-from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest, Seen, Usage
+from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span, Tokenizer
 from gateway.tools import CallFormat, CallParser
+from rootward.client.types import Round, Usage
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
 
@@ -314,26 +315,25 @@ def finish(ending: Ending | None) -> Json:
     return {"finish_reason": ending.reason.value, "stop_reason": stop}
 
 
-def round_object(one: Seen, names: TokenNames) -> Json:
+def round_object(one: Round, names: TokenNames) -> Json:
     """Node i of the tree is entry i - 1 of `nodes`; node 0 is the last token before. The last of `tokens` is the bonus token."""
-    tree = one.tree
-    nodes = zip(tree.tokens, tree.parents, strict=True) if tree is not None else ()
+    nodes = zip(one.tree_tokens, one.tree_parents, strict=True)
     return {
         "nodes": [{"token": names(token).text, "parent": parent} for token, parent in nodes],
-        "path": [] if tree is None else list(tree.path),
-        "tokens": [names(token).text for token in one.tokens],
+        "path": list(one.path),
+        "tokens": [names(token).text for token in one.token_ids],
     }
 
 
 def usage_object(counts: Usage, *, reasoning_tokens: int = 0) -> Json:
     details = {"reasoning_tokens": reasoning_tokens}
-    if counts.predicted is not None:
-        accepted, rejected = counts.predicted
-        details |= {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+    for name in ("accepted_prediction_tokens", "rejected_prediction_tokens"):
+        if (count := getattr(counts, name)) is not None:
+            details[name] = count
     return {
         "prompt_tokens": counts.prompt_tokens,
         "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "total_tokens": counts.total_tokens,
         "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
         "completion_tokens_details": details,
     }

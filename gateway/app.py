@@ -178,7 +178,7 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
                 "server_load": load.num_running + load.num_waiting,
                 "num_running": load.num_running,
                 "num_waiting": load.num_waiting,
-                "max_num_seqs": load.max_num_seqs,
+                "max_num_seqs": load.max_sessions,
                 "draining": load.draining,
             }
         )

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from gateway.requests import Delta, Ending, GenerateRequest, Usage
+from gateway.requests import Delta, Ending, GenerateRequest
+from rootward.client.types import Usage
 from rootward.core.requests import TokenLogprob
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
@@ -115,9 +116,13 @@ class Tally:
     def usage(self) -> Usage:
         first = {i // self.num_choices: i for i in sorted(self.prompts, reverse=True)}.values()
         cached = sum(self.endings[i].usage.cached_tokens for i in first if i in self.endings)
-        pairs = [e.usage.predicted for e in self.endings.values() if e.usage.predicted is not None]
-        predicted = (sum(a for a, _ in pairs), sum(b for _, b in pairs)) if pairs else None
-        return Usage(sum(len(self.prompts[i]) for i in first), sum(self._ends.values()), cached, predicted)
+        num_prompt, num_output = sum(len(self.prompts[i]) for i in first), sum(self._ends.values())
+        return Usage(num_prompt, num_output, cached, self._sum("accepted"), self._sum("rejected"))
+
+    def _sum(self, which: str) -> int | None:
+        """Of the predictions; None where there was none."""
+        counts = [getattr(ending.usage, f"{which}_prediction_tokens") for ending in self.endings.values()]
+        return sum(counts) if counts and None not in counts else None
 
     @property
     def only(self) -> Ending | None:

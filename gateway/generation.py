@@ -18,11 +18,12 @@ import structlog
 
 from gateway.metrics import Metrics
 from gateway.planning import Plan
-from gateway.requests import Delta, Ending, Seen, Timing, Usage
+from gateway.requests import Delta, Ending
 from gateway.router import Upstream, Upstreams
 from gateway.session_store import Entry, Ledger, Run, StreamInterrupted, finish_to_field
 from gateway.tokenizer import Output, Span
 from gateway.watching import WatchedRequest
+from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     Committed,
     Finish,
@@ -216,7 +217,7 @@ class Generation:
             self._ledger.extend(self._entry, new)
             self._first_at = self._first_at or self._now()
             self._fruitless = 0
-        rounds = (Seen(run.tree, run.tokens),) if self._plan.first.trees and run.tokens else ()
+        rounds = (_round(run),) if self._plan.first.trees and run.tokens else ()
         return self._shown(new, run.finish, rounds)
 
     def _read_prompt(self, run: Committed) -> None:
@@ -234,7 +235,7 @@ class Generation:
         self._in_one_attempt = self._ended is not None
         return self._shown(self._entry.output(), self._ended)
 
-    def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Seen, ...] = ()) -> Delta:
+    def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Round, ...] = ()) -> Delta:
         """Text and tokens that may leave now."""
         tokens, flags, logprobs = list(run.tokens), list(run.accepted), list(run.logprobs)
         if tokens and tokens[-1] in self._plan.stop_ids:
@@ -244,7 +245,7 @@ class Generation:
             return self._delta(spans, rounds=rounds)
         return self._last(finish, spans, rounds)
 
-    def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
+    def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Round, ...] = ()) -> Delta:
         offset = self._num_sent
         self._num_sent += len(spans)
         return Delta(
@@ -257,7 +258,7 @@ class Generation:
             rounds=rounds,
         )
 
-    def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Seen, ...] = ()) -> Delta:
+    def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Round, ...] = ()) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
         spans = [*(spans or []), *self._output.finish(self._hidden)]
         stop_string = self._output.stop
@@ -281,8 +282,9 @@ class Generation:
 
     def _usage(self, num_output: int) -> Usage:
         first = self._plan.first
+        cached = self._prefilled.num_cached if self._prefilled else 0
         predicted = prediction_counts(first.prediction, self._entry.tokens[:num_output])
-        return Usage(len(first.prompt), num_output, self._prefilled.num_cached if self._prefilled else 0, predicted)
+        return Usage(len(first.prompt), num_output, cached, *predicted)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
         told = finish.stats if finish is not None else SpeculationStats()
@@ -336,6 +338,11 @@ class Generation:
         return StreamInterrupted(f"the stream broke after {self._num_sent} tokens: {cause}", metadata=metadata)
 
 
+def _round(run: Committed) -> Round:
+    tree = run.tree
+    return Round(run.tokens) if tree is None else Round(run.tokens, tree.tokens, tree.parents, tree.path)
+
+
 async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:
     return await anext(stream, None)
 
@@ -347,30 +354,17 @@ def counted(accepted: Sequence[bool], told: SpeculationStats) -> SpeculationStat
     A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
     only the accepted ones are counted.
     """
-    lengths, length = [], 0
+    stats, length = SpeculationStats(drafter=told.drafter, verification=told.verification), 0
     for flag in accepted:
-        if flag:
-            length += 1
-        else:
-            lengths.append(length)
-            length = 0
-    if length:  # cut inside a round
-        lengths.append(length)
-    num_tree = sum(n > 0 for n in lengths)
-    return SpeculationStats(
-        num_spec_steps=num_tree,
-        num_plain_steps=len(lengths) - num_tree,
-        num_draft_tokens=sum(lengths),
-        num_accepted_draft_tokens=sum(lengths),
-        acceptance_histogram=tuple(lengths.count(n) for n in range(max(lengths, default=-1) + 1)),
-        drafter=told.drafter,
-        verification=told.verification,
-    )
+        length += flag
+        if not flag:
+            stats, length = stats.after_round(length, length), 0
+    return stats.after_round(length, length) if length else stats  # cut inside a round
 
 
-def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int, int] | None:
+def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int | None, int | None]:
     """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
     if not prediction:
-        return None
+        return None, None
     both = (Counter(prediction) & Counter(output)).total()
     return both, len(prediction) - both

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
 from gateway.auth import caller
+from gateway.router import Upstream
 from gateway.service import GatewayService
+from rootward.client.types import Load, VerifierLoad
 from rootward.errors import InvalidRequest, NotFound
 from rootward.metrics import ByModel
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests in a gateway."""
-
-    num_running: int
-    num_waiting: int
-    max_num_seqs: int
-    draining: bool
 
 
 class Models:
@@ -70,11 +61,17 @@ class Models:
     def load(self) -> Load:
         """Of all models together."""
         each = [service.admission for service in self]
+        delivered = [service.metrics.delivered for service in self]
         return Load(
             num_running=sum(admission.num_running for admission in each),
             num_waiting=sum(admission.num_waiting for admission in each),
-            max_num_seqs=sum(admission.max_num_seqs for admission in each),
+            max_sessions=sum(admission.max_num_seqs for admission in each),
             draining=all(admission.draining for admission in each),
+            num_requests=sum(of.num_requests for of in delivered),
+            num_tokens=sum(of.num_tokens for of in delivered),
+            num_rounds=sum(of.num_rounds for of in delivered),
+            uptime_s=next(iter(self)).uptime_s,
+            verifiers=tuple(verifier_load(upstream) for service in self for upstream in service.upstreams),
         )
 
     @property
@@ -100,3 +97,12 @@ class Models:
             service.admission.draining = True
         self._draining = asyncio.create_task(self.drain(timeout_s))
         self._draining.add_done_callback(lambda _: self.drained.set())
+
+
+def verifier_load(upstream: Upstream) -> VerifierLoad:
+    """As it last said."""
+    info = upstream.info
+    if info is None:
+        return VerifierLoad(upstream.name, False, 0, 0, 0)
+    counts = info.num_running, info.num_waiting, info.max_sessions
+    return VerifierLoad(info.worker, upstream.ready, *counts, info.stats)

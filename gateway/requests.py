@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
 from gateway.tokenizer import Span
+from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     DraftMode,
     FinishReason,
@@ -16,7 +17,6 @@ from rootward.core.requests import (
     SpeculationStats,
     Structure,
     TokenLogprob,
-    VerifiedTree,
 )
 
 # Name of a verification -> the rule, and the trees that it needs.
@@ -85,26 +85,6 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    prompt_tokens: int
-    completion_tokens: int  # tokens emitted, that is after the cut at a stop string
-    cached_tokens: int = 0  # of the prompt, whose KV was there already
-    predicted: tuple[int, int] | None = (
-        None  # tokens of the client's prediction: those that the output has, and the others
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Milliseconds, measured by the gateway."""
-
-    queue_ms: float = 0.0  # arrival to dispatch
-    ttft_ms: float = 0.0  # arrival to first token
-    decode_ms: float = 0.0  # first token to last token
-    total_ms: float = 0.0  # arrival to finish
-
-
-@dataclass(frozen=True, slots=True)
 class Ending:
     """How a generation ended. At most one of the three stops is set."""
 
@@ -119,14 +99,6 @@ class Ending:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A round to look at: the tree that was verified (None: none was) and what it committed, the accepted path and the bonus token."""
-
-    tree: VerifiedTree | None
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Delta:
     """Spans that became final. `offset` is the output position of the first; the last delta carries `ending`."""
 
@@ -137,7 +109,7 @@ class Delta:
     index: int = 0  # of the output, where a request has several
     prompt: tuple[int, ...] = field(default=(), repr=False)  # on every delta, as is what was told of it
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where asked for
-    rounds: tuple[Seen, ...] = ()  # where they were asked for
+    rounds: tuple[Round, ...] = ()  # where they were asked for
 
     def since(self, position: int) -> Delta:
         """Without what lies before this output position."""

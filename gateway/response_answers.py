@@ -240,5 +240,5 @@ class ResponseAnswer(ChatAnswer):
             "input_tokens_details": {"cached_tokens": counts.cached_tokens},
             "output_tokens": counts.completion_tokens,
             "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
-            "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+            "total_tokens": counts.total_tokens,
         }

@@ -19,7 +19,7 @@ from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
-from gateway.requests import Chat, Delta, Ending, GenerateRequest, Timing, Usage
+from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.router import Upstreams
 from gateway.session_store import (
     FINISHED,
@@ -38,6 +38,7 @@ from gateway.session_store import (
 )
 from gateway.tokenizer import INLINE_CHARACTERS, Output, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
+from rootward.client.types import Timing, Usage
 from rootward.clock import SystemClock
 from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable

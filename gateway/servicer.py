@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -17,10 +17,11 @@ from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
-from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume, Seen, Usage
+from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume
 from gateway.router import Upstream
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from gateway.tokenizer import Span
+from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
 from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
@@ -90,7 +91,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             choices=[
                 choice_to_pb(i, spans[i], ending, request.response, tally.prompt_logprobs[i]) for i, ending in endings
             ],
-            usage=usage_to_pb(tally.usage),
+            usage=USAGE.to_pb(tally.usage),
         )
 
     async def GenerateStream(  # type: ignore[override]  # writes to the context instead of yielding
@@ -106,7 +107,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
                     tally.add(delta)
                     chunk = chunk_to_pb(delta, request.response)
                     if len(tally.endings) == wanted.n:
-                        chunk.usage.CopyFrom(usage_to_pb(tally.usage))
+                        chunk.usage.CopyFrom(USAGE.to_pb(tally.usage))
                     await context.write(chunk)
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
@@ -178,18 +179,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             return control_pb2.ListModelsResponse(models=map(_model, self._models.listed()))
 
     async def GetLoad(self, request: control_pb2.GetLoadRequest, context: Context) -> control_pb2.LoadInfo:
-        load, delivered = self._models.load, [service.metrics.delivered for service in self._models]
-        return control_pb2.LoadInfo(
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            max_sessions=load.max_num_seqs,
-            draining=load.draining,
-            num_requests=sum(of.num_requests for of in delivered),
-            num_tokens=sum(of.num_tokens for of in delivered),
-            num_rounds=sum(of.num_rounds for of in delivered),
-            uptime_s=next(iter(self._models)).uptime_s,
-            verifiers=map(verifier_load_to_pb, self._upstreams),
-        )
+        return LOAD.to_pb(self._models.load)
 
     async def WatchSession(
         self, request: control_pb2.WatchSessionRequest, context: Context
@@ -326,24 +316,13 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
     finish = generate_pb2.Finish(
         reason=REASONS[ending.reason],
         speculation=stats_to_pb(stats),
-        timing=generate_pb2.Timing(**asdict(ending.timing)),
+        timing=TIMING.to_pb(ending.timing),
         warnings=ending.warnings,
     )
     for field in ("eos_token_id", "stop_token_id", "stop_string"):
         if (value := getattr(ending, field)) is not None:
             setattr(finish, field, value)
     return finish
-
-
-def usage_to_pb(usage: Usage) -> generate_pb2.Usage:
-    accepted, rejected = usage.predicted or (None, None)
-    return generate_pb2.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-        accepted_prediction_tokens=accepted,
-        rejected_prediction_tokens=rejected,
-    )
 
 
 def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:
@@ -357,19 +336,10 @@ def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generat
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
     if delta.offset == 0:
         _tell_of_prompt(chunk, delta.prompt_logprobs)
-    chunk.rounds.extend(map(round_to_pb, delta.rounds))
+    chunk.rounds.extend(map(ROUND.to_pb, delta.rounds))
     if delta.ending is not None:
         chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
     return chunk
-
-
-def round_to_pb(seen: Seen) -> generate_pb2.Round:
-    message = generate_pb2.Round(token_ids=pack_u32(seen.tokens, "rounds.token_ids"))
-    if seen.tree is not None:
-        message.tree_tokens = pack_u32(seen.tree.tokens, "rounds.tree_tokens")
-        message.tree_parents = pack_u32(seen.tree.parents, "rounds.tree_parents")
-        message.path = pack_u32(seen.tree.path, "rounds.path")
-    return message
 
 
 def choice_to_pb(
@@ -459,18 +429,3 @@ def _template_kwargs(text: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
         raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
     return value
-
-
-def verifier_load_to_pb(upstream: Upstream) -> control_pb2.VerifierLoad:
-    """As it last said."""
-    info = upstream.info
-    if info is None:
-        return control_pb2.VerifierLoad(name=upstream.name)
-    return control_pb2.VerifierLoad(
-        name=info.worker,
-        ready=upstream.ready,
-        num_running=info.num_running,
-        num_waiting=info.num_waiting,
-        max_sessions=info.max_sessions,
-        stats=info.stats,
-    )

@@ -40,47 +40,30 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         self.links = LinkMetrics(registry)
-        self._drafts = Counter("rootward_spec_decode_num_drafts", "Rounds that verified a tree.", registry=registry)
-        self._draft_tokens = Counter(
-            "rootward_spec_decode_num_draft_tokens", "Nodes verified, roots excluded.", registry=registry
-        )
-        self._accepted = Counter(
-            "rootward_spec_decode_num_accepted_tokens", "Draft tokens accepted, bonus excluded.", registry=registry
-        )
-        self._emitted = Counter("rootward_generation_tokens", "Tokens committed.", registry=registry)
-        self._rounds = Counter(
-            "rootward_spec_decode_rounds",
-            "Rounds by kind: tree (grown by a drafter), local (tree grown by the verifier), plain (no tree).",
-            ["kind"],
-            registry=registry,
-        )
-        self._misses = Counter(
-            "rootward_draft_misses", "Rounds that waited for a tree and ran without one.", registry=registry
-        )
-        self._depths = Counter(
-            "rootward_spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by depth; position 0 is the first token of a tree.",
-            ["position"],
-            registry=registry,
-        )
-        self._ranks = Counter(
-            "rootward_spec_decode_accepted_rank",
-            "Accepted draft tokens by rank among their siblings; rank 0 was tested first.",
-            ["rank"],
-            registry=registry,
-        )
-        self._nodes = _sizes(registry, "nodes", "Nodes of a verified tree, root excluded.")
-        self._max_depth = _sizes(registry, "depth", "Longest path of a verified tree.")
-        self._leaves = _sizes(registry, "leaves", "Leaves of a verified tree.")
-        self._tokens = Histogram(
-            "rootward_spec_decode_tokens_per_round",
-            "Tokens committed by a round with a tree, bonus included: block efficiency.",
-            registry=registry,
-            buckets=TOKEN_BUCKETS,
-        )
-        self._steps = Histogram(
-            "rootward_step_duration_seconds", "One engine step.", ["kind"], registry=registry, buckets=STEP_BUCKETS
-        )
+
+        def counter(name: str, meaning: str, *labels: str) -> Counter:
+            return Counter(f"rootward_{name}", meaning, labels, registry=registry)
+
+        def histogram(name: str, meaning: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"rootward_{name}", meaning, labels, registry=registry, buckets=buckets)
+
+        self._drafts = counter("spec_decode_num_drafts", "Rounds that verified a tree.")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Nodes verified, roots excluded.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted, bonus excluded.")
+        self._emitted = counter("generation_tokens", "Tokens committed.")
+        kinds = "Rounds by kind: tree (grown by a drafter), local (tree grown by the verifier), plain (no tree)."
+        self._rounds = counter("spec_decode_rounds", kinds, "kind")
+        self._misses = counter("draft_misses", "Rounds that waited for a tree and ran without one.")
+        depth = "Accepted draft tokens by depth; position 0 is the first token of a tree."
+        self._depths = counter("spec_decode_num_accepted_tokens_per_pos", depth, "position")
+        rank = "Accepted draft tokens by rank among their siblings; rank 0 was tested first."
+        self._ranks = counter("spec_decode_accepted_rank", rank, "rank")
+        self._nodes = histogram("spec_decode_tree_nodes", "Nodes of a verified tree, root excluded.", SIZE_BUCKETS)
+        self._max_depth = histogram("spec_decode_tree_depth", "Longest path of a verified tree.", SIZE_BUCKETS)
+        self._leaves = histogram("spec_decode_tree_leaves", "Leaves of a verified tree.", SIZE_BUCKETS)
+        tokens = "Tokens committed by a round with a tree, bonus included: block efficiency."
+        self._tokens = histogram("spec_decode_tokens_per_round", tokens, TOKEN_BUCKETS)
+        self._steps = histogram("step_duration_seconds", "One engine step.", STEP_BUCKETS, "kind")
 
     def watch(self, read: Read, demand: Callable[[], Mapping[str, VerifierDemand]]) -> None:
         """Export the values of GAUGES, read at every scrape, and the demand of each drafter pool, for the autoscaler."""
@@ -108,10 +91,6 @@ class Metrics:
             rank = int((tree.parent[1:node] == tree.parent[node]).sum())
             self._depths.labels(min(depth, MAX_INDEX_LABEL)).inc()
             self._ranks.labels(min(rank, MAX_INDEX_LABEL)).inc()
-
-
-def _sizes(registry: CollectorRegistry, name: str, meaning: str) -> Histogram:
-    return Histogram(f"rootward_spec_decode_tree_{name}", meaning, registry=registry, buckets=SIZE_BUCKETS)
 
 
 def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:

@@ -1,4 +1,4 @@
-"""One generation inside the verifier: committed tokens, its tree, its accounts.
+"""One generation inside the verifier: committed tokens, its tree, its counts.
 
 A session is a state machine (`TRANSITIONS`). It does no I/O; the engine loop reads what happens off its fields, and alone writes them.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -101,33 +101,6 @@ class Draft:
     queued_s: float = 0.0  # how long this round's growth waited for its turn at the drafter
 
 
-@dataclass(slots=True)
-class Accounts:
-    """Counts of one generation."""
-
-    tree_rounds: int = 0
-    plain_rounds: int = 0
-    nodes: int = 0
-    accepted: int = 0
-    misses: int = 0
-    histogram: list[int] = field(default_factory=list)
-
-    @property
-    def rounds(self) -> int:
-        return self.tree_rounds + self.plain_rounds
-
-    def add(self, num_nodes: int, num_accepted: int, *, missed: bool) -> None:
-        if num_nodes:
-            self.tree_rounds += 1
-        else:
-            self.plain_rounds += 1
-        self.misses += missed
-        self.nodes += num_nodes
-        self.accepted += num_accepted
-        self.histogram += [0] * (num_accepted + 1 - len(self.histogram))
-        self.histogram[num_accepted] += 1
-
-
 @dataclass(slots=True, eq=False)
 class Session:
     """rule, law: how this session is verified and drafted; law None: no drafter grows trees for it. mode: the law that its request means,
@@ -161,7 +134,7 @@ class Session:
     tree_ready_at: float | None = None  # and when its tree had its nodes; the rest is its wait for others
     had_prefill: bool = False  # a prefill fell into this round
     statistics: Statistics = field(default_factory=Statistics)  # of rounds like its own
-    accounts: Accounts = field(default_factory=Accounts)
+    counts: SpeculationStats = field(default_factory=SpeculationStats)  # so far; names are added at the end
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
     state: State = State.QUEUED
     drafter_name: str = ""
@@ -292,14 +265,16 @@ class Session:
         offset = self.num_output
         run, stop_id = self._cut(tokens)
         accepted = tuple(i < len(tokens) - 1 for i in range(len(run)))
-        self.accounts.add(num_nodes, sum(accepted), missed=missed)
+        self.counts = self.counts.after_round(num_nodes, sum(accepted), missed=missed)
         self.tokens += run
         for token in run:  # few: quicker one by one
             self.hash = extend_hash(self.hash, token)
         if self.history is not None:
             self.history.extend(run)
         fits = self.matcher is None or self.matcher.advance(run)
-        prefilled = Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.accounts.rounds == 1 else None
+        prefilled = (
+            Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.counts.num_rounds == 1 else None
+        )
         finish = None
         if not fits:
             finish = self.finish(FinishReason.ABORTED)
@@ -317,21 +292,8 @@ class Session:
 
     def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
         self.end()
-        return Finish(reason, stop_id, self.stats())
-
-    def stats(self) -> SpeculationStats:
-        a = self.accounts
-        return SpeculationStats(
-            a.tree_rounds,
-            a.plain_rounds,
-            a.nodes,
-            a.accepted,
-            tuple(a.histogram),
-            a.misses,
-            self.drafter_name,
-            self.rule.value,
-            self.request.seed,
-        )
+        stats = replace(self.counts, drafter=self.drafter_name, verification=self.rule.value, seed=self.request.seed)
+        return Finish(reason, stop_id, stats)
 
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         for i, token in enumerate(tokens[: self.tokens_left]):

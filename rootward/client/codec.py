@@ -33,13 +33,21 @@ from rootward.client.types import (
 from rootward.errors import APIError
 from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import unpack_logprobs, unpack_u32
-from rootward.wire.records import Conversion, Record
+from rootward.wire.records import Conversion, Record, u32
 
 T = TypeVar("T")
 
 USAGE = Record(Usage, generate_pb2.Usage)
 STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
 TIMING = Record(Timing, generate_pb2.Timing)
+ROUND = Record(
+    Round,
+    generate_pb2.Round,
+    token_ids=u32("rounds.token_ids"),
+    tree_tokens=u32("rounds.tree_tokens"),
+    tree_parents=u32("rounds.tree_parents"),
+    path=u32("rounds.path"),
+)
 LOSSLESS = Conversion(
     lambda name: control_pb2.ServerInfo.LosslessLevel.Value(name.upper()),
     lambda number: "bitwise" if number == control_pb2.ServerInfo.BITWISE else "distribution",
@@ -99,16 +107,7 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
         offset=chunk.offset,
         spans=spans,
         logprobs=_logprobs_from_pb(chunk.logprobs),
-        rounds=tuple(map(_round_from_pb, chunk.rounds)),
-    )
-
-
-def _round_from_pb(message: generate_pb2.Round) -> Round:
-    return Round(
-        token_ids=unpack_u32(message.token_ids, "rounds.token_ids"),
-        tree_tokens=unpack_u32(message.tree_tokens, "rounds.tree_tokens"),
-        tree_parents=unpack_u32(message.tree_parents, "rounds.tree_parents"),
-        path=unpack_u32(message.path, "rounds.path"),
+        rounds=tuple(map(ROUND.from_pb, chunk.rounds)),
     )
 
 

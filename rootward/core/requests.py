@@ -7,7 +7,7 @@ ranges and raise `ValueError("field: value fix")`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import pairwise
 
@@ -341,11 +341,28 @@ class SpeculationStats:
     verification: str = ""
     seed: int = 0
 
+    def after_round(self, num_nodes: int, num_accepted: int, *, missed: bool = False) -> SpeculationStats:
+        """With one more round: `num_accepted` of `num_nodes` nodes. missed: it waited and got no tree."""
+        histogram = [*self.acceptance_histogram, *[0] * (num_accepted + 1 - len(self.acceptance_histogram))]
+        histogram[num_accepted] += 1
+        return replace(
+            self,
+            num_spec_steps=self.num_spec_steps + (num_nodes > 0),
+            num_plain_steps=self.num_plain_steps + (num_nodes == 0),
+            num_draft_tokens=self.num_draft_tokens + num_nodes,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens + num_accepted,
+            acceptance_histogram=tuple(histogram),
+            num_drafter_misses=self.num_drafter_misses + missed,
+        )
+
+    @property
+    def num_rounds(self) -> int:
+        return self.num_spec_steps + self.num_plain_steps
+
     @property
     def block_efficiency(self) -> float:
         """Tokens per target pass, bonus included, over all rounds."""
-        rounds = self.num_spec_steps + self.num_plain_steps
-        return 1.0 + self.num_accepted_draft_tokens / rounds if rounds else 0.0
+        return 1.0 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:

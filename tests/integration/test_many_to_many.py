@@ -52,13 +52,13 @@ async def test_from_no_drafter_to_the_first_and_back() -> None:
         (session,) = c.verifiers[0]._running.values()
         await until(lambda: c.verifiers[0].pool.demand["default"].sessions == 1)  # asked for, with nobody there
         first = await c.add_drafter()
-        await until(lambda: session.accounts.tree_rounds > 3)
+        await until(lambda: session.counts.num_spec_steps > 3)
         await first.vanish()
-        trees = session.accounts.tree_rounds
+        trees = session.counts.num_spec_steps
         await c.progress(20)
-        assert session.accounts.tree_rounds <= trees + 1  # what had arrived is verified once more
+        assert session.counts.num_spec_steps <= trees + 1  # what had arrived is verified once more
         second = await c.add_drafter()
-        await until(lambda: session.accounts.tree_rounds > trees + 3)
+        await until(lambda: session.counts.num_spec_steps > trees + 3)
         assert second.num_trees == 1
         await c.stop()
 

@@ -98,7 +98,7 @@ async def test_metrics_and_load_are_by_model_and_together():
         for name, count in (("large", 1), ("small", 0)):
             assert f'rootward_request_params_n_count{{model_name="{name}"}} {count}.0' in text
         assert text.count("# TYPE rootward_num_requests_running gauge") == 1
-        assert models.load.max_num_seqs == sum(s.admission.max_num_seqs for s in models)
+        assert models.load.max_sessions == sum(s.admission.max_num_seqs for s in models)
         await models.drain(1.0)
         assert models.load.draining
         assert not models.ready

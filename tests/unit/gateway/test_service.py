@@ -360,5 +360,5 @@ async def test_rounds_are_told_while_their_text_is_held_back():
     async with serving() as service:
         request = GenerateRequest("a", stop=(f"{TEXT}!",), trees=True)
         deltas = [delta async for delta in service.generate(request)]
-        assert tuple(t for d in deltas for r in d.rounds for t in r.tokens) == IDS
+        assert tuple(t for d in deltas for r in d.rounds for t in r.token_ids) == IDS
         assert "".join(d.text for d in deltas) == TEXT
