@@ -11,6 +11,7 @@ from drafter_service.growth_loop import DrafterService, Key, without_model
 from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
+from rootward.core.frames import DraftHead
 from rootward.core.growth import BestFirst
 from rootward.core.lookup import Recipe, parse_recipe
 from rootward.core.requests import DraftStrategy
@@ -26,6 +27,7 @@ from rootward.wire.server import RpcServer
 
 # A few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.
 LEAST_LEVELS = 4
+HEAD = "head:"  # and the folder of a draft head, in the setting
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 
@@ -51,6 +53,9 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
     worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
+    head = None
+    if grower.feature_size:
+        head = DraftHead(model.info.fingerprint, grower.feature_size, settings.feature_dtype == "int8")
     return DrafterService(
         grower,
         worker=worker,
@@ -58,6 +63,7 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
         max_atoms=settings.law_atoms,
         pool=settings.pool,
         strategy=DraftStrategy.parse(settings.draft_strategy),
+        head=head,
     )
 
 
@@ -113,6 +119,8 @@ async def load(settings: DrafterSettings) -> LanguageModel:
     from rootward.engine.threads import on_passing_thread, use_threads
 
     use_threads(settings.num_threads)
+    if settings.model.startswith(HEAD):
+        return await on_passing_thread(load_head, settings)
     model = await on_passing_thread(
         load_model,
         settings.model,
@@ -130,6 +138,25 @@ async def load(settings: DrafterSettings) -> LanguageModel:
 
     own = find_tokenizer(settings.model)  # a model without one has the target's vocabulary, or is refused by verifiers
     return model if own is None else in_vocabulary_of(model, own, load_tokenizer(settings.target_tokenizer))
+
+
+def load_head(settings: DrafterSettings) -> LanguageModel:
+    """The draft head that these settings name, for their target."""
+    from rootward.engine.head_model import load_head_apart
+
+    if settings.cuda_graphs or settings.target_tokenizer:
+        name = "cuda_graphs" if settings.cuda_graphs else "target_tokenizer"
+        raise ConfigurationError(f"{name}: not for a draft head; leave it out")
+    if not settings.target:
+        raise ConfigurationError("target: a draft head needs its target's embedding; give the target's folder")
+    return load_head_apart(
+        settings.model.removeprefix(HEAD),
+        settings.target,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_slots=settings.max_num_seqs,
+        max_len=settings.max_model_len,
+    )
 
 
 async def serve(settings: DrafterSettings) -> None:

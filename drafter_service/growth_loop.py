@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -24,6 +24,7 @@ from drafter_service.stream import Stream
 from rootward.core.frames import (
     PROTOCOL,
     Commit,
+    DraftHead,
     FromDrafter,
     Grow,
     Hello,
@@ -31,6 +32,7 @@ from rootward.core.frames import (
     Load,
     NeedSync,
     Open,
+    OpenFeatures,
     Reject,
     ToDrafter,
 )
@@ -66,7 +68,8 @@ Trees: TypeAlias = "Grower[Key] | LookupGrower[Key]"
 class DrafterService:
     """Implements `ports.Drafter` around whatever grows its trees. Use as an async context manager: it owns the growth loop and its thread.
 
-    agree: which verifiers it works with. strategy: that it grows by when a request names none.
+    agree: which verifiers it works with. strategy: that it grows by when a request names none. head: that it drafts with, and how it wants
+    features; verifiers without the same head are refused.
     """
 
     def __init__(
@@ -79,10 +82,11 @@ class DrafterService:
         agree: Agree | None = None,
         pool: str = DEFAULT_POOL,
         strategy: DraftStrategy = BEST_FIRST,
+        head: DraftHead | None = None,
     ) -> None:
         self.grower, self.worker, self.pool = grower, worker, pool
         self.capacity, self.max_atoms, self.strategy = capacity, max_atoms, strategy
-        self._agree = agree or with_model
+        self._agree, self.head = agree or with_model, head
         self.draining = False
         self.watchdog = Watchdog()
         self.metrics = Metrics()
@@ -170,7 +174,7 @@ class DrafterService:
                 if frame.hello is not None:
                     stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(), True
                     stream.ready.set()
-                if frame.opens or frame.commits or frame.closes or frame.unreadable:
+                if frame.opens or frame.commits or frame.closes or frame.features or frame.unreadable:
                     self._post(stream, frame)
                 await stream.room()
         finally:
@@ -183,6 +187,8 @@ class DrafterService:
 
     def _answer(self, hello: Hello | None) -> HelloAck:
         info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
+        if hello is not None and not refusal and self.head is not None:
+            refusal = without_features(hello, self.head)
         if refusal and hello is not None:
             log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
@@ -196,6 +202,7 @@ class DrafterService:
             self.max_atoms,
             refusal,
             strategy=self.strategy,
+            head=self.head,
         )
 
     def _load(self) -> Load:
@@ -298,20 +305,33 @@ class DrafterService:
     def _apply(self, stream: Stream, frame: ToDrafter) -> list[Answer]:
         """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
         out: list[Answer] = [(stream, reject) for reject in frame.unreadable]
-        for close in frame.closes:
-            self._close((stream.number, close.slot))
-        messages: tuple[Commit | Open, ...] = (*frame.commits, *frame.opens)
+        for slot in [close.slot for close in frame.closes] + [reject.slot for reject in frame.unreadable]:
+            self._close((stream.number, slot))
+        messages: tuple[Commit | Open | OpenFeatures, ...] = (*frame.commits, *frame.opens, *frame.features)
         for message in messages:
             try:
-                out += self._open(stream, message) if isinstance(message, Open) else self._commit(stream, message)
+                out += self._open(stream, message) if isinstance(message, Open) else self._advance(stream, message)
             except Exception:
                 log.exception("message_failed", kind=type(message).__name__)
                 self._close((stream.number, message.slot))
                 out.append((stream, Reject(message.slot, "internal error", retry_after_ms=RETRY_MS)))
         return out
 
-    def _commit(self, stream: Stream, message: Commit) -> list[Answer]:
-        return [(stream, answer) for answer in self.grower.commit((stream.number, message.slot), message)]
+    def _advance(self, stream: Stream, message: Commit | OpenFeatures) -> list[Answer]:
+        key = stream.number, message.slot
+        answers = self.grower.commit(key, message) if isinstance(message, Commit) else self._features(key, message)
+        if any(isinstance(answer, Reject) for answer in answers):
+            self._close(key)
+        return [(stream, answer) for answer in answers]
+
+    def _features(self, key: Key, message: OpenFeatures) -> Sequence[Reject]:
+        add_features = getattr(self.grower, "add_features", None)
+        if add_features is None:
+            return [
+                Reject(message.slot, "features: this drafter takes none; send them where the HelloAck names a head")
+            ]
+        refused = add_features(key, message)
+        return [] if refused is None else [refused]
 
     def _open(self, stream: Stream, message: Open) -> list[Answer]:
         if message.num_atoms > self.max_atoms:  # one tree's row would be everybody's time
@@ -377,6 +397,16 @@ def without_model(hello: Hello, info: ModelInfo) -> Terms:
         tokenizer_hash=hello.tokenizer_hash,
     )
     return as_target, _protocol(hello)
+
+
+def without_features(hello: Hello, head: DraftHead) -> str:
+    """Why a verifier cannot send what this head reads; "": it can."""
+    if hello.head == head.fingerprint:
+        return ""
+    return (
+        f"head: drafter has {head.fingerprint[:12]}, verifier {hello.head[:12] or 'none'}; "
+        "start the verifier with --draft-head FOLDER of the same head"
+    )
 
 
 def _protocol(hello: Hello) -> str:

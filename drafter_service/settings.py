@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator
 
 from rootward.core.requests import STRATEGIES, DraftStrategy
@@ -14,7 +16,15 @@ class DrafterSettings(WorkerSettings):
 
     model: str = Field(
         description="Hugging Face folder or hub name of the draft model, or tabular:vocab=…,seed=…; "
-        "without a model: ngram:, recycling: or ngram+recycling:"
+        "head:FOLDER, a draft head of the target; without a model: ngram:, recycling: or ngram+recycling:"
+    )
+    target: str = Field(
+        "",
+        description="folder or hub name of the target, for a draft head: its embedding and output rows are read, and its tokenizer",
+    )
+    feature_dtype: Literal["bfloat16", "int8"] = Field(
+        "bfloat16",
+        description="what verifiers send to a draft head: bfloat16, or int8 with a scale per position, half the bytes",
     )
     target_tokenizer: str = Field(
         "",

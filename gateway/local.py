@@ -242,7 +242,10 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     of_drafters = ["--model", draft, *threads]
     if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
         of_drafters += ["--target-tokenizer", target]
+    if draft.startswith("head:"):
+        of_drafters += ["--target", target]
     of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
+    of_verifier += ["--draft-head", draft.removeprefix("head:")] if draft.startswith("head:") else []
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
     of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", settings.served_model_name]
     of_gateway += [] if redis_url == "none" else ["--redis-url", redis_url]

@@ -16,7 +16,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import structlog
@@ -28,6 +28,7 @@ from rootward.backoff import backoff_s, jittered
 from rootward.core.frames import (
     Close,
     Commit,
+    Features,
     FromDrafter,
     Grow,
     Hello,
@@ -37,6 +38,7 @@ from rootward.core.frames import (
     Reject,
     ToDrafter,
     cumulative,
+    joined_features,
     opened_at,
 )
 from rootward.core.growth import BestFirst, strategy_of
@@ -117,6 +119,11 @@ class Link:
         return self.ack is not None and law in self.ack.laws
 
     @property
+    def takes_features(self) -> bool:
+        """It drafts with a head, so its trees start anew with every commit."""
+        return self.ack is not None and self.ack.head is not None
+
+    @property
     def room(self) -> int:
         """Sessions it would take now."""
         now_s = time.monotonic()
@@ -162,7 +169,7 @@ class Link:
             max_atoms=shape.atoms,
             eos_ids=message.eos_ids,
             ahead_cap=ahead_cap,
-            restarts=strategy_of(message.strategy, message.law, BestFirst()).restarts,
+            restarts=self.takes_features or strategy_of(message.strategy, message.law, BestFirst()).restarts,
             copies=message.law is DraftMode.IID,
             chain=message.strategy.name == "chain",
         )
@@ -172,8 +179,15 @@ class Link:
         )
         draft.asked_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
-        self.send_buffer.open(message)
+        self.send_buffer.open(message, self._features(session, len(message.prefix)))
         return draft
+
+    def _features(self, session: Session, num_tokens: int) -> Features | None:
+        """Of the last tokens of its text, at most so many, as the drafter wants them."""
+        if self.ack is None or self.ack.head is None or session.features is None:
+            return None
+        rows = session.features.before(len(session.tokens), num_tokens)
+        return None if rows is None else Features(rows, self.ack.head.int8)
 
     def _opening(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
@@ -181,6 +195,7 @@ class Link:
         request = session.request
         eos = () if request.stopping.ignore_eos else tuple(session.eos_ids)
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
+        ahead = 0 if self.takes_features else ahead
         guesses = session.law.ratio and ahead > 0
         return Open(
             slot,
@@ -209,9 +224,14 @@ class Link:
         )
 
     def commit(
-        self, draft: Draft, tokens: Sequence[int], budget: Callable[[Draft], int | None] = lambda _: None
+        self,
+        draft: Draft,
+        tokens: Sequence[int],
+        budget: Callable[[Draft], int | None] = lambda _: None,
+        session: Session | None = None,
     ) -> None:
-        """Re-root both replicas at the committed tokens. budget: most nodes of the next round, given the tree after the commit."""
+        """Re-root both replicas at the committed tokens. budget: most nodes of the next round, given the tree after the commit. session:
+        whose features a head gets."""
         base = draft.tree.length
         walked = draft.tree.commit(tokens)
         draft.rooted_s, draft.goes_on = time.monotonic(), False
@@ -220,7 +240,9 @@ class Link:
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
         draft.asked_s = self.stall_clock.now() if draft.asked_s is None else draft.asked_s
-        self.send_buffer.commit(Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget))
+        features = None if session is None else self._features(session, len(tokens))
+        message = Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget, features=features)
+        self.send_buffer.commit(message)
 
     def close(self, draft: Draft, reason: str) -> None:
         """Close a tree at the drafter."""
@@ -289,7 +311,9 @@ class Link:
     async def _outbound(self) -> AsyncGenerator[ToDrafter, None]:
         yield ToDrafter(hello=self._hello())
         while True:
-            yield await self.send_buffer.take()
+            frame = await self.send_buffer.take()
+            self._metrics.sent_features(frame)
+            yield frame
 
     def _receive(self, frame: FromDrafter) -> None:
         if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
@@ -464,6 +488,7 @@ class SendBuffer:
 
     def __init__(self) -> None:
         self._opens: dict[int, Open] = {}
+        self._features: dict[int, Features] = {}  # of the ends of their prefixes
         self._commits: dict[int, Commit] = {}
         self._closes: dict[int, Close] = {}
         self._flushed = asyncio.Event()
@@ -471,13 +496,18 @@ class SendBuffer:
     def __len__(self) -> int:
         return len(self._opens) + len(self._commits) + len(self._closes)
 
-    def open(self, message: Open) -> None:
+    def open(self, message: Open, features: Features | None = None) -> None:
         self._opens[message.slot] = message
+        if features is not None:
+            self._features[message.slot] = features
 
     def commit(self, message: Commit) -> None:
         slot = message.slot
         if slot in self._opens:
             self._opens[slot] = opened_at(self._opens[slot], message)
+            features = joined_features(self._features.pop(slot, None), message.features, len(message.tokens))
+            if features is not None:
+                self._features[slot] = features
         elif slot in self._commits:
             self._commits[slot] = cumulative(self._commits[slot], message)
         else:
@@ -486,12 +516,13 @@ class SendBuffer:
     def close(self, slot: int, reason: str) -> None:
         """If its Open was not sent yet, neither is sent."""
         self._commits.pop(slot, None)
+        self._features.pop(slot, None)
         if self._opens.pop(slot, None) is None:
             self._closes[slot] = Close(slot, reason)
 
     def clear(self) -> None:
         """Drop all messages: the stream has ended."""
-        self._opens, self._commits, self._closes = {}, {}, {}
+        self._opens, self._commits, self._closes, self._features = {}, {}, {}, {}
         self._flushed.clear()
 
     def flush(self) -> bool:
@@ -503,10 +534,15 @@ class SendBuffer:
     async def take(self) -> ToDrafter:
         """One frame of all messages, once they are flushed."""
         await self._flushed.wait()
+        opens, parts = dict(self._opens), []
+        for slot, features in self._features.items():
+            opens[slot] = replace(opens[slot], num_features=len(features.rows))
+            parts += features.chunks(slot, len(opens[slot].prefix))
         frame = ToDrafter(
-            opens=tuple(self._opens.values()),
+            opens=tuple(opens.values()),
             commits=tuple(self._commits.values()),
             closes=tuple(self._closes.values()),
+            features=tuple(parts),
         )
         self.clear()
         return frame
@@ -523,6 +559,9 @@ class LinkMetrics:
         self._registry = registry or CollectorRegistry()
         self._frames = self._counter("draft_frames", "Frames of drafting streams.", "direction")
         self._bytes = self._counter("draft_bytes", "Bytes of these frames.", "direction")
+        self._feature_bytes = self._counter(
+            "draft_feature_bytes", "Bytes of hidden states sent to drafters with a head."
+        )
         self._received = self._counter("draft_nodes_received", "Nodes that arrived below the root.")
         self._stale = self._counter("draft_nodes_stale", "Nodes that arrived too late to be below the root.")
         self._carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
@@ -546,6 +585,11 @@ class LinkMetrics:
     def frame(self, direction: str, num_bytes: int) -> None:
         self._frames.labels(direction).inc()
         self._bytes.labels(direction).inc(num_bytes)
+
+    def sent_features(self, frame: ToDrafter) -> None:
+        """All features of a frame."""
+        found = [message.features for message in frame.commits] + [message.features for message in frame.features]
+        self._feature_bytes.inc(sum(features.num_bytes for features in found if features is not None))
 
     def grew(self, received: Received, draft_us: int) -> None:
         self._received.inc(received.kept)

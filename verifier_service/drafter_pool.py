@@ -120,6 +120,10 @@ class DrafterPool:
         """Whether a connected drafter (of this pool, unless it is empty) supports the draft mode."""
         return any(link.supports(law) and pool in ("", link.pool) for link in self.links)
 
+    def wants_features(self, session: Session) -> bool:
+        """Whether a connected drafter with a head may draft for this session, now or later."""
+        return any(link.takes_features and _fits(session, link) for link in self.links)
+
     def strategy(self, pool: str) -> DraftStrategy:
         """The default strategy of the drafters (of this pool, unless it is empty)."""
         acks = [link.ack for link in self.links if link.ack is not None and pool in ("", link.pool)]
@@ -253,7 +257,7 @@ class DrafterPool:
                 self._note_refusal(session, next_draft)
                 next_draft = None
             else:
-                link.commit(next_draft, tokens, lambda kept: budget(session, kept))
+                link.commit(next_draft, tokens, lambda kept: budget(session, kept), session)
         if draft is not None:
             if (link := _link(draft)) is None:  # the nodes of a lost drafter were verified once
                 self._note_refusal(session, draft)
@@ -262,7 +266,7 @@ class DrafterPool:
                 link.close(draft, "moved")
                 draft = None
             else:
-                link.commit(draft, tokens, lambda kept: budget(session, kept))
+                link.commit(draft, tokens, lambda kept: budget(session, kept), session)
         if draft is None and next_draft is not None:
             draft, next_draft = next_draft, None
             session.drafter_name = draft.drafter
@@ -314,7 +318,14 @@ async def _run(link: Link, drafter: AbstractAsyncContextManager[Drafter]) -> Non
 
 
 def _accepts(session: Session, link: Link) -> bool:
-    """Whether the session may be placed there: the request does not name another pool, and the drafter supports its draft mode."""
+    """Whether the session may be placed there now: a head drafts from features, which the target's next step brings."""
+    if link.takes_features and (session.features is None or session.features.before(len(session.tokens), 1) is None):
+        return False
+    return _fits(session, link)
+
+
+def _fits(session: Session, link: Link) -> bool:
+    """Whether the drafter may serve the session: the request does not name another pool, and the drafter supports its draft mode."""
     return (
         session.request.speculation.drafter in ("", link.pool)
         and session.law is not None

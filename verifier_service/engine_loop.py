@@ -25,6 +25,7 @@ from rootward.ports import LanguageModel
 from rootward.watchdog import Watchdog
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_pool import DrafterPool
+from verifier_service.head_drafts import TextFeatures
 from verifier_service.kv_admission import Memory, Slots
 from verifier_service.local_drafts import LocalDrafts
 from verifier_service.metrics import Metrics, trace_round
@@ -200,7 +201,19 @@ class EngineLoop:
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self.running[number]
         assert session.kv_slot is not None
-        return Chunk(session.kv_slot, *session.chunk(size), session=number)
+        tokens, follow, num_top = session.chunk(size)
+        wanted = 0
+        if (features := self._features_of(session)) is not None:
+            wanted = max(0, size - max(0, session.prefill_left - features.most))  # of the last positions of the prompt
+        return Chunk(session.kv_slot, tokens, follow, num_top, session=number, num_features=wanted)
+
+    def _features_of(self, session: Session) -> TextFeatures | None:
+        """Where fused features of the session are kept, while a drafter wants them."""
+        if self.runner.head is None or not self.pool.wants_features(session):
+            session.features = None
+        elif session.features is None:
+            session.features = TextFeatures(self.settings.feature_window)
+        return session.features
 
     def _launch(self, number: int, max_nodes: int) -> Round:
         """A round as the runner gets it."""
@@ -237,6 +250,7 @@ class EngineLoop:
             copies=session.mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
             wanted=wanted,
             session=number,
+            wants_features=self._features_of(session) is not None,
         )
 
     # -- apply --------------------------------------------------------------------------------------------------------
@@ -259,6 +273,8 @@ class EngineLoop:
                 session.had_prefill = True
         for (number, size), chunk in zip(plan.chunks, chunks, strict=True):
             session = self.running[number]
+            if session.features is not None and chunk.num_features:
+                session.features.add(session.fed + size - chunk.num_features, *chunk.features)
             session.feed(size, chunk.told)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
@@ -283,6 +299,8 @@ class EngineLoop:
             local.learn_successors(outcome.successors)
         is_local = local is not None and local.launched and outcome.num_nodes > 0
         self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
+        if session.features is not None and outcome.features is not None:
+            session.features.add(done.length - 1 - len(done.fill), outcome.features)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
         session.fed = len(session.tokens) - 1

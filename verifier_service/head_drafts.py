@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rootward.core.frames import Commit, Open, extend_hash
+from rootward.core.frames import Commit, Features, Open, extend_hash
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
@@ -43,6 +44,25 @@ class Observed:
     @property
     def end(self) -> int:
         return self.first + sum(map(len, self.parts))
+
+
+class TextFeatures:
+    """Fused features of the last positions of a session's text that the target has run, at most `most`, for drafters with a head."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.end = most, 0  # the position after the last one
+        self._rows: NDArray[np.float32] = np.zeros((0, 0), np.float32)
+
+    def add(self, first: int, rows: NDArray[np.float32]) -> None:
+        """Of positions first, first + 1, …. What does not join on begins anew."""
+        known = self._rows if self.end == first and len(self._rows) else rows[:0]
+        self._rows, self.end = np.concatenate([known, rows])[-self.most :], first + len(rows)
+
+    def before(self, length: int, num_tokens: int) -> NDArray[np.float32] | None:
+        """float32[n, size]: of the positions before each of the last tokens of a text of this length, n at most num_tokens; None: the text
+        has gone on without."""
+        rows = self._rows[-num_tokens:]
+        return rows if len(rows) and self.end == length - 1 else None
 
 
 class HeadDrafts:
@@ -90,12 +110,16 @@ class HeadDrafts:
         if known is None or known.end != len(text) - 1:
             return False
         states = known.parts[0] if len(known.parts) == 1 else torch.cat(known.parts)
-        features: np.ndarray = self.model.fuse(states).cpu().numpy()
+        features = Features(self.model.fuse(states).cpu().numpy())
         known.first, known.parts = known.end, []
         growing = self._grower.trees.get(one.session)
         if growing is None:
-            opening = replace(one.opening, prefix=tuple(text), features=features, node_budget=one.nodes)
-            return self._grower.open(one.session, opening) is None
+            opening = replace(one.opening, prefix=tuple(text), num_features=len(states), node_budget=one.nodes)
+            if self._grower.open(one.session, opening) is not None:
+                return False
+            for part in features.chunks(opening.slot, len(text)):
+                self._grower.add_features(one.session, part)
+            return True
         tree = growing.tree
         tokens, hash_after = tuple(text[tree.length :]), tree.hash
         for token in tokens:

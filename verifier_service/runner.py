@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rootward.core.audit import Draws
 from rootward.core.living_tree import Row, Snapshot
 from rootward.core.requests import Rule, Sampling, TokenLogprob
 from rootward.core.rng import Key
 from rootward.core.tree import TokenTree, root_only
+from rootward.engine.head_model import DraftHead
 from rootward.engine.processors import Prefix, adjusted
 from rootward.engine.sampling import token_logprobs
 from rootward.engine.verify import LawFunction, decide, forest_law
@@ -30,7 +32,8 @@ class Chunk:
     """Prefill: tokens that extend the committed chain of a KV slot.
 
     follow: the token after each of the first ones, where log-probabilities of the prompt are wanted; the step puts them into `told`.
-    session: number of the session, by which a draft head knows its text.
+    session: number of the session, by which a draft head knows its text. num_features: positions at its end whose fused features are
+    wanted; the step puts them into `features`.
     """
 
     kv_slot: int
@@ -39,6 +42,8 @@ class Chunk:
     num_top: int = 0
     told: list[TokenLogprob] = field(default_factory=list)
     session: int = 0
+    num_features: int = 0
+    features: list[NDArray[np.float32]] = field(default_factory=list)
 
     @property
     def num_logits(self) -> int:
@@ -58,6 +63,7 @@ class Round:
     fill      the end of the prefill: tokens right before the root whose KV the same forward makes
     wanted    a tree that a draft head grows before the forward; it becomes `snapshot`
     session   number of the session, by which a draft head knows its text
+    wants_features  fused features of what is committed are wanted
     """
 
     kv_slot: int
@@ -77,6 +83,7 @@ class Round:
     drafter: str = ""
     wanted: Wanted | None = None
     session: int = 0
+    wants_features: bool = False
 
     @property
     def tree(self) -> TokenTree:
@@ -102,18 +109,28 @@ class Outcome:
         tuple[int, tuple[int, ...]], ...
     ] = ()  # (token of a node, the target's most likely tokens after it)
     draws: Draws | None = field(default=None, compare=False)  # what the audit of the drafter looks at
+    features: NDArray[np.float32] | None = field(
+        default=None, compare=False
+    )  # of fill, root and path, where they are wanted
 
 
 class Runner:
     """Drives a target model. `law` is the law of ratio tests; tests swap in wrong ones to show that they are detected. `heads`: trees of a
-    draft head, which is shown the hidden states of every forward."""
+    draft head, which is shown the hidden states of every forward. `head`: fuses the features that drafters want; alone it costs nothing.
+    """
 
-    def __init__(self, model: LanguageModel, *, law: LawFunction = forest_law, heads: HeadDrafts | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        law: LawFunction = forest_law,
+        heads: HeadDrafts | None = None,
+        head: DraftHead | None = None,
+    ) -> None:
         self.model = model
         self.law = law
-        self.heads = heads
-        if heads is not None:
-            model.expose(heads.model.reads)
+        self.heads, self.head = heads, head if heads is None else heads.model
+        self._exposed = False
 
     def prefill(self, chunks: Sequence[Chunk]) -> None:
         self.step(chunks, [])
@@ -138,6 +155,8 @@ class Runner:
 
     def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
         """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
+        wants_features = any(c.num_features for c in chunks) or any(r.wants_features for r in rounds)
+        self._expose(wanted=self.heads is not None or wants_features)
         slots = [c.kv_slot for c in chunks] + [r.kv_slot for r in rounds]
         firsts = [] if self.heads is None else [self.model.length(slot) for slot in slots]
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
@@ -147,7 +166,34 @@ class Runner:
         outcomes = self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
         if self.heads is not None:
             self._observe(self.heads, firsts, chunks, rounds, outcomes)
-        return outcomes
+        return self._fused(chunks, rounds, outcomes) if wants_features else outcomes
+
+    def _expose(self, *, wanted: bool) -> None:
+        """Whether forwards leave their hidden states: on a GPU a change costs its recorded graphs."""
+        if wanted != self._exposed:
+            assert self.head is not None
+            self.model.expose(self.head.reads if wanted else ())
+            self._exposed = wanted
+
+    def _fused(self, chunks: Sequence[Chunk], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """The outcomes with the features that are wanted; all of a step are fused together."""
+        assert self.head is not None
+        rows: list[range | list[int]] = []
+        at = 0
+        for chunk in chunks:
+            end = at + len(chunk.tokens)
+            rows.append(range(end - min(chunk.num_features, len(chunk.tokens)), end))
+            at = end
+        for r, outcome in zip(rounds, outcomes, strict=True):
+            rows.append(_committed_rows(r, outcome, at) if r.wants_features else [])
+            at += len(r.fill) + len(r.tree)
+        wanted = torch.tensor([row for own in rows for row in own])
+        states = self.model.states
+        fused = self.head.fuse(states.index_select(0, wanted.to(states.device))).cpu().numpy()
+        parts = np.split(fused, np.cumsum([len(own) for own in rows])[:-1])
+        for chunk, part in zip(chunks, parts, strict=False):
+            chunk.features.append(part)
+        return [replace(o, features=part) for o, part in zip(outcomes, parts[len(chunks) :], strict=True)]
 
     def _observe(
         self,
@@ -163,10 +209,8 @@ class Runner:
             heads.observe(chunk.session, first, states[at : at + len(chunk.tokens)])
             at += len(chunk.tokens)
         for r, first, outcome in zip(rounds, firsts[len(chunks) :], outcomes, strict=True):
-            root = at + len(r.fill)
-            rows = [*range(at, root + 1), *(root + node for node in outcome.path)]
-            heads.observe(r.session, first, states[rows])
-            at = root + len(r.tree)
+            heads.observe(r.session, first, states[_committed_rows(r, outcome, at)])
+            at += len(r.fill) + len(r.tree)
 
     def _filled(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
         at = 0
@@ -197,6 +241,12 @@ class Runner:
                 Outcome(tokens, len(tree) - 1, decision.expected, path, logprobs, successors, decision.draws)
             )
         return outcomes
+
+
+def _committed_rows(r: Round, outcome: Outcome, at: int) -> list[int]:
+    """Rows of the forward that a round has committed: its fill, the root and the accepted path. at: its first row."""
+    root = at + len(r.fill)
+    return [*range(at, root + 1), *(root + node for node in outcome.path)]
 
 
 def _successors(r: Round, logits_NV: torch.Tensor) -> tuple[tuple[int, tuple[int, ...]], ...]:

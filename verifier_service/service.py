@@ -26,6 +26,7 @@ from verifier_service.drafter_pool import Dial, DrafterPool
 from verifier_service.engine_loop import EngineLoop
 from verifier_service.head_drafts import HeadDrafts
 from verifier_service.kv_admission import Admission
+from verifier_service.local_drafts import HEAD
 from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.session import Session, check_drafter, choose_rule
@@ -58,11 +59,12 @@ class VerifierService:
     ) -> None:
         """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
         on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters.
-        head: of the target, for local drafts."""
+        head: of the target, for local drafts and for the features that drafters want."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.settings = settings
-        heads = None if head is None else HeadDrafts(head, incarnation=incarnation)
-        self.runner = runner or Runner(model, heads=heads)
+        grows = head is not None and settings.local_draft.startswith(HEAD)
+        heads = HeadDrafts(head, incarnation=incarnation) if head is not None and grows else None
+        self.runner = runner or Runner(model, heads=heads, head=head)
         self.grammars = grammars or Grammars(lambda: Vocabulary(None, model.info.vocab_size, model.info.eos_ids))
         self.max_sessions = model.num_free_slots
         self.draining = False
@@ -254,4 +256,5 @@ class VerifierService:
 
     def _hello(self) -> Hello:
         info = self.model.info
-        return Hello(self.worker, self.incarnation, info.tokenizer_hash, info.vocab_size, info.max_positions)
+        head = "" if self.runner.head is None else self.runner.head.info.fingerprint
+        return Hello(self.worker, self.incarnation, info.tokenizer_hash, info.vocab_size, info.max_positions, head=head)

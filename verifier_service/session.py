@@ -40,6 +40,7 @@ from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.speculation import DraftPace, Statistics
 
 if TYPE_CHECKING:
+    from verifier_service.head_drafts import TextFeatures
     from verifier_service.local_drafts import LocalDraft
 
 MAX_STOPS = 1024  # token ids that may end one generation
@@ -120,6 +121,7 @@ class Session:
     draft: Draft | None = None
     next_draft: Draft | None = None  # where it moves to, until something has come from there
     local: LocalDraft | None = None  # what its trees are looked up in while no drafter grows one
+    features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
     committed_s: float = 0.0  # when the truth last advanced
     launched_s: float = 0.0  # and when the round after that was launched

@@ -69,11 +69,30 @@ class VerifierSettings(WorkerSettings):
         "lately (recycling), or grown by a draft head of the target (head:FOLDER), where that pays; one of none, ngram, recycling, "
         "ngram+recycling, head:FOLDER; none: plain decoding",
     )
+    draft_head: str = Field(
+        "",
+        description="folder of the draft head of drafters with --model head:FOLDER: features are fused here and sent to them "
+        "(default: that of --local-draft head:FOLDER)",
+    )
+    feature_window: int = Field(
+        512,
+        ge=1,
+        le=4096,
+        description="positions at the end of a text whose features a drafter with a head gets when a session is opened there",
+    )
     draft_wait_ms: float = Field(200.0, ge=0, description="longest wait for a tree, however much it might gain")
     draft_prior_row_ms: float = Field(
         20.0, ge=0, description="rows times ms of drafting per round, for autoscalers until drafters report; 0: unknown"
     )
     shutdown_timeout_s: float = Field(30.0, ge=0, description="how long SIGTERM waits for running requests")
+
+    @field_validator("draft_head")
+    @classmethod
+    def _one_head(cls, value: str, info: ValidationInfo) -> str:
+        local = info.data.get("local_draft", "")
+        if value and local.startswith("head:") and local != f"head:{value}":
+            raise ValueError(f"local_draft is {local}; give the same folder, or leave draft_head out")
+        return value
 
     @field_validator("num_ahead_tokens")
     @classmethod
@@ -84,6 +103,12 @@ class VerifierSettings(WorkerSettings):
                 f"with num_draft_tokens {drafted} it is above {MAX_NODES}, the most that drafters grow; lower one of them"
             )
         return value
+
+    @property
+    def head_folder(self) -> str:
+        """Of the draft head that the verifier loads; "": none."""
+        local = self.local_draft.removeprefix("head:") if self.local_draft.startswith("head:") else ""
+        return self.draft_head or local
 
     @property
     def name(self) -> str:

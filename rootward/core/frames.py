@@ -44,9 +44,50 @@ def prefix_hash(tokens: Sequence[int], value: int = 0) -> int:
     return value
 
 
-Features = (
-    NDArray[np.float32] | None
-)  # [n, size]: what the target knows before each of n tokens, for a draft head (`engine.heads`)
+FEATURE_NUMBERS = 1 << 17  # in one message, at most
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Features:
+    """What the target knows before each of n consecutive tokens, for a draft head (`engine.heads`). Missing ones cost acceptance only.
+
+    rows  float32[n, size]
+    int8  they travel as int8 with a scale per row, otherwise as bfloat16
+    """
+
+    rows: NDArray[np.float32]
+    int8: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """On the wire, without what frames them."""
+        num_rows: int = len(self.rows)
+        return num_rows * (self.size + 4 if self.int8 else 2 * self.size)
+
+    @property
+    def size(self) -> int:
+        """Numbers in a row."""
+        return int(self.rows.shape[1])
+
+    @property
+    def most_rows(self) -> int:
+        """In one message."""
+        return max(1, FEATURE_NUMBERS // self.size)
+
+    def chunks(self, slot: int, end: int) -> list[OpenFeatures]:
+        """As messages; end: number of the token after the last one."""
+        first, step = end - len(self.rows), self.most_rows
+        parts = [self.rows[at : at + step] for at in range(0, len(self.rows), step)]
+        return [OpenFeatures(slot, first + i * step, Features(part, self.int8)) for i, part in enumerate(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """The draft head of a drafter, and how it wants features."""
+
+    fingerprint: str
+    feature_size: int  # numbers in a feature
+    int8: bool = False  # as int8 with a scale per row; otherwise bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +100,7 @@ class Hello:
     vocab_size: int
     max_positions: int
     protocol: int = PROTOCOL
+    head: str = ""  # fingerprint of the draft head whose features it can send; "": none
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +118,7 @@ class HelloAck:
     refusal: str = ""
     protocol: int = PROTOCOL
     strategy: DraftStrategy = BEST_FIRST  # that it grows by when a request names none
+    head: DraftHead | None = None  # that it drafts with; every commit then starts a new tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +147,7 @@ class Open:
     node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
     strategy: DraftStrategy = BEST_FIRST
     cache_salt: int = 0  # texts with different salts never share cached prefixes
-    features: Features = field(default=None, compare=False)  # for a draft head: of the last tokens of prefix
+    num_features: int = 0  # tokens at the end of prefix whose features follow; a head reads no others
 
     @property
     def caps(self) -> tuple[int, int]:
@@ -141,13 +184,22 @@ class Commit:
     hash_after: int
     runs: tuple[int, ...] = ()
     node_budget: int | None = None
-    features: Features = field(default=None, compare=False)  # for a draft head: of the last of these tokens
+    features: Features | None = field(default=None, compare=False)  # of the last of these tokens
 
     @property
     def rounds(self) -> list[tuple[int, ...]]:
         """The run of each round: accepted path, then the bonus token."""
         ends = list(accumulate(self.runs or (len(self.tokens),)))
         return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFeatures:
+    """A part of the features that an Open announces. first: number of the first token in the text."""
+
+    slot: int
+    first: int
+    features: Features = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +288,8 @@ class ToDrafter:
     opens: tuple[Open, ...] = ()
     commits: tuple[Commit, ...] = ()
     closes: tuple[Close, ...] = ()
-    unreadable: tuple[Reject, ...] = ()  # Opens that came over a wire and say what cannot be: their slots, and why
+    features: tuple[OpenFeatures, ...] = ()
+    unreadable: tuple[Reject, ...] = ()  # slots of Opens and features that came over a wire and cannot be read, and why
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,14 +312,23 @@ def opened_at(message: Open, commit: Commit) -> Open:
     return replace(message, prefix=(*message.prefix, *commit.tokens), node_budget=budget)
 
 
+def joined_features(earlier: Features | None, later: Features | None, num_tokens: int) -> Features | None:
+    """Features of a text and of the num_tokens tokens after it; the latter alone where some of them are missing."""
+    if earlier is None or later is None or len(later.rows) < num_tokens:
+        return later
+    return Features(np.concatenate([earlier.rows, later.rows]), later.int8)
+
+
 def cumulative(earlier: Commit, later: Commit) -> Commit:
-    """One commit that says both; `later` begins where `earlier` ends."""
+    """One commit that says both; `later` begins where `earlier` ends. Of the features as many as a message holds."""
+    features = joined_features(earlier.features, later.features, len(later.tokens))
     return replace(
         later,
         base_len=earlier.base_len,
         tokens=(*earlier.tokens, *later.tokens),
         runs=tuple(len(run) for commit in (earlier, later) for run in commit.rounds),
         node_budget=earlier.node_budget if later.node_budget is None else later.node_budget,
+        features=features and replace(features, rows=features.rows[-features.most_rows :]),
     )
 
 

@@ -43,13 +43,13 @@ class Marginals:
 class BlockHeadModel(SlottedModel):
     """Implements `DraftHead`. `target`: what the target is, whose tokenizer and end-of-text tokens are the head's."""
 
-    def __init__(self, head: BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8):
+    def __init__(self, head: BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""):
         self.head = head
         size = Size.of(max_slots, target.max_positions, TREE_ROOM, KV_BLOCK, None)
         self._slots = Slots(size, target.vocab_size, f"{target.fingerprint}/{name}")
         self._kv = PagedCache(size, [layer.window for layer in head.layers])
         self._marginals: dict[int, Marginals] = {}  # by slot
-        self._info = replace(target, name=name, fingerprint=name)
+        self._info = replace(target, name=name, fingerprint=fingerprint or name)
 
     @property
     def info(self) -> ModelInfo:

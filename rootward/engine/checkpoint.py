@@ -58,6 +58,53 @@ def read_network(
     return network if adapter is None else _merged(network, adapter, group)
 
 
+def read_ends(path_or_name: str, *, device: str = "cpu", dtype: str = "auto") -> Any:
+    """A network of which the embedding and the output matrix are read; its other parameters have no storage.
+
+    ConfigurationError, one line, if that cannot be done: names of tensors that transformers renames, or files of another format."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        dtype, why = cpu_dtype(path_or_name)
+        log.info("%s: %s (dtype auto: %s)", path_or_name, dtype, why)
+    try:
+        config = AutoConfig.from_pretrained(path_or_name)
+        with torch.device("meta"):
+            network = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, ImportError) as wrong:
+        raise _unreadable(path_or_name, wrong) from wrong
+    kept = {"auto": config.get_text_config().dtype or torch.float32}.get(dtype) or getattr(torch, dtype)
+    names = {module: name for name, module in network.named_modules()}
+    embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
+    embedding.weight = torch.nn.Parameter(_tensor(path_or_name, f"{names[embedding]}.weight", device, kept), False)
+    if config.get_text_config().tie_word_embeddings:
+        output.weight = embedding.weight
+    else:
+        output.weight = torch.nn.Parameter(_tensor(path_or_name, f"{names[output]}.weight", device, kept), False)
+    return network
+
+
+def _tensor(path_or_name: str, name: str, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """One tensor of a checkpoint of safetensors."""
+    from safetensors import safe_open
+    from transformers.utils.hub import cached_file
+
+    def file_of(file: str) -> str | None:
+        found: str | None = cached_file(path_or_name, file, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    index = file_of("model.safetensors.index.json")
+    shard = json.loads(Path(index).read_text())["weight_map"].get(name, "") if index else "model.safetensors"
+    if (file := file_of(shard) if shard else None) is not None:
+        with safe_open(file, "pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118  # it is no dict
+                tensor: torch.Tensor = tensors.get_tensor(name).to(device, dtype)
+                return tensor
+    raise ConfigurationError(
+        f"target: {path_or_name!r} has no tensor {name} in safetensors; give a folder that save_pretrained has written"
+    )
+
+
 def cpu_dtype(path_or_name: str) -> tuple[str, str]:
     """The type that "auto" means on this processor, and why. It follows from the checkpoint and the processor's instructions, not from a
     measurement: replicas on equal machines must choose the same."""

@@ -21,11 +21,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rootward.clock import Clock, SystemClock
 from rootward.core.arrays import Floats, Ints
 from rootward.core.distribution import DraftDistribution, integer_weights, rows_of
-from rootward.core.frames import Commit, Features, Grow, NeedSync, Open, Reject, prefix_hash
+from rootward.core.frames import Commit, Features, Grow, NeedSync, Open, OpenFeatures, Reject, prefix_hash
 from rootward.core.growth import Ahead, AheadBudget, BestFirst, growth_of, shared_order, strategy_of
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
@@ -39,6 +40,7 @@ from rootward.ports import LanguageModel, ModelInfo, Reduction, Rows
 K = TypeVar("K")  # identifies a slot of a stream
 
 CHAIN_IDS = 1 << 40  # first node id of text in the KV tree; ids of drawn nodes count up from 1 and stay below it
+MAX_FEATURES = 4096  # tokens of a text that a draft head reads when a tree is opened
 MAX_NODES = 240  # of a tree, growth ahead included: a KV slot has 256 cells beyond the context
 COUPLED_CANDIDATES = 1024  # tokens of a row among which the noise of the target chooses
 BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predicted
@@ -88,7 +90,8 @@ class GrowingTree:
     sampling: Sampling = field(default_factory=Sampling)  # applied to the draft logits
     likely: dict[int, LikelyBonus] = field(default_factory=dict)  # by node, if `shares_bonus`
     nodes: int = 0  # most nodes that the next round verifies
-    features: Features = None  # hidden states of the target for `pending`, for a draft head
+    # For a draft head: what the target knows before each of the first tokens of `pending`. Those after them wait for theirs.
+    features: NDArray[np.float32] | None = None
     wants_tree: bool = True  # the next round verifies a tree
 
     @property
@@ -112,22 +115,36 @@ class GrowingTree:
         return (self.rest_sent or self.growth.own.round_is_full) and not self.pending
 
     @property
+    def num_readable(self) -> int:
+        """Tokens of `pending` that can be read now."""
+        return len(self.pending) if self.features is None else min(len(self.pending), len(self.features))
+
+    @property
     def wants_level(self) -> bool:
         """The next level has rows of this tree, or its frame with `at_rest` is still to be sent."""
         if self.exhausted or not self.wants_tree:
             return not self.rest_sent
-        return bool(self.pending) or self.growth.busy or not self.rest_sent
+        return self.num_readable > 0 if self.pending else self.growth.busy or not self.rest_sent
 
     def wanted_rows(self, most: int, chunk: int) -> int:
         """Rows in the next level: at most `chunk` of unread text or `most` frontier nodes."""
         if self.exhausted or not self.wants_tree:
             return 0
-        return min(len(self.pending), chunk) if self.pending else self.growth.wanted_rows(most)
+        return min(self.num_readable, chunk) if self.pending else self.growth.wanted_rows(most)
 
     def path(self, node: int) -> list[int]:
         """Tokens from the root to a node."""
         record = self.tree.at(node)
         return [] if record is self.tree.root else [*self.path(record.parent), record.token]
+
+    def add_features(self, first: int, rows: NDArray[np.float32]) -> None:
+        """Of the tokens first, first + 1, … of the text. Tokens before them whose features have not arrived get zeros; known ones stay."""
+        if self.features is None:
+            return
+        known = len(self.features)
+        at = first - (self.tree.length - len(self.pending))
+        gap = np.zeros((max(0, at - known), self.features.shape[1]), np.float32)
+        self.features = np.concatenate([self.features, gap, rows[max(0, known - at) :]])[: len(self.pending)]
 
     def follow_prediction(self, tokens: Sequence[int]) -> None:
         """Extend the text by `tokens`; the tree then grows along the path that the client predicts after it."""
@@ -197,6 +214,7 @@ class Grower(Generic[K]):
         self.max_rows, self.prefill_chunk = max_rows, prefill_chunk
         self.best_first, self.ahead_budget = best_first or BestFirst(), ahead_budget or AheadBudget()
         self.feature_size: int = getattr(model, "feature_size", 0)  # of a draft head (`engine.head_model`)
+        self._no_features = np.zeros((0, self.feature_size), np.float32)
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
@@ -223,6 +241,11 @@ class Grower(Generic[K]):
         info = self.model.info
         if key in self.trees:
             return "slot is open already; use a new number"
+        if message.num_features > min(MAX_FEATURES, len(message.prefix)):
+            return (
+                f"num_features: {message.num_features}; send those of at most {MAX_FEATURES} tokens of the "
+                f"{len(message.prefix)} in prefix"
+            )
         if fault := message.fault(MAX_NODES):
             return fault
         if len(message.prefix) >= info.max_positions:
@@ -235,8 +258,24 @@ class Grower(Generic[K]):
             return str(wrong)
         return ""
 
-    def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
-        """Re-root a tree at the committed tokens. Returns the frame of nodes that were not sent yet, or a resync request."""
+    def add_features(self, key: K, message: OpenFeatures) -> Reject | None:
+        """A part of the features that an Open has announced. Returns a Reject if they are not those of this model."""
+        if (growing := self.trees.get(key)) is None:
+            return None
+        if fault := self._feature_fault(message.features):
+            return Reject(message.slot, fault)
+        self.idle_time.end()
+        growing.add_features(message.first, message.features.rows)
+        return None
+
+    def _feature_fault(self, features: Features) -> str:
+        if features.size == self.feature_size:
+            return ""
+        return f"features: rows of {features.size} numbers; this drafter takes {self.feature_size or 'none'}, as its HelloAck says"
+
+    def commit(self, key: K, message: Commit) -> list[Grow | NeedSync | Reject]:
+        """Re-root a tree at the committed tokens. Returns the frame of nodes that were not sent yet, a resync request, or a Reject if the
+        features are not those of this model."""
         growing = self.trees.get(key)
         if growing is None:  # closed, rejected or never opened; without an answer the verifier would wait
             return [NeedSync(message.slot, 0, 0)]
@@ -246,13 +285,17 @@ class Grower(Generic[K]):
             return []
         if fit is Fit.LOST or max(message.tokens, default=0) >= self.model.info.vocab_size:
             return [NeedSync(message.slot, tree.length, tree.hash)]
+        if message.features is not None and (fault := self._feature_fault(message.features)):
+            return [Reject(message.slot, fault)]
         self.idle_time.end()
         self.demand.round(growing.compute_s)
         growing.compute_s = 0.0
-        unsent: list[Grow | NeedSync] = [self._frame(growing, 0)] if growing.unsent < tree.next_id else []
+        unsent: list[Grow | NeedSync | Reject] = [self._frame(growing, 0)] if growing.unsent < tree.next_id else []
         for run in message.rounds:
             self._reroot(growing, run)
-        self._add_features(growing, message.features)
+        # What is missing of earlier tokens does not come any more.
+        features = self._no_features if message.features is None else message.features.rows
+        growing.add_features(tree.length - len(features), features)
         growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
         if growing.history is not None:
             growing.history.extend(message.tokens)
@@ -334,8 +377,8 @@ class Grower(Generic[K]):
 
         growth = Ahead(growth_of(tree, strategy, max_positions=info.max_positions), self.ahead_budget, predicted)
         kv_slot = self.model.open(message.prefix, salt=f"{message.tenant:x}/{message.cache_salt:x}")
-        known = 0 if message.features is None else len(message.features)
-        text = list(message.prefix[-max(1, known) if self.feature_size else self.model.length(kv_slot) :])
+        start = -max(1, message.num_features) if self.feature_size else self.model.length(kv_slot)
+        text = list(message.prefix[start:])
         owner = self._group(key), message.tenant
         growing = GrowingTree(message, tree, growth, kv_slot, text, Key(message.seed, message.choice), owner)
         growing.likely, growing.sampling, growing.nodes = likely, draft_sampling(message.sampling), message.node_cap
@@ -344,18 +387,11 @@ class Grower(Generic[K]):
         if message.sampling.penalised:
             growing.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
         growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
-        self._add_features(growing, message.features)
+        if self.feature_size:
+            growing.features = self._no_features
+            if not message.num_features:
+                growing.add_features(tree.length, self._no_features)
         return growing
-
-    def _add_features(self, growing: GrowingTree, features: Features) -> None:
-        """Append features of the newest pending tokens. Missing features are zeros, which lowers acceptance only."""
-        if not (size := self.feature_size):
-            return
-        parts = [part for part in (growing.features, features) if part is not None]
-        missing = len(growing.pending) - sum(map(len, parts))
-        if missing > 0:
-            parts.insert(len(parts) - (features is not None), np.zeros((missing, size), np.float32))
-        growing.features = np.concatenate(parts)[-len(growing.pending) :]
 
     def _reroot(self, growing: GrowingTree, tokens: Sequence[int]) -> None:
         """Commit the part of the path whose KV is cached; the rest becomes pending text."""
@@ -394,9 +430,9 @@ class Grower(Generic[K]):
             if growing.exhausted or not growing.wants_tree:
                 continue
             if growing.pending:
-                chunk = growing.pending[:share]
+                chunk = growing.pending[: min(share, growing.num_readable)]
                 whole = len(chunk) == len(growing.pending)
-                features = None if growing.features is None else growing.features[:share]
+                features = None if growing.features is None else growing.features[: len(chunk)]
                 rows = Rows.chain(growing.kv_slot, CHAIN_IDS, chunk, features)
                 work.append((growing, rows, [growing.tree.root_id] if whole else []))
             else:

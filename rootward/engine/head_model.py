@@ -8,20 +8,24 @@ Legend: N rows, T wanted rows, E hidden size of the head, V vocabulary, V' draft
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from rootward.engine.batch import Step
 from rootward.engine.block_head import BlockHead
 from rootward.engine.block_head_model import BlockHeadModel
+from rootward.engine.checkpoint import read_ends
 from rootward.engine.heads import Head, load_head
 from rootward.engine.kv_cache import PagedCache
-from rootward.engine.model import HuggingFaceModel
+from rootward.engine.model import DEFAULT_MAX_LEN, HuggingFaceModel, context_of, eos_ids
 from rootward.engine.slots import Entry, Size, Slots, kept_rows
+from rootward.engine.tokenizers import content_hash, find_tokenizer
 from rootward.errors import ConfigurationError
 from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Reduction, Rows
 
@@ -63,7 +67,7 @@ class DraftHead(LanguageModel, Protocol):
 class HeadModel:
     """Implements `DraftHead` for a network. `target`: what the target is, whose tokenizer and end-of-text tokens are the head's."""
 
-    def __init__(self, head: Head, target: ModelInfo, *, name: str, max_slots: int = 8):
+    def __init__(self, head: Head, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""):
         self.head = head
         size = Size.of(max_slots, target.max_positions, TREE_ROOM, BLOCK_SIZE, None)
         self._slots = Slots(size, target.vocab_size, f"{target.fingerprint}/{name}")
@@ -71,7 +75,7 @@ class HeadModel:
         self._passed_on: list[dict[int, torch.Tensor]] = [
             {} for _ in range(max_slots)
         ]  # by node: features for its children
-        self._info = replace(target, name=name, fingerprint=name)
+        self._info = replace(target, name=name, fingerprint=fingerprint or name)
 
     @property
     def info(self) -> ModelInfo:
@@ -191,11 +195,13 @@ class HeadModel:
         self._slots.check()
 
 
-def model_of(head: Head | BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8) -> DraftHead:
-    """A head as a draft model."""
-    if isinstance(head, BlockHead):
-        return BlockHeadModel(head, target, name=name, max_slots=max_slots)
-    return HeadModel(head, target, name=name, max_slots=max_slots)
+def model_of(
+    head: Head | BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""
+) -> DraftHead:
+    """A head as a draft model. fingerprint: of its files; "": the name."""
+    kind: Any = BlockHeadModel if isinstance(head, BlockHead) else HeadModel
+    model: DraftHead = kind(head, target, name=name, max_slots=max_slots, fingerprint=fingerprint)
+    return model
 
 
 def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> DraftHead:
@@ -217,7 +223,38 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int) -> Dr
             f"head: {path}: acceptance {accepted[head.states]:.2f} on a probe text, below {LEAST_ACCEPTANCE}; "
             "it was made for another target"
         )
-    return model_of(head, model.info, name=path, max_slots=max_slots)
+    return model_of(head, model.info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
+
+
+def load_head_apart(
+    path: str, target: str, *, device: str = "cpu", dtype: str = "auto", max_slots: int, max_len: int | None = None
+) -> DraftHead:
+    """The head in this folder where its target is not loaded. target: folder or hub name, of which the embedding, the output matrix and
+    the tokenizer are read. Which hidden states features are made of is settled where they are fused.
+
+    ConfigurationError: it is no head that fits (`heads.load_head`), or the target cannot be read."""
+    network = read_ends(target, device=device, dtype=dtype)
+    head = load_head(path, network)
+    tokenizer = find_tokenizer(target)
+    longest = max_len or DEFAULT_MAX_LEN
+    info = ModelInfo(
+        name=target,
+        vocab_size=len(network.get_input_embeddings().weight),
+        max_positions=min(context_of(network.config.get_text_config()) or longest, longest),
+        eos_ids=eos_ids(network),
+        tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
+    )
+    return model_of(head, info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
+
+
+def fingerprint(path: str) -> str:
+    """sha256 over the configuration and the weights of the head in this folder: equal files fuse equal features."""
+    digest = hashlib.sha256()
+    folder = Path(path).expanduser()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        with file.open("rb") as data:
+            digest.update(hashlib.file_digest(data, "sha256").digest())
+    return digest.hexdigest()
 
 
 @torch.inference_mode()

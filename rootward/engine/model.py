@@ -60,7 +60,7 @@ class HuggingFaceModel(SlottedModel):
         self.network, self.tokenizer, self._group = network.eval().requires_grad_(False), tokenizer, group
         config = network.config.get_text_config()
         wanted = max_len or DEFAULT_MAX_LEN
-        max_positions = min(_context(config) or wanted, wanted)
+        max_positions = min(context_of(config) or wanted, wanted)
         vocab = int(network.get_input_embeddings().weight.shape[0])
         num_parameters, identity = sum(p.numel() for p in network.parameters()), fingerprint(network, adapter)
         weights = num_bytes(network)
@@ -209,7 +209,7 @@ def _sample(network: Any) -> torch.Tensor:
     return logits
 
 
-def _context(config: Any) -> int | None:
+def context_of(config: Any) -> int | None:
     """Positions the network was made for; None if its configuration does not say."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)

@@ -63,7 +63,9 @@ Global___Law: _TypeAlias = Law  # noqa: Y015
 
 @_typing.final
 class ToDrafter(_message.Message):
-    """One frame of the verifier: everything of one engine step, for all sessions of the pair. Closes are applied first, then commits, then opens."""
+    """One frame of the verifier: everything of one engine step, for all sessions of the pair. Closes are applied first, then commits, then opens,
+    then features.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -71,6 +73,7 @@ class ToDrafter(_message.Message):
     OPENS_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """first frame only"""
@@ -81,6 +84,10 @@ class ToDrafter(_message.Message):
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___Commit]: ...
     @_builtins.property
     def closes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Close]: ...
+    @_builtins.property
+    def features(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenFeatures]:
+        """in the order of their tokens"""
+
     def __init__(
         self,
         *,
@@ -88,10 +95,11 @@ class ToDrafter(_message.Message):
         opens: _abc.Iterable[Global___Open] | None = ...,
         commits: _abc.Iterable[Global___Commit] | None = ...,
         closes: _abc.Iterable[Global___Close] | None = ...,
+        features: _abc.Iterable[Global___OpenFeatures] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "hello", b"hello", "opens", b"opens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closes", b"closes", "commits", b"commits", "features", b"features", "hello", b"hello", "opens", b"opens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,6 +155,7 @@ class Hello(_message.Message):
     TOKENIZER_HASH_FIELD_NUMBER: _builtins.int
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     MAX_POSITIONS_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """version of this protocol"""
     worker: _builtins.str
@@ -157,6 +166,8 @@ class Hello(_message.Message):
     vocab_size: _builtins.int
     max_positions: _builtins.int
     """in tokens"""
+    head: _builtins.str
+    """fingerprint of the draft head whose features this verifier can send; empty = none"""
     def __init__(
         self,
         *,
@@ -166,10 +177,11 @@ class Hello(_message.Message):
         tokenizer_hash: _builtins.str = ...,
         vocab_size: _builtins.int = ...,
         max_positions: _builtins.int = ...,
+        head: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "max_positions", b"max_positions", "protocol", b"protocol", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head", b"head", "incarnation", b"incarnation", "max_positions", b"max_positions", "protocol", b"protocol", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -190,6 +202,7 @@ class HelloAck(_message.Message):
     MAX_ATOMS_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
+    HEAD_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     worker: _builtins.str
     incarnation: _builtins.int
@@ -208,6 +221,10 @@ class HelloAck(_message.Message):
     def laws(self) -> _containers.RepeatedScalarFieldContainer[Global___Law.ValueType]:
         """what this drafter can do"""
 
+    @_builtins.property
+    def head(self) -> Global___DraftHead:
+        """it drafts with a head; absent = it needs no features"""
+
     def __init__(
         self,
         *,
@@ -222,14 +239,104 @@ class HelloAck(_message.Message):
         max_atoms: _builtins.int = ...,
         refusal: _builtins.str = ...,
         strategy: _builtins.str = ...,
+        head: Global___DraftHead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "incarnation", b"incarnation", "laws", b"laws", "max_atoms", b"max_atoms", "max_positions", b"max_positions", "protocol", b"protocol", "refusal", b"refusal", "strategy", b"strategy", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "head", b"head", "incarnation", b"incarnation", "laws", b"laws", "max_atoms", b"max_atoms", "max_positions", b"max_positions", "protocol", b"protocol", "refusal", b"refusal", "strategy", b"strategy", "tokenizer_hash", b"tokenizer_hash", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloAck: _TypeAlias = HelloAck  # noqa: Y015
+
+@_typing.final
+class DraftHead(_message.Message):
+    """A draft head of a drafter, and how it wants features. Every commit starts a new tree under it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    FEATURE_SIZE_FIELD_NUMBER: _builtins.int
+    INT8_FIELD_NUMBER: _builtins.int
+    fingerprint: _builtins.str
+    """of the files of the head"""
+    feature_size: _builtins.int
+    """numbers in a feature"""
+    int8: _builtins.bool
+    """features as int8 with a scale per row; otherwise bfloat16"""
+    def __init__(
+        self,
+        *,
+        fingerprint: _builtins.str = ...,
+        feature_size: _builtins.int = ...,
+        int8: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feature_size", b"feature_size", "fingerprint", b"fingerprint", "int8", b"int8"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftHead: _TypeAlias = DraftHead  # noqa: Y015
+
+@_typing.final
+class Features(_message.Message):
+    """Fused features of consecutive tokens: what the target knows before each of them. Never needed for exactness: missing ones count as zeros."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    SCALE_FIELD_NUMBER: _builtins.int
+    num_rows: _builtins.int
+    """tokens"""
+    values: _builtins.bytes
+    """the rows one after the other: bfloat16, or int8 where there are scales"""
+    scale: _builtins.bytes
+    """little-endian f32 per row, by which its int8 values are multiplied; empty = bfloat16"""
+    def __init__(
+        self,
+        *,
+        num_rows: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+        scale: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_rows", b"num_rows", "scale", b"scale", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Features: _TypeAlias = Features  # noqa: Y015
+
+@_typing.final
+class OpenFeatures(_message.Message):
+    """A part of the features announced by Open.num_features."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SLOT_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
+    slot: _builtins.int
+    first: _builtins.int
+    """number of the first token in the text"""
+    @_builtins.property
+    def features(self) -> Global___Features: ...
+    def __init__(
+        self,
+        *,
+        slot: _builtins.int = ...,
+        first: _builtins.int = ...,
+        features: Global___Features | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "first", b"first", "slot", b"slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenFeatures: _TypeAlias = OpenFeatures  # noqa: Y015
 
 @_typing.final
 class Open(_message.Message):
@@ -260,6 +367,7 @@ class Open(_message.Message):
     NODE_BUDGET_FIELD_NUMBER: _builtins.int
     STRATEGY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    NUM_FEATURES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     """number of the tree on this stream, never reused on it"""
     session: _builtins.str
@@ -295,6 +403,8 @@ class Open(_message.Message):
     """draft strategy: NAME or NAME:N1,N2,...; empty = best_first"""
     cache_salt: _builtins.int
     """texts with different salts never share cached prefixes"""
+    num_features: _builtins.int
+    """tokens at the end of prefix whose features follow in OpenFeatures; those before them are not read by a head"""
     @_builtins.property
     def sampling(self) -> _generate_pb2.Sampling:
         """without seed and n"""
@@ -333,10 +443,11 @@ class Open(_message.Message):
         node_budget: _builtins.int | None = ...,
         strategy: _builtins.str = ...,
         cache_salt: _builtins.int = ...,
+        num_features: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "bonus_key", b"bonus_key", "decoding", b"decoding", "node_budget", b"node_budget", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key", "_node_budget", b"_node_budget", "ahead_cap", b"ahead_cap", "bonus_key", b"bonus_key", "cache_salt", b"cache_salt", "choice", b"choice", "decoding", b"decoding", "eos_ids", b"eos_ids", "epoch", b"epoch", "law", b"law", "max_depth", b"max_depth", "node_budget", b"node_budget", "node_cap", b"node_cap", "num_atoms", b"num_atoms", "num_features", b"num_features", "num_prompt", b"num_prompt", "prediction", b"prediction", "prefix", b"prefix", "sampling", b"sampling", "seed", b"seed", "session", b"session", "slot", b"slot", "strategy", b"strategy", "tenant", b"tenant", "topk", b"topk", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bonus_key: _TypeAlias = _typing.Literal["bonus_key"]  # noqa: Y015
     _WhichOneofArgType__bonus_key: _TypeAlias = _typing.Literal["_bonus_key", b"_bonus_key"]  # noqa: Y015
@@ -361,6 +472,7 @@ class Commit(_message.Message):
     HASH_AFTER_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     NODE_BUDGET_FIELD_NUMBER: _builtins.int
+    FEATURES_FIELD_NUMBER: _builtins.int
     slot: _builtins.int
     base_len: _builtins.int
     """in tokens, prompt included"""
@@ -374,6 +486,10 @@ class Commit(_message.Message):
     def runs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """lengths of the rounds that were merged here, in order; empty = one"""
 
+    @_builtins.property
+    def features(self) -> Global___Features:
+        """of the last of these tokens"""
+
     def __init__(
         self,
         *,
@@ -383,10 +499,11 @@ class Commit(_message.Message):
         hash_after: _builtins.int = ...,
         runs: _abc.Iterable[_builtins.int] | None = ...,
         node_budget: _builtins.int | None = ...,
+        features: Global___Features | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "node_budget", b"node_budget"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "features", b"features", "node_budget", b"node_budget"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "base_len", b"base_len", "hash_after", b"hash_after", "node_budget", b"node_budget", "runs", b"runs", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget", "base_len", b"base_len", "features", b"features", "hash_after", b"hash_after", "node_budget", b"node_budget", "runs", b"runs", "slot", b"slot", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__node_budget: _TypeAlias = _typing.Literal["node_budget"]  # noqa: Y015
     _WhichOneofArgType__node_budget: _TypeAlias = _typing.Literal["_node_budget", b"_node_budget"]  # noqa: Y015

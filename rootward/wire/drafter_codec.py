@@ -7,13 +7,17 @@ Whether its nodes make a tree is the verifier's to judge, so that a malformed tr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate, pairwise
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rootward.core.frames import (
     Close,
     Commit,
+    DraftHead,
+    Features,
     FromDrafter,
     Grow,
     Hello,
@@ -21,6 +25,7 @@ from rootward.core.frames import (
     Load,
     NeedSync,
     Open,
+    OpenFeatures,
     Reject,
     ToDrafter,
 )
@@ -41,8 +46,11 @@ from rootward.wire.columns import (
 from rootward.wire.public_codec import MODEL, decoding_to_pb, sampling_from_pb, sampling_to_pb
 from rootward.wire.records import Conversion, Record, enum, u32
 
+MOST_NUMBERS = 1 << 20  # of the features in one message
+LARGEST_FEATURE = 1e6
 TOKEN_WIDTH = 3  # bytes, fixed: when a node arrives must not depend on which token it is
 
+V = TypeVar("V")
 Distributions = dict[int, tuple[Ints, Ints]]  # node -> token ids and their weights
 
 LAWS: dict[DraftMode, drafter_pb2.Law.ValueType] = {
@@ -65,27 +73,29 @@ ACK = Record(
         lambda numbers: tuple(_LAW_OF_NUMBER[number] for number in numbers if number in _LAW_OF_NUMBER),
     ),
     strategy=STRATEGY,
+    head=Record(DraftHead, drafter_pb2.DraftHead).optional,
 )
 LOAD = Record(Load, drafter_pb2.Load)
 OPEN = Record(
     Open,
     drafter_pb2.Open,
-    custom=("sampling", "features"),
+    custom=("sampling",),
     prefix=u32("open.prefix"),
     law=enum(LAWS, "open.law"),
     prediction=u32("open.prediction"),
     strategy=STRATEGY,
 )
 COMMIT = Record(Commit, drafter_pb2.Commit, ("features",), tokens=u32("commit.tokens"))
+OPEN_FEATURES = Record(
+    OpenFeatures,
+    drafter_pb2.OpenFeatures,
+    features=Conversion(lambda value: _features_to_pb(value), lambda pb: _features_from_pb(pb)),
+)
 TO_DRAFTER = Record(
     ToDrafter,
     drafter_pb2.ToDrafter,
-    custom=("opens", "unreadable"),
+    custom=("opens", "commits", "features", "unreadable"),
     hello=HELLO.optional,
-    commits=Conversion(
-        lambda commits: [COMMIT.to_pb(commit) for commit in commits],
-        lambda pbs: tuple(_commit_from_pb(pb) for pb in pbs),
-    ),
     closes=Record(Close, drafter_pb2.Close).each,
 )
 FROM_DRAFTER = Record(
@@ -103,37 +113,95 @@ INFO = Record(DrafterInfo, drafter_pb2.DrafterInfo, model=MODEL.one, ack=ACK.one
 
 
 def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
-    return TO_DRAFTER.to_pb(value, opens=[_open_to_pb(message) for message in value.opens])
+    return TO_DRAFTER.to_pb(
+        value,
+        opens=[_open_to_pb(message) for message in value.opens],
+        commits=[_commit_to_pb(message) for message in value.commits],
+        features=[OPEN_FEATURES.to_pb(message) for message in value.features],
+    )
 
 
 def to_drafter_from_pb(pb: drafter_pb2.ToDrafter) -> ToDrafter:
-    """An Open that cannot be read costs its slot; anything else that cannot is a ValueError."""
-    opens = [_open_or_reject(message) for message in pb.opens]
+    """An Open, or features, that cannot be read cost their slot; anything else that cannot is a ValueError."""
+    opens = [_or_reject(_open_from_pb, message) for message in pb.opens]
+    commits = [_commit_from_pb(message) for message in pb.commits]
+    features = [_or_reject(OPEN_FEATURES.from_pb, message) for message in pb.features]
     return TO_DRAFTER.from_pb(
         pb,
         opens=tuple(message for message in opens if isinstance(message, Open)),
-        unreadable=tuple(message for message in opens if isinstance(message, Reject)),
+        commits=tuple(message for message in commits if isinstance(message, Commit)),
+        features=tuple(message for message in features if isinstance(message, OpenFeatures)),
+        unreadable=tuple(message for message in (*opens, *commits, *features) if isinstance(message, Reject)),
     )
+
+
+def _or_reject(read: Callable[[Any], V], pb: Any) -> V | Reject:
+    try:
+        return read(pb)
+    except ValueError as error:
+        return Reject(pb.slot, str(error))
 
 
 def _open_to_pb(value: Open) -> drafter_pb2.Open:
     return OPEN.to_pb(value, sampling=sampling_to_pb(value.sampling), decoding=decoding_to_pb(value.sampling))
 
 
-def _open_or_reject(pb: drafter_pb2.Open) -> Open | Reject:
-    try:
-        return OPEN.from_pb(pb, sampling=sampling_from_pb(pb.sampling, pb.decoding))
-    except ValueError as error:
-        return Reject(pb.slot, str(error))
+def _open_from_pb(pb: drafter_pb2.Open) -> Open:
+    return OPEN.from_pb(pb, sampling=sampling_from_pb(pb.sampling, pb.decoding))
 
 
-def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit:
-    commit = COMMIT.from_pb(pb)
+def _commit_to_pb(value: Commit) -> drafter_pb2.Commit:
+    return COMMIT.to_pb(value, features=None if value.features is None else _features_to_pb(value.features))
+
+
+def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit | Reject:
+    features = _or_reject(lambda pb: _features_from_pb(pb.features), pb) if pb.HasField("features") else None
+    if isinstance(features, Reject):
+        return features
+    commit = COMMIT.from_pb(pb, features=features)
     runs = commit.runs
     num_tokens = len(commit.tokens)
     if runs and (sum(runs) != num_tokens or min(runs) < 1):
         raise ValueError(f"commit.runs: {runs} for {num_tokens} tokens; give lengths of at least 1 that add up")
     return commit
+
+
+def _features_to_pb(value: Features) -> drafter_pb2.Features:
+    rows = np.ascontiguousarray(value.rows, dtype="<f4")
+    if not value.int8:
+        bits = rows.view("<u4")
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest bfloat16, ties to even
+        return drafter_pb2.Features(num_rows=len(rows), values=rounded.astype("<u2").tobytes())
+    scale = np.abs(rows).max(1, initial=0.0, keepdims=True) / 127
+    whole = np.rint(rows / np.where(scale > 0, scale, 1)).astype(np.int8)
+    return drafter_pb2.Features(num_rows=len(rows), values=whole.tobytes(), scale=scale.astype("<f4").tobytes())
+
+
+def _features_from_pb(pb: drafter_pb2.Features) -> Features:
+    width = 1 if pb.scale else 2
+    size, rest = divmod(len(pb.values), pb.num_rows * width) if pb.num_rows else (0, 1)
+    if rest or not size:
+        raise ValueError(
+            f"features.values: {len(pb.values)} bytes for {pb.num_rows} rows; send at least one row, all of one size"
+        )
+    if len(pb.values) > width * MOST_NUMBERS:
+        raise ValueError(
+            f"features.values: {len(pb.values) // width} numbers; send at most {MOST_NUMBERS} in a message"
+        )
+    if pb.scale and len(pb.scale) != 4 * pb.num_rows:
+        raise ValueError(f"features.scale: {len(pb.scale)} bytes for {pb.num_rows} rows; send 4 per row, or none")
+    if pb.scale:
+        whole = np.frombuffer(pb.values, np.int8).reshape(pb.num_rows, size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = whole * np.frombuffer(pb.scale, "<f4")[:, None]
+    else:
+        bits = np.frombuffer(pb.values, "<u2").astype(np.uint32) << 16
+        rows = bits.view(np.float32).reshape(pb.num_rows, size)
+    if not (np.abs(rows) <= LARGEST_FEATURE).all():  # a head could make no numbers of it
+        raise ValueError(
+            f"features.values: a number is above {LARGEST_FEATURE} or none; send hidden states of the target"
+        )
+    return Features(rows, bool(pb.scale))
 
 
 def _grow_to_pb(grow: Grow) -> drafter_pb2.Grow:

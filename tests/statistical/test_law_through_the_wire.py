@@ -6,16 +6,22 @@ The statistic is that of `benchmarks.results.p_value`. Family-wise error of this
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.heads import TabularHead
 from support.services import collect, over_grpc, request, tabular_pair
 
 from benchmarks.results import p_value
+from rootward.core.frames import ToDrafter
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import ForestLaw, forest_law
 from verifier_service.audit import DrafterAudit
+from verifier_service.drafter_link import SendBuffer
+from verifier_service.head_drafts import TextFeatures
 
 ALPHA = 1e-4
 VOCAB = 4
@@ -28,10 +34,18 @@ RULES = {
 
 
 async def texts_of(
-    target: TabularModel, draft: TabularModel, *, num_requests: int, length: int, decide=None, ahead: int = 0, **wish
+    target: TabularModel,
+    draft: TabularModel,
+    *,
+    num_requests: int,
+    length: int,
+    decide=None,
+    ahead: int = 0,
+    system: dict | None = None,
+    **wish,
 ):
     prompt = (1, 2, 3)
-    shape = {"num_draft_tokens": 6, "topk": 3, "num_ahead_tokens": ahead}
+    shape = {"num_draft_tokens": 6, "topk": 3, "num_ahead_tokens": ahead, **(system or {})}
     async with over_grpc(target, draft, decide=decide, **shape) as system:
         jobs = [
             collect(system.verifier, request(f"r{i}", prompt, max_tokens=length, seed=i, **wish))
@@ -46,6 +60,8 @@ async def texts_of(
 
 
 CASES = [*((rule, 0) for rule in RULES), ("traversal-sampled", 24), ("traversal-greedy", 24)]
+HEAD_CASES = [("right", False), ("right", True), ("stale", False), ("missing", True), ("lost", False)]
+NUM_TESTS = len(CASES) + len(HEAD_CASES)
 
 
 @pytest.mark.parametrize(("rule", "ahead"), CASES)
@@ -53,7 +69,61 @@ async def test_the_system_emits_exactly_the_target_s_law(rule: str, ahead: int) 
     target, draft = tabular_pair(vocab=VOCAB, noise=1.0, slots=32)
     texts = await texts_of(target, draft, num_requests=64, length=640 // (1 + bool(ahead)), ahead=ahead, **RULES[rule])
     assert sum(map(len, texts)) - 3 * len(texts) >= 20_000  # all cases: more than 200 000 tokens
-    assert p_value(target, texts) > ALPHA / len(CASES)
+    assert p_value(target, texts) > ALPHA / NUM_TESTS
+
+
+class Spoiled:
+    """What becomes of features on their way to a drafter with a head."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+
+    def right(self) -> None:
+        """Nothing."""
+
+    def stale(self) -> None:
+        """They are those of other positions."""
+        add = TextFeatures.add
+
+        def late(features: TextFeatures, first: int, rows: np.ndarray) -> None:
+            add(features, first, np.roll(rows, 1, axis=0) if len(rows) > 1 else np.zeros_like(rows))
+
+        self.patch.setattr(TextFeatures, "add", late)
+
+    def missing(self) -> None:
+        """Half of the commits have none."""
+        self._edit(
+            lambda frame: replace(
+                frame,
+                commits=tuple(replace(c, features=None) if c.base_len % 2 else c for c in frame.commits),
+            )
+        )
+
+    def lost(self) -> None:
+        """Half of the parts that an Open announces do not arrive, the others in reverse order."""
+        self._edit(lambda frame: replace(frame, features=frame.features[::-2]))
+        self.patch.setattr("rootward.core.frames.FEATURE_NUMBERS", 2)  # a part for every token
+
+    def _edit(self, edit: Callable[[ToDrafter], ToDrafter]) -> None:
+        take = SendBuffer.take
+
+        async def edited(buffer: SendBuffer) -> ToDrafter:
+            return edit(await take(buffer))
+
+        self.patch.setattr(SendBuffer, "take", edited)
+
+
+@pytest.mark.parametrize(("spoiled", "int8"), HEAD_CASES)
+async def test_a_head_in_a_drafter_emits_the_target_s_law_whatever_its_features_are(
+    spoiled: str, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, _ = tabular_pair(vocab=VOCAB, slots=32)
+    heads = [TabularHead(target, noise=0.5, beside=300.0 if int8 else 0.0, max_slots=32) for _ in range(2)]
+    getattr(Spoiled(monkeypatch), spoiled)()
+    system = {"fuse": heads[1], "int8": int8}
+    texts = await texts_of(target, heads[0], num_requests=64, length=320, system=system, **RULES["traversal-sampled"])
+    assert sum(map(len, texts)) - 3 * len(texts) >= 20_000
+    assert p_value(target, texts) > ALPHA / NUM_TESTS
 
 
 def against_a_stale_row(forest, ids, weight, target_at, tail) -> ForestLaw:

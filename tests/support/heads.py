@@ -120,23 +120,27 @@ class TabularHead(TabularModel):
     """A draft head of a `TabularModel` that looks at two tokens. A row of text sees its own token and, as its feature, the target's token
     before it; a drafted row its own token and that of its parent.
 
-    noise: of its logits against the target's; wrong: features are taken for those of other tokens, so far away.
+    noise: of its logits against the target's; wrong: features are taken for those of other tokens, so far away; beside: a number that every
+    feature has beside the token, so large that int8 leaves little of the token.
     """
 
-    reads, feature_size = (0,), 1
+    reads, feature_size = (0,), 2
 
-    def __init__(self, target: TabularModel, *, noise: float = 0.5, wrong: int = 0, max_slots: int = 8) -> None:
+    def __init__(
+        self, target: TabularModel, *, noise: float = 0.5, wrong: int = 0, beside: float = 0.0, max_slots: int = 8
+    ) -> None:
         law = {"sharpness": target.sharpness, "zeros": target.zeros, "noise": noise, "noise_seed": 5}
         super().__init__(target.vocab, target.seed, 2, max_slots=max_slots, **law)
-        self.wrong = wrong
+        self.wrong, self.beside = wrong, beside
 
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
-        return (states_NS.float() + self.wrong) % self.vocab
+        tokens = (states_NS.float() + self.wrong) % self.vocab
+        return torch.cat([tokens, torch.full_like(tokens, self.beside)], 1)
 
     def _context(self, entry: Entry, row: int) -> list[int]:
         context = super()._context(entry, row)
         features = entry.rows.features
-        return context if features is None else [int(features[row, 0]), context[-1]]
+        return context if features is None else [round(float(features[row, 0])) % self.vocab, context[-1]]
 
 
 def dflash(

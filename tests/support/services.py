@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from benchmarks.slow_link import Conditions, SlowLink
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
+from rootward.core.frames import DraftHead
 from rootward.core.growth import BestFirst
 from rootward.core.requests import (
     Committed,
@@ -22,7 +23,7 @@ from rootward.core.requests import (
     VerifierRequest,
 )
 from rootward.engine.grower import Grower
-from rootward.engine.head_model import DraftHead
+from rootward.engine.head_model import DraftHead as HeadModel
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import LawFunction, forest_law
 from rootward.ports import Drafter, LanguageModel, Verifier
@@ -44,9 +45,13 @@ def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -
     return target, TabularModel.perturbed(target, noise, seed=2)
 
 
-def drafter_of(model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, **policy) -> DrafterService:
+def drafter_of(
+    model: LanguageModel, *, incarnation: int = 7, capacity: int = 64, int8: bool = False, **policy
+) -> DrafterService:
+    """int8: how a draft head wants features."""
     grower = Grower(model, incarnation=incarnation, best_first=BestFirst(**policy))
-    return DrafterService(grower, worker=f"drafter-{incarnation}", capacity=capacity)
+    head = DraftHead(model.info.fingerprint, grower.feature_size, int8) if grower.feature_size else None
+    return DrafterService(grower, worker=f"drafter-{incarnation}", capacity=capacity, head=head)
 
 
 def verifier_settings(**changes) -> VerifierSettings:
@@ -61,11 +66,13 @@ def verifier_of(
     *,
     decide: LawFunction | None = None,
     metrics: Metrics | None = None,
-    head: DraftHead | None = None,
+    head: HeadModel | None = None,
+    fuse: HeadModel | None = None,
     **policy,
 ) -> VerifierService:
+    """head: grows trees here; fuse: makes the features of drafters."""
     heads = None if head is None else HeadDrafts(head, incarnation=3)
-    runner = Runner(model, law=decide or forest_law, heads=heads)
+    runner = Runner(model, law=decide or forest_law, heads=heads, head=fuse)
     local_draft = "none" if head is None else "head:of a test"
     settings = verifier_settings(**({"local_draft": local_draft} | policy))
     return VerifierService(
@@ -94,12 +101,17 @@ async def in_process(target: LanguageModel, draft: LanguageModel, **policy) -> A
 
 @asynccontextmanager
 async def over_grpc(
-    target: LanguageModel, draft: LanguageModel, *, conditions: Conditions | None = None, **policy
+    target: LanguageModel,
+    draft: LanguageModel,
+    *,
+    conditions: Conditions | None = None,
+    int8: bool = False,
+    **policy,
 ) -> AsyncIterator[System]:
     """The same, with both hops on loopback; `conditions`: of the link between verifier and drafter."""
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        drafter = await enter(drafter_of(draft))
+        drafter = await enter(drafter_of(draft, int8=int8))
         server = await enter(RpcServer("127.0.0.1:0", transport=DRAFTING, grace_s=0.1))
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from rootward.core.frames import (
     Close,
     Commit,
+    DraftHead,
+    Features,
     FromDrafter,
     Grow,
     Hello,
@@ -17,6 +19,7 @@ from rootward.core.frames import (
     Load,
     NeedSync,
     Open,
+    OpenFeatures,
     Reject,
     ToDrafter,
 )
@@ -67,8 +70,28 @@ structures = st.none() | st.builds(
     lambda form, text: Structure(form, "" if form is Form.JSON_OBJECT else f"{text}x"), st.sampled_from(Form), text
 )
 laws = st.sampled_from(DraftMode)
-hello = st.builds(Hello, text, u64, text, u32, u32, u32)
-ack = st.builds(HelloAck, text, u64, text, u32, u32, few(laws), u32, u32, text, u32)
+hello = st.builds(Hello, text, u64, text, u32, u32, u32, text)
+ack = st.builds(
+    HelloAck,
+    text,
+    u64,
+    text,
+    u32,
+    u32,
+    few(laws),
+    u32,
+    u32,
+    text,
+    u32,
+    head=st.none() | st.builds(DraftHead, text, u32, st.booleans()),
+)
+features = st.builds(
+    lambda num_rows, size, number, int8: Features(np.full((num_rows, size), number, np.float32), int8),
+    st.integers(1, 4),
+    st.integers(1, 5),
+    st.floats(-1e6, 1e6, width=32),
+    st.booleans(),
+)
 load = st.builds(Load, u32, u32, u64, u64, st.booleans())
 opens = st.builds(
     Open,
@@ -92,10 +115,12 @@ opens = st.builds(
     text,
     u64,
     st.none() | u32,
+    cache_salt=u64,
+    num_features=u32,
 )
 commits = st.builds(
-    lambda slot, base, run, hash_, once, budget: Commit(
-        slot, base, run, hash_, () if once else (1,) * len(run), budget
+    lambda slot, base, run, hash_, once, budget, features: Commit(
+        slot, base, run, hash_, () if once else (1,) * len(run), budget, features
     ),
     u32,
     u32,
@@ -103,8 +128,16 @@ commits = st.builds(
     u64,
     st.booleans(),
     st.none() | u32,
+    st.none() | features,
 )
-to_drafter = st.builds(ToDrafter, st.none() | hello, few(opens), few(commits), few(st.builds(Close, u32, text)))
+to_drafter = st.builds(
+    ToDrafter,
+    st.none() | hello,
+    few(opens),
+    few(commits),
+    few(st.builds(Close, u32, text)),
+    few(st.builds(OpenFeatures, u32, u32, features)),
+)
 
 
 @st.composite

@@ -8,16 +8,18 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from support.codec import from_pb, to_pb
+from support.heads import TabularHead
 from support.services import drafter_of, until
 from unit.drafter.test_grower import Counting, hash_of, opening
 
 import drafter_service.growth_loop as module
 from drafter_service.growth_loop import DrafterService
-from rootward.core.frames import Commit, FromDrafter, Hello, ToDrafter
-
-HELLO = ToDrafter(hello=Hello("v", 1, "", 5, 64))
+from rootward.core.frames import Commit, Features, FromDrafter, Hello, OpenFeatures, ToDrafter
+from rootward.engine.grower import MAX_FEATURES
+from rootward.engine.tabular import TabularModel
 
 
 class Peer:
@@ -26,7 +28,8 @@ class Peer:
     def __init__(self, drafter: DrafterService) -> None:
         self._drafter, self._said = drafter, asyncio.Queue[ToDrafter]()
         self.told: dict[int, list[str]] = {}
-        self.say(HELLO)
+        head = "" if drafter.head is None else drafter.head.fingerprint
+        self.say(ToDrafter(hello=Hello("v", 1, "", 5, 64, head=head)))
 
     def say(self, frame: ToDrafter) -> None:
         self._said.put_nowait(frame)
@@ -164,3 +167,43 @@ async def test_an_open_that_cannot_be_read_costs_its_slot_and_nothing_else(draft
         peer.say(from_pb(message))  # alone in its frame
         await until(lambda: 4 in peer.told)
         assert {slot for _, slot in drafter.grower.trees} == {1, 3}
+
+
+def features(slot: int, *, size: int = 2, first: int = 0, num_rows: int = 3) -> OpenFeatures:
+    return OpenFeatures(slot, first, Features(np.ones((num_rows, size), np.float32)))
+
+
+async def test_features_that_no_head_here_reads_cost_their_slot_and_nothing_else(drafter) -> None:
+    head = TabularHead(TabularModel(5, seed=3))
+    async with drafter_of(head, capacity=8) as with_head, Peer(with_head) as peer, Peer(drafter) as other:
+        opens = tuple(opening(slot, num_features=3) for slot in (1, 2, 3))
+        peer.say(ToDrafter(opens=opens, features=(features(1), features(2, size=9), features(3, num_rows=2))))
+        await peer.heard(1, "at rest")
+        await until(lambda: 2 in peer.told)
+        assert "rows of 9 numbers; this drafter takes 2" in peer.told[2][0]
+        assert 3 not in peer.told  # still waits for its last feature
+        wrong = Features(np.ones((1, 9), np.float32))
+        peer.say(ToDrafter(commits=(replace(advance(1), features=wrong), advance(3)), features=(features(77),)))
+        await peer.heard(3, "at rest")  # what has not come is not waited for after a commit
+        assert "rows of 9 numbers" in peer.told[1][-1]
+        peer.say(ToDrafter(opens=(opening(4, num_features=4), opening(5, num_features=MAX_FEATURES + 1))))
+        await until(lambda: {4, 5} <= peer.told.keys())
+        assert all("num_features" in peer.told[slot][0] for slot in (4, 5))
+        assert {slot for _, slot in with_head.grower.trees} == {3}
+
+        other.say(ToDrafter(opens=(opening(1), opening(2)), features=(features(1),)))
+        await other.heard(2, "at rest")
+        await until(lambda: any("this drafter takes none" in told for told in other.told[1]))
+
+
+async def test_unreadable_features_close_the_tree_that_they_were_for() -> None:
+    async with drafter_of(TabularHead(TabularModel(5, seed=3)), capacity=8) as drafter, Peer(drafter) as peer:
+        peer.say(ToDrafter(opens=(opening(1), opening(2))))
+        await peer.heard(1, "at rest")
+        await peer.heard(2, "at rest")
+        message = to_pb(ToDrafter(commits=(advance(1), advance(2))))
+        message.commits[0].features.num_rows = 5
+        peer.say(from_pb(message))
+        await until(lambda: peer.told[2].count("at rest") == 2)
+        assert "features.values: 0 bytes for 5 rows" in peer.told[1][-1]
+        assert {slot for _, slot in drafter.grower.trees} == {2}

@@ -17,7 +17,7 @@ from unit.engine import networks
 from rootward.core.requests import Sampling
 from rootward.engine import head_weights
 from rootward.engine.atoms import atoms_of
-from rootward.engine.head_model import HeadModel, acceptance, load_head_model
+from rootward.engine.head_model import HeadModel, acceptance, fingerprint, load_head_apart, load_head_model
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
@@ -278,6 +278,38 @@ def test_the_load_probe_reads_layer_ids_as_the_head_was_made_for(
     with pytest.raises(ConfigurationError, match=r"0\.01.*other target"):
         load_head_model(str(folder), model, max_slots=1)
     assert head.states == (1, 2, 3)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["eagle3", "without output", "eagle1"])
+def test_a_head_apart_from_its_target_drafts_as_beside_it(kind: str, tied: bool, tmp_path: Path) -> None:
+    """Of the target's folder it reads the embedding and the output matrix, and no layer."""
+    network = networks.tiny("LlamaConfig", num_hidden_layers=6, tie_word_embeddings=tied)
+    network.save_pretrained(tmp_path / "target")
+    own = tmp_path / "head"
+    if kind == "eagle1":
+        eagle1(own, network)
+    else:
+        eagle3(own, network, draft_ids=DRAFT_IDS, with_output=kind == "eagle3")
+    model = HuggingFaceModel(network, name="target", max_slots=1, max_len=64)
+    beside = HeadModel(load_head(str(own), model.network), model.info, name="beside", max_slots=1)
+    apart = load_head_apart(str(own), str(tmp_path / "target"), dtype="float32", max_slots=1, max_len=64)
+    assert apart.info.vocab_size == model.info.vocab_size
+    assert apart.info.max_positions == 64
+    assert apart.info.fingerprint == fingerprint(str(own)) != fingerprint(str(tmp_path / "target"))
+    features = np.random.default_rng(1).normal(size=(6, apart.feature_size)).astype(np.float32)
+    rows = [model.forward([Rows.chain(model.open(), 0, [1, 2, 3, 4, 5, 6], features)]) for model in (beside, apart)]
+    torch.testing.assert_close(*rows)
+
+
+def test_a_target_without_the_tensors_of_a_head_is_refused(tmp_path: Path) -> None:
+    network = a_target()
+    eagle3(tmp_path / "head", network, draft_ids=DRAFT_IDS)
+    network.save_pretrained(tmp_path / "target")
+    for wrong, reason in ((tmp_path / "nowhere", "cannot be read"), (tmp_path / "target", "embed_tokens.weight in")):
+        (tmp_path / "target" / "model.safetensors").unlink(missing_ok=True)
+        with pytest.raises(ConfigurationError, match=reason):
+            load_head_apart(str(tmp_path / "head"), str(wrong), max_slots=1)
 
 
 def test_acceptance_of_the_load_probe_is_the_overlap_of_both_distributions(tmp_path: Path) -> None:

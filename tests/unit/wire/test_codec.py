@@ -5,19 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import wire
 from support.codec import from_pb, parse, to_pb
 
-from rootward.core.frames import FromDrafter, ToDrafter
+from rootward.core.frames import Features, FromDrafter, OpenFeatures, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
 from rootward.wire.channel import parts
+from rootward.wire.drafter_codec import MOST_NUMBERS
 from rootward.wire.records import Record
 
+GOOD = drafter_pb2.Features(num_rows=1, values=bytes(4))
 MESSAGES = [
     drafter_pb2.ToDrafter,
     drafter_pb2.FromDrafter,
@@ -143,6 +147,53 @@ def test_an_open_that_cannot_be_read_is_named_and_the_frame_goes_on(wrong, field
     assert fault.slot == 7
     assert fault.reason.startswith(f"{field}: ")
     assert (frame.opens, frame.closes[0].slot) == ((), 3)
+
+
+def sent(rows: np.ndarray, *, int8: bool) -> tuple[drafter_pb2.Features, np.ndarray]:
+    """The message of some features, and what a drafter reads in it."""
+    message = to_pb(ToDrafter(features=(OpenFeatures(7, 3, Features(rows, int8)),)))
+    (part,) = from_pb(parse(type(message), message.SerializeToString())).features
+    assert (part.slot, part.first, part.features.int8) == (7, 3, int8)
+    return message.features[0].features, part.features.rows
+
+
+def test_features_travel_as_bfloat16_or_as_int8_with_a_scale_per_row() -> None:
+    rows = np.random.default_rng(1).normal(size=(20, 64), scale=30).astype(np.float32)
+    rows[4] = 0
+    message, found = sent(rows, int8=False)
+    assert np.array_equal(found, torch.from_numpy(rows).bfloat16().float().numpy())
+    assert len(message.values) == Features(rows).num_bytes == 2 * rows.size
+    message, found = sent(rows, int8=True)
+    assert (np.abs(found - rows) <= np.abs(rows).max(1, keepdims=True) / 254 * 1.001).all()
+    assert len(message.values) + len(message.scale) == Features(rows, True).num_bytes == rows.size + 4 * 20
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"num_rows": 0}, "features.values: 8 bytes for 0 rows"),
+        ({"num_rows": 3}, "features.values: 8 bytes for 3 rows"),
+        ({"num_rows": 2**32 - 1}, "features.values"),
+        ({"values": b""}, "features.values"),
+        ({"values": bytes(2 * MOST_NUMBERS + 4)}, "features.values"),
+        ({"values": b"\xc0\x7f" * 4}, "features.values: a number"),  # not a number
+        ({"values": b"\x80\xff" * 4}, "features.values: a number"),  # -infinity
+        ({"scale": bytes(9)}, "features.scale: 9 bytes for 2 rows"),
+        ({"scale": b"\0\0\x80\x7f" * 2}, "features.values: a number"),
+        ({"scale": b"\0\0\0\x7f" * 2, "values": b"\x7f" * 8}, "features.values: a number"),
+    ],
+)
+@pytest.mark.parametrize("place", ["commits", "features"])
+def test_features_that_cannot_be_read_cost_their_slot_and_not_the_stream(place, wrong, field):
+    features = drafter_pb2.Features(**({"num_rows": 2, "values": bytes(8)} | wrong))
+    holder = drafter_pb2.Commit if place == "commits" else drafter_pb2.OpenFeatures
+    frame = from_pb(
+        drafter_pb2.ToDrafter(**{place: [holder(slot=7, features=features), holder(slot=8, features=GOOD)]})
+    )
+    (fault,) = frame.unreadable
+    assert fault.slot == 7
+    assert fault.reason.startswith(field)
+    assert [message.slot for message in getattr(frame, place)] == [8]
 
 
 @pytest.mark.parametrize(
