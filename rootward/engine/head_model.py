@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from rootward.engine.batch import Step
@@ -244,7 +245,19 @@ def load_head_apart(
         eos_ids=eos_ids(network),
         tokenizer_hash="" if tokenizer is None else content_hash(tokenizer),
     )
-    return model_of(head, info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
+    model = model_of(head, info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
+    _warm_up(model)
+    return model
+
+
+def _warm_up(model: DraftHead) -> None:
+    """A forward of a row of text and of a drafted one: kernels are compiled before the first round waits for them."""
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, [0], np.zeros((1, model.feature_size), np.float32))])
+    model.commit(slot, 0, keep_below=False)
+    model.forward([Rows.chain(slot, 1, [0])])
+    model.release(slot)
+    model.close(slot)
 
 
 def fingerprint(path: str) -> str:
