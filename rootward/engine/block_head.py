@@ -97,7 +97,8 @@ class BlockLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Blocks of one pass. token int64[A]: the first of each; length int64[A]: its position; cells int64[A, C]: of the positions before."""
+    """Blocks of one pass. token int64[A]: the first of each; length int64[A]: its position; cells int64[A, C]: of the positions before, and
+    for padding any that have been written."""
 
     token: torch.Tensor
     length: torch.Tensor

@@ -35,9 +35,12 @@ class Marginals:
 
     def after(self, positions: Ints) -> torch.Tensor:
         """[n, V'] of the tokens after these positions; -inf beyond the block."""
-        place = torch.from_numpy(positions - self.position).to(self.logits.device)
+        place = positions - self.position
         last = len(self.logits) - 1
-        return self.logits[place.clamp(max=last)].masked_fill_((place > last)[:, None], -torch.inf)
+        rows = self.logits[torch.from_numpy(place.clip(max=last)).to(self.logits.device)]
+        if place.max() > last:
+            rows[torch.from_numpy(place > last).to(rows.device)] = -torch.inf
+        return rows
 
 
 class BlockHeadModel(SlottedModel):
@@ -107,9 +110,7 @@ class BlockHeadModel(SlottedModel):
         head.write(self._there(features), self._there(positions), self._there(cells), layers)
         wanted = [(entry, row) for entry, rows in text for row in rows]
         length = np.array([entry.plan.positions[row] + 1 for entry, row in wanted])
-        before = np.zeros((len(wanted), int(length.max())), np.int64)
-        for a, (entry, row) in enumerate(wanted):
-            before[a, : length[a]] = _cells_before(entry, row)
+        before = np.stack([np.resize(_cells_before(entry, row), length.max()) for entry, row in wanted])
         token = np.array([entry.rows.token[row] for entry, row in wanted])
         logits = head(Blocks(self._there(token), self._there(length), self._there(before)), layers)
         last = np.cumsum([len(rows) for _, rows in text]) - 1
