@@ -31,6 +31,8 @@ from verifier_service.speculation import RoundResult, SpeculationController, Sta
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
 HEAD = "head:"  # and the folder of a draft head, in the setting
+BESIDE_HEAD = "ngram"  # looked up where a head drafts: it costs nothing, and is better where a text repeats itself
+ASK_OTHER_EVERY = 16  # tokens
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
@@ -100,24 +102,26 @@ class LocalDrafts:
             return True
         return drafter in self._recipes and rule not in NOT_LOOKED_UP
 
-    def of(self, session: Session) -> LocalDraft | None:
-        """For a session that begins; None: it takes none."""
+    def attach(self, session: Session) -> None:
+        """Give a session that begins its local drafts: a head, look-up, or both, of which each round takes one."""
         request, wish = session.request, session.request.speculation
         if wish.mode is SpeculationMode.DISABLED:
-            return None
+            return
         bucket = round(10 * request.sampling.temperature), request.structure is not None
-        if self._has_head and wish.drafter in ("", "head"):
+        drafts = []
+        with_head = self._has_head and wish.drafter in ("", "head")
+        recipe = self._recipes.get(wish.drafter or (BESIDE_HEAD if with_head else self._settings.local_draft))
+        if recipe is not None and session.rule not in NOT_LOOKED_UP:
+            law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
+            kind = ("local", recipe.name, session.rule, *bucket)
+            memory = self._memories.of(session.salt)
+            source = recipe.source(law, memory, request.prediction, len(request.prompt))
+            drafts.append(LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required))
+        if with_head:
             opening = self._opening(session)
             statistics = self._controller.of(("head", session.rule, session.mode, session.strategy, *bucket))
-            return LocalDraft("head", None, statistics, opening, session.required)
-        recipe = self._recipes.get(wish.drafter or self._settings.local_draft)
-        if recipe is None or session.rule in NOT_LOOKED_UP:
-            return None
-        law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
-        kind = ("local", recipe.name, session.rule, *bucket)
-        memory = self._memories.of(session.salt)
-        source = recipe.source(law, memory, request.prediction, len(request.prompt))
-        return LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required)
+            drafts.append(LocalDraft("head", None, statistics, opening, session.required))
+        session.local_drafts, session.local = tuple(drafts), drafts[0] if drafts else None
 
     def _opening(self, session: Session) -> Open:
         settings, request, wish = self._settings, session.request, session.request.speculation
@@ -141,16 +145,25 @@ class LocalDrafts:
         )
 
     def plan(self, session: Session, most: int) -> int:
-        """Nodes of the tree that stands in for plain decoding in the present round; looked up once per round, at most `most`."""
-        local = session.local
-        if local is None:
+        """Nodes of the tree that stands in for plain decoding in the present round; planned once per round, at most `most`.
+
+        The draft with the higher speed-up so far is asked first, and now and then the other, so that what is known of it stays current.
+        A look-up that finds nothing leaves the round to the next one. All of it follows from the committed text and earlier rounds.
+        """
+        if session.local is None:
             return 0
-        if local.length != len(session.tokens):
+        if session.local.length == len(session.tokens):
+            return session.local.num_nodes
+        drafts = sorted(session.local_drafts, key=lambda one: -one.statistics.speedup)
+        for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
+            session.local = local
             local.length, local.cap, local.tree = len(session.tokens), 0, None
             if absent(session.draft):
                 local.cap = max(0, most) if local.required else local.statistics.begin_round(session.number, most)[0]
                 local.tree = self._look_up(session, local.source, local) if local.cap and local.source else None
-        return local.num_nodes
+            if local.num_nodes:
+                break
+        return session.local.num_nodes
 
     @staticmethod
     def launch(session: Session, drafted: Snapshot | None) -> Snapshot | None:
@@ -174,8 +187,8 @@ class LocalDrafts:
     @staticmethod
     def gone(session: Session) -> None:
         """It has ended; another one goes on with its trial."""
-        if session.local is not None:
-            session.local.statistics.forget_session(session.number)
+        for local in session.local_drafts:
+            local.statistics.forget_session(session.number)
 
     def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
         tokens, settings, wish = session.tokens, self._settings, session.request.speculation
@@ -199,19 +212,20 @@ def absent(draft: Draft | None) -> bool:
 def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: float) -> None:
     """A round without a drafter's nodes was committed, with so many nodes of a local tree. draft_wait: time that a draft head took, in the
     unit of `RoundResult`."""
-    local = session.local
-    if local is None:
-        return
-    if local.opening is None:
-        local.statistics.add(session.number, RoundResult(num_nodes, num_nodes, path))
-        return
-    target = local.cap if local.launched and num_nodes else 0
-    local.statistics.add(session.number, RoundResult(target, target, path, draft_wait))
+    for local in session.local_drafts:
+        if local is not session.local:
+            result = RoundResult()
+        elif local.opening is None:
+            result = RoundResult(num_nodes, num_nodes, path)
+        else:
+            target = local.cap if local.launched and num_nodes else 0
+            result = RoundResult(target, target, path, draft_wait)
+        local.statistics.add(session.number, result)
 
 
 def _recipes(names: str) -> dict[str, Recipe]:
     """By name: all of `ngram+recycling` together, and each alone; what a request may ask for where a head is the default."""
     if names == "none":
         return {}
-    names = "ngram" if names.startswith(HEAD) else names
+    names = BESIDE_HEAD if names.startswith(HEAD) else names
     return {name: Recipe(name, tuple(name.split("+"))) for name in (names, *names.split("+"))}

@@ -46,14 +46,16 @@ class Rounds:
     def plan(self) -> None:
         """Decide how many nodes the rounds that begin from now on wait for."""
         drafted: Counter[Statistics] = Counter()
-        local: Counter[Statistics] = Counter()
+        looked_up: Counter[Statistics] = Counter()
+        by_head: Counter[Statistics] = Counter()
         running = [session for session in self._running.values() if not session.done]
         for session in running:
             if session.law is not None and self.pool.up and not session.required:
                 drafted[session.statistics] += 1
-            if session.local is not None and not session.local.required:
-                local[session.local.statistics] += 1
-        for counts in (drafted, local):
+            for local in session.local_drafts:
+                if not local.required:
+                    (looked_up if local.source is not None else by_head)[local.statistics] += 1
+        for counts in (drafted, looked_up, by_head):
             self.controller.plan(counts, plain=len(running) - counts.total(), most=self.possible)
 
     def statistics(self, session: Session) -> Statistics:

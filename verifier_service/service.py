@@ -247,7 +247,8 @@ class VerifierService:
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
         session = Session(self._num_sessions, request, rule, law if wanted else None, eos, strategy, law)
-        session.statistics, session.local = self.engine.rounds.statistics(session), self.local.of(session)
+        session.statistics = self.engine.rounds.statistics(session)
+        self.local.attach(session)
         return session
 
     @staticmethod

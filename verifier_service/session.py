@@ -120,7 +120,8 @@ class Session:
     fed: int = 0  # tokens whose KV is held
     draft: Draft | None = None
     next_draft: Draft | None = None  # where it moves to, until something has come from there
-    local: LocalDraft | None = None  # what its trees are looked up in while no drafter grows one
+    local_drafts: tuple[LocalDraft, ...] = ()  # by look-up or by a draft head, while no drafter grows a tree
+    local: LocalDraft | None = None  # the one of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
     committed_s: float = 0.0  # when the truth last advanced

@@ -41,7 +41,7 @@ class Walk:
         self.ladder = LocalDrafts(
             verifier_settings(num_draft_tokens=16, local_draft="ngram"), V, SpeculationController()
         )
-        self.session.local = self.ladder.of(self.session)
+        self.ladder.attach(self.session)
         self.session.local.statistics.begin_round = lambda *_: (CAP, CAP)  # type: ignore[method-assign,union-attr]
 
     def run(self, script: tuple[str, ...], out: np.ndarray) -> None:

@@ -34,7 +34,7 @@ from rootward.ports import LanguageModel
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.server import RpcServer
 from verifier_service.head_drafts import HeadDrafts, Wanted
-from verifier_service.local_drafts import LocalDrafts
+from verifier_service.local_drafts import HEAD, LocalDrafts
 from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
@@ -165,6 +165,7 @@ class Bench:
         self.runner = Runner(target, heads=None if head is None else HeadDrafts(head, incarnation=seed))
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self._drafts = None if draft is None else ModelDrafts(draft, incarnation=seed)
+        self._drafter = "head" if own.local_draft.startswith(HEAD) else ""  # alone, without look-up beside it
         self._local = LocalDrafts(own, target.info.vocab_size, SpeculationController())
         self._texts: Iterator[tuple[int, ...]] = cycle(tuple(prompt) for prompt in prompts)
         self._num_tokens, self._seed, self._clock = num_tokens, seed, clock
@@ -228,13 +229,13 @@ class Bench:
             next(self._texts),
             Sampling(temperature),
             Stopping(self._num_tokens),
-            Speculation(SpeculationMode.REQUIRED),
+            Speculation(SpeculationMode.REQUIRED, drafter=self._drafter),
             seed=self._seed + number,
             cache_salt=str(number),
         )
         rule, mode, strategy = choose_rule(request, self.settings.law)
         session = Session(number, request, rule, None, frozenset(self.target.info.eos_ids), strategy, mode)
-        session.local = self._local.of(session)
+        self._local.attach(session)
         session.kv_slot = self.target.open()
         session.on(Event.ADMIT)
         while session.prefill_left:

@@ -1,0 +1,107 @@
+"""Which local draft a round takes where a session has a draft head and look-up."""
+
+from __future__ import annotations
+
+import pytest
+from support.services import verifier_settings
+
+from rootward.core.requests import DraftMode, Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from verifier_service.local_drafts import ASK_OTHER_EVERY, LocalDraft, LocalDrafts, learn
+from verifier_service.session import Session
+from verifier_service.speculation import RoundResult, SpeculationController
+
+REPEATING, NEW = (5, 6, 7, 8, 5, 6, 7), (1, 2, 3, 4, 5, 6, 7)
+
+
+def begun(
+    prompt: tuple[int, ...] = REPEATING,
+    *,
+    local_draft: str = "head:here",
+    mode: SpeculationMode = SpeculationMode.AUTO,
+    drafter: str = "",
+    rule: Rule = Rule.TRAVERSAL,
+) -> tuple[LocalDrafts, Session]:
+    """A session for which every kind of local draft is worth four nodes."""
+    settings = verifier_settings(local_draft=local_draft, num_draft_tokens=4)
+    wanted = VerifierRequest(
+        "r", prompt, Sampling(temperature=1.0), Stopping(50), Speculation(mode, drafter=drafter), seed=1
+    )
+    session = Session(1, wanted, rule, None, frozenset(), mode=DraftMode.SAMPLED)
+    drafts = LocalDrafts(settings, 10, SpeculationController())
+    drafts.attach(session)
+    for one in session.local_drafts:
+        one.statistics.begin_round = lambda *_: (4, 4)  # type: ignore[method-assign]
+    return drafts, session
+
+
+def names(session: Session) -> list[str]:
+    return [one.name for one in session.local_drafts]
+
+
+def taken(drafts: LocalDrafts, session: Session, **speedups: float) -> str:
+    """Name of the draft of the round that begins."""
+    for one in session.local_drafts:
+        one.statistics.speedup = speedups.get(one.name, 1.0)
+        one.length = -1
+    assert drafts.plan(session, 4) > 0
+    assert session.local is not None
+    return session.local.name
+
+
+def test_a_head_drafts_beside_look_up() -> None:
+    assert names(begun()[1]) == ["ngram", "head"]
+    assert names(begun(local_draft="ngram")[1]) == ["ngram"]
+    assert names(begun(local_draft="none")[1]) == []
+
+
+@pytest.mark.parametrize("drafter", ["head", "ngram"])
+def test_a_request_that_names_a_draft_gets_it_alone(drafter: str) -> None:
+    assert names(begun(drafter=drafter)[1]) == [drafter]
+
+
+def test_a_request_without_speculation_gets_none() -> None:
+    assert names(begun(mode=SpeculationMode.DISABLED)[1]) == []
+
+
+def test_chains_are_drafted_by_the_head_alone() -> None:
+    assert names(begun(rule=Rule.BLOCK)[1]) == ["head"]
+
+
+def test_the_draft_with_the_higher_speed_up_is_asked_first() -> None:
+    drafts, session = begun()
+    assert taken(drafts, session, ngram=1.5, head=1.2) == "ngram"
+    assert taken(drafts, session, ngram=1.1, head=1.2) == "head"
+
+
+def test_where_look_up_finds_nothing_the_head_drafts() -> None:
+    assert taken(*begun(NEW), ngram=1.5, head=1.2) == "head"
+
+
+def test_the_slower_draft_is_asked_now_and_then() -> None:
+    prompt = (REPEATING * 3)[-ASK_OTHER_EVERY:]
+    assert taken(*begun(prompt), ngram=1.1, head=1.2) == "ngram"
+
+
+def test_a_round_is_planned_once() -> None:
+    drafts, session = begun()
+    assert taken(drafts, session, ngram=1.5) == "ngram"
+    for one in session.local_drafts:
+        one.statistics.speedup = {"ngram": 1.0, "head": 2.0}[one.name]
+    assert drafts.plan(session, 4) > 0
+    assert session.local is not None
+    assert session.local.name == "ngram"
+
+
+def test_a_round_teaches_the_draft_that_made_its_tree() -> None:
+    drafts, session = begun()
+    assert taken(drafts, session, ngram=1.5) == "ngram"
+    drafts.launch(session, None)
+    seen: dict[str, RoundResult] = {}
+
+    def note(one: LocalDraft) -> None:
+        one.statistics.add = lambda _, result: seen.update({one.name: result})  # type: ignore[method-assign]
+
+    for one in session.local_drafts:
+        note(one)
+    learn(session, 3, (1, 2), 0.0)
+    assert seen == {"ngram": RoundResult(3, 3, (1, 2)), "head": RoundResult()}
