@@ -1,9 +1,10 @@
 """Trees of the verifier itself, while no drafter has grown one (protocol.md 1.3): looked up in the text, or grown by a draft head.
 
 A tree that is looked up is a function of the text alone and every node is chosen, so any rule may verify it: the target's own tokens, or
-ratio tests under one-hot distributions. A drafter's nodes take no part in such a round, which leaves them as good as new (algorithms.md 6.1). So it stands in for
-*plain decoding* only: nothing of a drafter's tree may have arrived, and whether one is looked up is settled by what is known of the
-drafter (none, lost, not heard of yet), never by what it has grown. Whether it pays is learned apart from what drafters are worth.
+ratio tests under one-hot distributions. A drafter's nodes take no part in such a round, which leaves them as good as new (algorithms.md
+6.1). So it stands in for *plain decoding* only: nothing of a drafter's tree may have arrived, and whether one is looked up is settled by
+what is known of the drafter (none, lost, not heard of yet), never by what it has grown. Whether it pays is learned apart from what
+drafters are worth.
 """
 
 from __future__ import annotations
