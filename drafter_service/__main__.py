@@ -142,7 +142,7 @@ async def load(settings: DrafterSettings) -> LanguageModel:
 
 def load_head(settings: DrafterSettings) -> LanguageModel:
     """The draft head that these settings name, for their target."""
-    from rootward.engine.head_model import load_head_apart
+    from rootward.engine.head_loading import load_head_apart
 
     if settings.cuda_graphs or settings.target_tokenizer:
         name = "cuda_graphs" if settings.cuda_graphs else "target_tokenizer"

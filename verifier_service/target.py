@@ -40,7 +40,7 @@ def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
 def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
     """The draft head of `--local-draft head:FOLDER` or `--draft-head FOLDER`, None for other settings. It is loaded whole even where it
     only fuses features: which states it reads is found by drafting with it. ConfigurationError if it does not fit the target."""
-    from rootward.engine.head_model import load_head_model
+    from rootward.engine.head_loading import load_head_model
     from rootward.engine.model import HuggingFaceModel
 
     if not (folder := settings.head_folder) or not model.info.supports_trees:
@@ -50,7 +50,8 @@ def load_local_head(settings: VerifierSettings, model: Any) -> DraftHead | None:
             f"draft head: {folder!r} needs a Hugging Face target and tensor_parallel 1; leave local_draft and draft_head out"
         )
     grows = settings.local_draft.startswith(HEAD)
-    return load_head_model(folder, model, max_slots=settings.max_num_seqs if grows else 1)
+    slots = settings.max_num_seqs if grows else 1
+    return load_head_model(folder, model, max_slots=slots, max_depth=settings.max_depth)
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ once, and the text itself is never embedded. Embedding and output matrix are the
 
 Layers see everything, but for those with a sliding window, which are causal unless the file says otherwise.
 
-Legend: N context rows, A blocks, B block size, C context cells of a block (padded), E hidden size, H query heads, S heads of keys and
-values, D head dimension, V' draft vocabulary.
+Legend: N context rows, A blocks, B block size, M marginals of a block, C context cells of a block (padded), E hidden size, H query heads,
+S heads of keys and values, D head dimension, V' draft vocabulary.
 """
 
 from __future__ import annotations
@@ -106,8 +106,9 @@ class Blocks:
 
 
 class BlockHead:
-    """Call it with blocks, when the keys and values of what is before them have been written: logits [A, B - 1, V'] of their marginals.
+    """Call it with blocks, when the keys and values of what is before them have been written: logits [A, M, V'] of their marginals.
 
+    depth     M: marginals that a pass computes; those of a whole block, unless trees are never so deep
     states    which hidden states of the target it reads; `readings`: what else they may be, with them (`Shape`)
     """
 
@@ -115,6 +116,7 @@ class BlockHead:
         self.dtype, self.device = weights.dtype, weights.device
         self.states, self.readings = shape.readings[0], shape.readings
         self.block_size, self.mask_token = shape.block_size, shape.mask_token
+        self.depth = self.block_size - 1
         self.hidden_size, self.eps = config.hidden_size, config.rms_norm_eps
         self.dim, self.num_q, self.num_kv = config.head_dim, config.num_attention_heads, config.num_key_value_heads
         size, of_target = self.hidden_size, weights.target.embedding.shape[1]
@@ -185,7 +187,7 @@ class BlockHead:
             x = x + product(layer.out, attended.transpose(1, 2).flatten(2).float(), self.dtype)
             gate, up = product(layer.gate_up, layer.before_mlp.of(x), self.dtype).chunk(2, -1)
             x = x + product(layer.down, functional.silu(gate) * up, self.dtype)
-        return self.output.logits(self.norm.of(x[:, 1:]))
+        return self.output.logits(self.norm.of(x[:, 1 : 1 + self.depth]))
 
     def _keys_values(
         self, layer: BlockLayer, read: torch.Tensor, position: torch.Tensor

@@ -1,16 +1,16 @@
 """A block head behind `head_model.DraftHead`: rows of text write keys and values, and one pass over a block gives the marginals after them.
 
 A drafted row answers with the marginal of its position, whatever its path is: nothing is computed for it. So every strategy that grows
-trees from a draft model grows them from marginals, and `marginals` grows the trees of DDTree (2604.12989). Rows deeper than the block have
-no distribution, hence no children.
+trees from a draft model grows them from marginals, and `marginals` grows the trees of DDTree (2604.12989). Rows deeper than the marginals
+have no distribution, hence no children.
 
-Legend: N context rows, A blocks, B block size, T wanted rows, V vocabulary, V' draft vocabulary.
+Legend: N context rows, A blocks, M marginals of a block, T wanted rows, V vocabulary, V' draft vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,23 +18,20 @@ import torch
 
 from rootward.core.arrays import Ints
 from rootward.engine.block_head import BlockHead, Blocks
-from rootward.engine.kv_cache import PagedCache
-from rootward.engine.slots import Entry, Size, Slots, SlottedModel, kept_rows
+from rootward.engine.head_model import SlottedHead
+from rootward.engine.slots import Entry, kept_rows
 from rootward.ports import ModelInfo, Reduction, Rows
-
-KV_BLOCK = 16  # tokens
-TREE_ROOM = 256  # cells of a slot beyond its context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Marginals:
-    """Of one pass. position: of the last token of the text; logits [B - 1, V'] of the tokens after it."""
+    """Of one pass. position: of the last token of the text; logits [M, V'] of the tokens after it."""
 
     position: int
     logits: torch.Tensor
 
     def after(self, positions: Ints) -> torch.Tensor:
-        """[n, V'] of the tokens after these positions; -inf beyond the block."""
+        """[n, V'] of the tokens after these positions; -inf beyond them."""
         place = positions - self.position
         last = len(self.logits) - 1
         rows = self.logits[torch.from_numpy(place.clip(max=last)).to(self.logits.device)]
@@ -43,40 +40,18 @@ class Marginals:
         return rows
 
 
-class BlockHeadModel(SlottedModel):
-    """Implements `DraftHead`. `target`: what the target is, whose tokenizer and end-of-text tokens are the head's."""
+class BlockHeadModel(SlottedHead):
+    """Implements `DraftHead` for a block head."""
+
+    head: BlockHead
 
     def __init__(self, head: BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""):
-        self.head = head
-        size = Size.of(max_slots, target.max_positions, TREE_ROOM, KV_BLOCK, None)
-        self._slots = Slots(size, target.vocab_size, f"{target.fingerprint}/{name}")
-        self._kv = PagedCache(size, [layer.window for layer in head.layers])
+        windows = [layer.window for layer in head.layers]
+        super().__init__(head, target, windows=windows, name=name, max_slots=max_slots, fingerprint=fingerprint)
         self._marginals: dict[int, Marginals] = {}  # by slot
-        self._info = replace(target, name=name, fingerprint=fingerprint or name)
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.head.states
-
-    @property
-    def feature_size(self) -> int:
-        size: int = self.head.hidden_size
-        return size
-
-    @torch.inference_mode()
-    def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
-        return self.head.fuse(states_NS)
-
-    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
-        """Nothing is shared: what a head keeps of a text depends on where its features began."""
-        return self._slots.open()
 
     def close(self, slot: int) -> None:
-        self._slots.close(slot)
+        super().close(slot)
         self._marginals.pop(slot, None)
 
     @torch.inference_mode()
@@ -120,17 +95,6 @@ class BlockHeadModel(SlottedModel):
 
     def _there(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self.head.device)
-
-    @torch.inference_mode()
-    def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
-        self._kv.move(self._slots.commit(slot, node, keep_below=keep_below), self.head.device)
-
-    def expose(self, states: Sequence[int]) -> None:
-        """A head has no head."""
-
-    @property
-    def states(self) -> torch.Tensor:
-        raise RuntimeError("states: a draft head exposes none")
 
 
 def _cells_before(entry: Entry, row: int) -> Ints:

@@ -18,7 +18,7 @@ from rootward.core.requests import Sampling
 from rootward.engine import head_weights
 from rootward.engine.atoms import atoms_of
 from rootward.engine.block_head_model import BlockHeadModel
-from rootward.engine.head_model import acceptance, load_head_model
+from rootward.engine.head_loading import acceptance, load_head_apart, load_head_model
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
@@ -152,6 +152,15 @@ def test_one_pass_gives_the_marginals_of_the_published_formula(
     expected = reference.marginals(TEXT)
     torch.testing.assert_close(torch.cat(found), expected[[1, 1, 2]], atol=2e-4, rtol=2e-4)
     assert torch.isinf(beyond).all()
+
+    # fewer of them for trees that are not so deep
+    drafts.head.depth = 2
+    other = drafts.open()
+    drafts.forward([Rows.chain(other, 1, TEXT[1:], features[:-1].numpy())], num_logits=[1])
+    drafts.commit(other, len(TEXT) - 1, keep_below=False)
+    rows = Rows(other, np.array([1, 2]), np.array([COMMITTED, 1]), np.array([3, 12]))
+    expected[2] = -torch.inf
+    torch.testing.assert_close(drafts.forward([rows]), expected[1:], atol=2e-4, rtol=2e-4)
 
     # the first marginal after every position, as the load probe asks
     other = drafts.open()
@@ -290,6 +299,18 @@ def test_a_tensor_of_another_head_is_refused(tmp_path: Path) -> None:
     refused(folder, "mask_embedding.pt")
 
 
+@pytest.mark.parametrize("kind", ["z-lab", "speculators"])
+def test_a_block_head_apart_from_its_target_drafts_as_beside_it(tmp_path: Path, kind: str) -> None:
+    network = a_target()
+    network.save_pretrained(tmp_path / "target")
+    folder = dflash(tmp_path / "head", network, **KINDS[kind])
+    apart = load_head_apart(str(folder), str(tmp_path / "target"), dtype="float32", max_slots=1, max_len=64)
+    features = np.random.default_rng(1).normal(size=(6, apart.feature_size)).astype(np.float32)
+    beside = drafts_of(folder, a_model())
+    rows = [drafts.forward([Rows.chain(drafts.open(), 0, TEXT[:6], features)]) for drafts in (beside, apart)]
+    torch.testing.assert_close(*rows)
+
+
 def test_the_load_probe_measures_acceptance_under_both_readings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -305,10 +326,12 @@ def test_the_load_probe_measures_acceptance_under_both_readings(
     assert acceptance(head, model, text) == pytest.approx(torch.stack(overlaps).mean().item(), abs=1e-4)
     model.check_idle()
     with caplog.at_level("INFO"), monkeypatch.context() as patch:
-        patch.setattr("rootward.engine.head_model.LEAST_ACCEPTANCE", 0.0)
-        load_head_model(str(folder), model, max_slots=1)
+        patch.setattr("rootward.engine.head_loading.LEAST_ACCEPTANCE", 0.0)
+        drafts = load_head_model(str(folder), model, max_slots=1, max_depth=2)
+    assert isinstance(drafts, BlockHeadModel)
+    assert drafts.head.depth == 2
     assert "(1, 3, 6)" in caplog.text
     assert "(0, 2, 5)" in caplog.text
-    monkeypatch.setattr("rootward.engine.head_model.LEAST_ACCEPTANCE", 1.0)
+    monkeypatch.setattr("rootward.engine.head_loading.LEAST_ACCEPTANCE", 1.0)
     with pytest.raises(ConfigurationError, match="another target"):
         load_head_model(str(folder), model, max_slots=1)

@@ -17,7 +17,8 @@ from unit.engine import networks
 from rootward.core.requests import Sampling
 from rootward.engine import head_weights
 from rootward.engine.atoms import atoms_of
-from rootward.engine.head_model import HeadModel, acceptance, fingerprint, load_head_apart, load_head_model
+from rootward.engine.head_loading import acceptance, fingerprint, load_head_apart, load_head_model
+from rootward.engine.head_model import HeadModel
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
@@ -270,7 +271,7 @@ def test_the_load_probe_reads_layer_ids_as_the_head_was_made_for(
     folder = eagle3(tmp_path, model.network, draft_ids=DRAFT_IDS, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
     head = load_head(str(folder), model.network)
     accepted = {(1, 2, 3): 0.2, (2, 3, 4): 0.4}
-    monkeypatch.setattr("rootward.engine.head_model.acceptance", lambda head, *_: accepted[head.states])
+    monkeypatch.setattr("rootward.engine.head_loading.acceptance", lambda head, *_: accepted[head.states])
     with caplog.at_level("INFO"):
         assert load_head_model(str(folder), model, max_slots=1).reads == (2, 3, 4)
     assert "0.40" in caplog.text
