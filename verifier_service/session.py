@@ -276,7 +276,7 @@ class Session:
             self.history.extend(run)
         fits = self.matcher is None or self.matcher.advance(run)
         prefilled = (
-            Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.counts.num_rounds == 1 else None
+            Prefilled(self.num_cached or 0, tuple(self.prompt_logprobs)) if self.counts.num_target_passes == 1 else None
         )
         finish = None
         if not fits:

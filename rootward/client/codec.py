@@ -106,7 +106,7 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
         index=chunk.index,
         offset=chunk.offset,
         spans=spans,
-        logprobs=_logprobs_from_pb(chunk.logprobs),
+        logprobs=unpack_logprobs(chunk.logprobs),
         rounds=tuple(map(ROUND.from_pb, chunk.rounds)),
     )
 
@@ -134,7 +134,7 @@ class Received:
         self.accepted += delta.accepted
         self.logprobs += delta.logprobs
         self.rounds += delta.rounds
-        self.prompt_logprobs = self.prompt_logprobs or _logprobs_from_pb(chunk.prompt_logprobs)
+        self.prompt_logprobs = self.prompt_logprobs or unpack_logprobs(chunk.prompt_logprobs)
         self.last = chunk
 
     def result(self, usage: generate_pb2.Usage, request_id: str) -> GenerationResult:
@@ -225,10 +225,6 @@ def _set_form(params: SamplingParams, decoding: generate_pb2.Decoding) -> None:
         raise ValueError(f"{', '.join(given)}: a text has one form; give one of them")
     for name, form in given.items():
         _set(decoding, name, json.dumps(form, ensure_ascii=False) if isinstance(form, Mapping) else form)
-
-
-def _logprobs_from_pb(pb: generate_pb2.Logprobs) -> tuple[TokenLogprob, ...]:
-    return tuple(TokenLogprob(logprob, top) for logprob, top in unpack_logprobs(pb, len(pb.emitted) // 4))
 
 
 def _set(message: Message, name: str, value: object) -> None:

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from rootward.values import SpeculationStats as SpeculationStats
+from rootward.values import TokenLogprob as TokenLogprob
+
 Prompt = str | Sequence[int]  # text or token ids
 Messages = Sequence[Mapping[str, str]]  # of a conversation: role, content, and perhaps name
 
@@ -99,45 +102,6 @@ class Timing:
     ttft_ms: float = 0.0  # arrival to first token
     decode_ms: float = 0.0  # first token to last token
     total_ms: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Counts of one generation; names and meanings follow vLLM's speculative-decoding metrics."""
-
-    num_spec_steps: int = 0  # rounds verified on a tree
-    num_plain_steps: int = 0  # rounds without a tree
-    num_draft_tokens: int = 0  # nodes verified
-    num_accepted_draft_tokens: int = 0  # bonus tokens excluded
-    num_drafter_misses: int = 0  # rounds that waited and got no tree
-    acceptance_histogram: tuple[int, ...] = ()  # [d] = rounds that accepted exactly d draft tokens
-    drafter: str = ""
-    verification: str = ""
-    seed: int = 0
-
-    @property
-    def num_target_passes(self) -> int:
-        """Rounds of any kind: each is one pass of the target model."""
-        return self.num_spec_steps + self.num_plain_steps
-
-    @property
-    def block_efficiency(self) -> float:
-        """Tokens per target pass, bonus tokens included."""
-        rounds = self.num_target_passes
-        return 1.0 + self.num_accepted_draft_tokens / rounds if rounds else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per *tree* round, bonus token included (vLLM's meaning)."""
-        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Log-softmax of the target's own logits, before any processor."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most likely ones, best first
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,12 @@ ranges and raise `ValueError("field: value fix")`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
+
+from rootward.values import SpeculationStats as SpeculationStats
+from rootward.values import TokenLogprob as TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
@@ -328,61 +331,10 @@ class VerifierRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SpeculationStats:
-    """Counts of one generation. Names and meanings follow vLLM's speculative-decoding metrics."""
-
-    num_spec_steps: int = 0  # rounds verified on a tree
-    num_plain_steps: int = 0  # rounds without a tree
-    num_draft_tokens: int = 0  # nodes verified, root excluded
-    num_accepted_draft_tokens: int = 0  # bonus tokens excluded
-    acceptance_histogram: tuple[int, ...] = ()  # [d] = rounds that accepted exactly d draft tokens
-    num_drafter_misses: int = 0  # rounds that waited and got no tree
-    drafter: str = ""
-    verification: str = ""
-    seed: int = 0
-
-    def after_round(self, num_nodes: int, num_accepted: int, *, missed: bool = False) -> SpeculationStats:
-        """With one more round: `num_accepted` of `num_nodes` nodes. missed: it waited and got no tree."""
-        histogram = [*self.acceptance_histogram, *[0] * (num_accepted + 1 - len(self.acceptance_histogram))]
-        histogram[num_accepted] += 1
-        return replace(
-            self,
-            num_spec_steps=self.num_spec_steps + (num_nodes > 0),
-            num_plain_steps=self.num_plain_steps + (num_nodes == 0),
-            num_draft_tokens=self.num_draft_tokens + num_nodes,
-            num_accepted_draft_tokens=self.num_accepted_draft_tokens + num_accepted,
-            acceptance_histogram=tuple(histogram),
-            num_drafter_misses=self.num_drafter_misses + missed,
-        )
-
-    @property
-    def num_rounds(self) -> int:
-        return self.num_spec_steps + self.num_plain_steps
-
-    @property
-    def block_efficiency(self) -> float:
-        """Tokens per target pass, bonus included, over all rounds."""
-        return 1.0 + self.num_accepted_draft_tokens / self.num_rounds if self.num_rounds else 0.0
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per *tree* round, bonus included (vLLM's meaning)."""
-        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
     reason: FinishReason
     stop_token_id: int | None = None  # the eos or stop token that ended it
     stats: SpeculationStats = field(default_factory=SpeculationStats)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """Of one emitted token: log-softmax of the target's own logits, before any processor. float32 values."""
-
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token, logprob) of the most likely ones, best first
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rootward.v1.generate_pb2 import Logprobs
+from rootward.values import TokenLogprob
 
 Ints = NDArray[np.int64]
 
@@ -50,17 +51,18 @@ def unpack_f32(data: bytes, name: str) -> tuple[float, ...]:
     return tuple(np.frombuffer(data, dtype="<f4").tolist())
 
 
-def unpack_logprobs(pb: Logprobs, num_tokens: int) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """(log-probability, most likely tokens with theirs) of each token. ValueError if the columns do not fit that number."""
+def unpack_logprobs(pb: Logprobs, num_tokens: int | None = None) -> tuple[TokenLogprob, ...]:
+    """One entry per token. ValueError if the columns do not fit `num_tokens` (None: as many as they have)."""
     emitted = unpack_f32(pb.emitted, "logprobs.emitted")
     ids = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids")
     top = unpack_f32(pb.top_logprobs, "logprobs.top_logprobs")
-    k, rest = divmod(len(ids), num_tokens) if num_tokens else (0, len(ids))
-    if len(emitted) != num_tokens or len(top) != len(ids) or rest:
-        counts = f"{len(emitted)}, {len(ids)} and {len(top)} entries for {num_tokens} tokens"
+    num = len(emitted) if num_tokens is None else num_tokens
+    k, rest = divmod(len(ids), num) if num else (0, len(ids))
+    if len(emitted) != num or len(top) != len(ids) or rest:
+        counts = f"{len(emitted)}, {len(ids)} and {len(top)} entries for {num} tokens"
         raise ValueError(f"logprobs: {counts}; send one per token, and of the top tokens k per token")
     pairs = list(zip(ids, top, strict=True))
-    return [(logprob, tuple(pairs[i * k : (i + 1) * k])) for i, logprob in enumerate(emitted)]
+    return tuple(TokenLogprob(logprob, tuple(pairs[i * k : (i + 1) * k])) for i, logprob in enumerate(emitted))
 
 
 def pack_column(values: Ints, name: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStats, Structure, TokenLogprob
 from rootward.ports import LosslessLevel, ModelInfo
 from rootward.v1 import control_pb2, generate_pb2
-from rootward.wire.columns import pack_f32, pack_u32, unpack_logprobs
+from rootward.wire.columns import pack_f32, pack_u32
 from rootward.wire.records import Conversion, Record
 
 REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
@@ -96,8 +96,3 @@ def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
         top_token_ids=pack_u32([token for value in values for token, _ in value.top], "logprobs.top_token_ids"),
         top_logprobs=pack_f32([logprob for value in values for _, logprob in value.top]),
     )
-
-
-def logprobs_from_pb(pb: generate_pb2.Logprobs, num_tokens: int) -> tuple[TokenLogprob, ...]:
-    """One entry per token. ValueError if the columns do not fit that number."""
-    return tuple(TokenLogprob(logprob, top) for logprob, top in unpack_logprobs(pb, num_tokens))

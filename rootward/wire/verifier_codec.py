@@ -18,14 +18,13 @@ from rootward.core.requests import (
 )
 from rootward.ports import VerifierInfo
 from rootward.v1 import generate_pb2, verifier_pb2
-from rootward.wire.columns import unpack_u32
+from rootward.wire.columns import unpack_logprobs, unpack_u32
 from rootward.wire.drafter_codec import LAWS
 from rootward.wire.public_codec import (
     MODEL,
     REASONS,
     STATS,
     decoding_to_pb,
-    logprobs_from_pb,
     logprobs_to_pb,
     sampling_from_pb,
     sampling_to_pb,
@@ -101,7 +100,7 @@ PREFILLED = Record(
     verifier_pb2.Committed.Prefilled,
     logprobs=Conversion(
         lambda values: logprobs_to_pb(values) if values else None,
-        lambda pb: logprobs_from_pb(pb, len(pb.emitted) // 4),
+        unpack_logprobs,
     ),
 )
 COMMITTED = Record(
@@ -138,4 +137,4 @@ def committed_from_pb(pb: verifier_pb2.Committed) -> Committed:
     num_tokens = len(unpack_u32(pb.tokens))
     if len(pb.accepted) != num_tokens:
         raise ValueError(f"accepted: send {num_tokens} bytes, one per token, each 0 or 1")
-    return COMMITTED.from_pb(pb, logprobs=logprobs_from_pb(pb.logprobs, num_tokens) if pb.HasField("logprobs") else ())
+    return COMMITTED.from_pb(pb, logprobs=unpack_logprobs(pb.logprobs, num_tokens) if pb.HasField("logprobs") else ())

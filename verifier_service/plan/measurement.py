@@ -208,7 +208,7 @@ class Bench:
                     )
                 cell = cells[turn % len(cells)]
                 for step in range(BLOCK):
-                    fresh = [session for session in sessions if session.counts.num_rounds == 0]
+                    fresh = [session for session in sessions if session.counts.num_target_passes == 0]
                     self._step(sessions, cell, counted=turn >= len(cells) and step > 0 and not fresh)
                     for i, session in enumerate(sessions):
                         if session.done:

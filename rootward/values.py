@@ -1,0 +1,57 @@
+"""What services and the SDK say of a generation in the same words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counts of one generation. Names and meanings follow vLLM's speculative-decoding metrics."""
+
+    num_spec_steps: int = 0  # rounds verified on a tree
+    num_plain_steps: int = 0  # rounds without a tree
+    num_draft_tokens: int = 0  # nodes verified, root excluded
+    num_accepted_draft_tokens: int = 0  # bonus tokens excluded
+    acceptance_histogram: tuple[int, ...] = ()  # [d] = rounds that accepted exactly d draft tokens
+    num_drafter_misses: int = 0  # rounds that waited and got no tree
+    drafter: str = ""
+    verification: str = ""
+    seed: int = 0
+
+    def after_round(self, num_nodes: int, num_accepted: int, *, missed: bool = False) -> SpeculationStats:
+        """With one more round: `num_accepted` of `num_nodes` nodes. missed: it waited and got no tree."""
+        histogram = [*self.acceptance_histogram, *[0] * (num_accepted + 1 - len(self.acceptance_histogram))]
+        histogram[num_accepted] += 1
+        return replace(
+            self,
+            num_spec_steps=self.num_spec_steps + (num_nodes > 0),
+            num_plain_steps=self.num_plain_steps + (num_nodes == 0),
+            num_draft_tokens=self.num_draft_tokens + num_nodes,
+            num_accepted_draft_tokens=self.num_accepted_draft_tokens + num_accepted,
+            acceptance_histogram=tuple(histogram),
+            num_drafter_misses=self.num_drafter_misses + missed,
+        )
+
+    @property
+    def num_target_passes(self) -> int:
+        """Rounds of any kind: each is one pass of the target model."""
+        return self.num_spec_steps + self.num_plain_steps
+
+    @property
+    def block_efficiency(self) -> float:
+        """Tokens per target pass, bonus included, over all rounds."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_target_passes if self.num_target_passes else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per *tree* round, bonus included (vLLM's meaning)."""
+        return 1.0 + self.num_accepted_draft_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Of one token: log-softmax of the target's own logits, before any processor. float32 values."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most likely ones, best first
