@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 from gateway.auth import tenant
 from gateway.planning import refusing
 from gateway.requests import VERIFICATIONS, Chat, GenerateRequest, Resume
-from gateway.tools import CallFormat, Function, forced_schema
+from gateway.tools import CallFormat, forced_schema
 from rootward.core.requests import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -645,7 +645,7 @@ class ChatRequest(GenerationBody, Conversation):
         kind = self.tool_choice.type if self.tool_choice else "auto"
         if not self.tools or kind not in ("required", "function"):
             return super()._structure()
-        functions = [Function(tool.function.name, tool.function.parameters) for tool in self.tools]
+        functions = [tool.function for tool in self.tools]
         if self.function:
             (named,) = [function for function in functions if function.name == self.function]
             schema = named.parameters or {"type": "object"}

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gateway.tokenizer import held_back
 from rootward.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from gateway.schemas import FunctionTool
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +27,6 @@ class ToolCall:
 
     name: str
     arguments: str
-
-
-@dataclass(frozen=True, slots=True)
-class Function:
-    """One that may be called. parameters: a JSON schema."""
-
-    name: str
-    parameters: Mapping[str, Any]
 
 
 class CallFormat(Enum):
@@ -49,7 +44,7 @@ class CallFormat(Enum):
         return next((one for one in (cls.HERMES, cls.MISTRAL) if one.value in template), cls.JSON)
 
 
-def forced_schema(functions: Sequence[Function], *, parallel: bool) -> dict[str, Any]:
+def forced_schema(functions: Sequence[FunctionTool], *, parallel: bool) -> dict[str, Any]:
     """The JSON schema of one or more calls to any of these functions: a list of {"name": …, "arguments": …}."""
     definitions: dict[str, Any] = {}
     items = []

@@ -20,7 +20,8 @@ from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
 from rootward.engine.cpu_kernels import SERVED, array_of
 from rootward.engine.graphs import StaticStep
-from rootward.engine.slots import CellMoves, Size
+from rootward.engine.kv_tree import Moves
+from rootward.engine.slots import Size
 from rootward.engine.triton_attention import Buffers
 
 
@@ -113,7 +114,7 @@ class PagedCache:
         self.layers = [PagedLayer(size, window, buffers) for window in windows]
         self.cache = Cache(layers=self.layers)
 
-    def move(self, moves: CellMoves, device: torch.device) -> None:
+    def move(self, moves: Moves, device: torch.device) -> None:
         if len(moves.source):
             source, target = (
                 torch.from_numpy(cells).to(device, non_blocking=True) for cells in (moves.source, moves.target)

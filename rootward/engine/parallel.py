@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from rootward.engine.atoms import reduced
+from rootward.engine.kv_tree import Moves
 from rootward.engine.passes import ForwardPass
-from rootward.engine.slots import CellMoves, Entry
+from rootward.engine.slots import Entry
 from rootward.errors import ConfigurationError, ModelLost
 from rootward.ports import Reduction
 
@@ -95,7 +96,7 @@ class LeadingPass:
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         return reduced(self._led("run", entries, kept), reduction)
 
-    def move(self, moves: CellMoves) -> None:
+    def move(self, moves: Moves) -> None:
         if len(moves.source):
             self._led("move", moves)
 

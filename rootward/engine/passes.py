@@ -22,8 +22,9 @@ from rootward.engine.attention import DenseView, Windows
 from rootward.engine.batch import Step, split
 from rootward.engine.graphs import Capture, Graphs, StaticStep
 from rootward.engine.kv_cache import PagedCache, Running, running
+from rootward.engine.kv_tree import Moves
 from rootward.engine.layers import LlamaNetwork
-from rootward.engine.slots import CellMoves, Entry, Size
+from rootward.engine.slots import Entry, Size
 from rootward.errors import ConfigurationError
 from rootward.ports import Reduction
 
@@ -149,7 +150,7 @@ class TreePass:
         logits: torch.Tensor = out.logits
         return logits
 
-    def move(self, moves: CellMoves) -> None:
+    def move(self, moves: Moves) -> None:
         self.kv.move(moves, self.device)
 
 
@@ -223,7 +224,7 @@ class PathPass:
                     missing.discard(row)
         return found
 
-    def move(self, moves: CellMoves) -> None:
+    def move(self, moves: Moves) -> None:
         self.token[moves.target] = self.token[moves.source]
 
     def expose(self, states: Sequence[int]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rootward.core.arrays import Ints
 from rootward.engine.block_pool import BlockPool
 from rootward.engine.block_table import BlockTable
-from rootward.engine.kv_tree import KvTree, Placement
+from rootward.engine.kv_tree import KvTree, Moves, Placement
 from rootward.engine.prefix_keys import chain, first_key, next_key
 from rootward.errors import KvFull
 from rootward.ports import Rows
@@ -69,14 +69,6 @@ class Entry:
     rows: Rows
     plan: Placement
     table: BlockTable
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CellMoves:
-    """Cells of the storage: the content of source[i] goes to target[i], all at once."""
-
-    source: Ints
-    target: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,14 +182,14 @@ class Slots:
     def _trim(self, session: Occupant) -> None:
         self.pool.give_back(session.table.cut(self._blocks(session.tree.end)))
 
-    def commit(self, slot: int, node: int, *, keep_below: bool) -> CellMoves:
-        """Commit the path down to a node; returns what must move in the storage, before anything else is written to it."""
+    def commit(self, slot: int, node: int, *, keep_below: bool) -> Moves:
+        """Commit the path down to a node; returns what must move in the storage (its own cells), before anything else is written to it."""
         session = self.session(slot)
         moves = session.tree.commit(node, keep_below=keep_below)
-        cells = CellMoves(session.table.cells(moves.source), session.table.cells(moves.target))
+        moves = replace(moves, source=session.table.cells(moves.source), target=session.table.cells(moves.target))
         self._trim(session)
         self._register(session, moves.token.tolist())
-        return cells
+        return moves
 
     def _register(self, session: Occupant, tokens: list[int]) -> None:
         """Blocks that have become full can be found by others from now on."""

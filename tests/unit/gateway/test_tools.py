@@ -17,8 +17,9 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.app import build_app
 from gateway.models import Models
+from gateway.schemas import FunctionTool
 from gateway.tokenizer import HuggingFaceTokenizer
-from gateway.tools import CallFormat, CallParser, Function, ToolCall, forced_schema
+from gateway.tools import CallFormat, CallParser, ToolCall, forced_schema
 from rootward.core.requests import Form
 from rootward.errors import InvalidRequest
 
@@ -96,7 +97,9 @@ def test_the_template_says_how_calls_are_written(template, form):
 
 def test_the_schema_of_forced_calls():
     nested = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
-    schema = forced_schema([Function("f", nested), Function("g", {})], parallel=True)
+    schema = forced_schema(
+        [FunctionTool(name="f", parameters=nested), FunctionTool(name="g", parameters={})], parallel=True
+    )
     call = {"name": "f", "arguments": {"x": 1}}
     valid = jsonschema_rs.validator_for(schema).is_valid
     assert valid([call])
@@ -109,12 +112,16 @@ def test_the_schema_of_forced_calls():
         [{"name": "g"}],
     ):
         assert not valid(wrong)
-    once = jsonschema_rs.validator_for(forced_schema([Function("f", nested)], parallel=False)).is_valid
+    once = jsonschema_rs.validator_for(
+        forced_schema([FunctionTool(name="f", parameters=nested)], parallel=False)
+    ).is_valid
     assert once([call])
     assert not once([call, call])
     other = nested | {"$defs": {"X": {"type": "string"}}}
     with pytest.raises(InvalidRequest, match="tools: 'X' is defined twice"):
-        forced_schema([Function("f", nested), Function("g", other)], parallel=True)
+        forced_schema(
+            [FunctionTool(name="f", parameters=nested), FunctionTool(name="g", parameters=other)], parallel=True
+        )
 
 
 def with_tools(template=TEMPLATE):
