@@ -19,7 +19,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -57,14 +56,22 @@ class Scope(StrEnum):
     ADMIN = "admin"  # drain, abort and watch what others run; metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Whoever a key belongs to."""
+class Caller(BaseModel):
+    """One key of the file, and whoever it belongs to."""
 
-    name: str
-    tenant: str
-    scopes: frozenset[Scope]
-    models: frozenset[str] = frozenset()  # empty: all
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
+    tenant: Annotated[str, Field(max_length=128)] = ""
+    scopes: list[Scope] = [Scope.GENERATE]
+    models: list[str] = []  # empty: all
+    expires: AwareDatetime | None = None
+
+    @property
+    def account(self) -> str:
+        """Its tenant."""
+        return self.tenant or self.name
 
     def require(self, scope: Scope) -> None:
         """PermissionDenied unless the key has the scope; admin includes all."""
@@ -81,27 +88,10 @@ class Caller:
             raise PermissionDenied(f"api key {self.name!r} does not allow model {known}; ask for one that it allows")
 
 
-class Entry(BaseModel):
-    """One key of the file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    tenant: Annotated[str, Field(max_length=128)] = ""
-    scopes: list[Scope] = [Scope.GENERATE]
-    models: list[str] = []
-    expires: AwareDatetime | None = None
-
-    @property
-    def caller(self) -> Caller:
-        return Caller(self.name, self.tenant or self.name, frozenset(self.scopes), frozenset(self.models))
-
-
 class KeyFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    keys: Annotated[list[Entry], Field(min_length=1)]
+    keys: Annotated[list[Caller], Field(min_length=1)]
 
 
 class Keys:
@@ -126,7 +116,7 @@ class Keys:
             raise Unauthenticated("authorization: the API key is not known; check it, or ask for a new one")
         if entry.expires is not None and entry.expires <= datetime.fromtimestamp(self._clock.wall(), UTC):
             raise Unauthenticated(f"authorization: API key {entry.name!r} has expired; ask for a new one")
-        return entry.caller
+        return entry
 
     def _read_again(self) -> None:
         try:
@@ -137,7 +127,7 @@ class Keys:
             log.info("api_keys_read", num_keys=len(self._entries))
 
 
-def read_keys(path: Path) -> dict[str, Entry]:
+def read_keys(path: Path) -> dict[str, Caller]:
     """Digest → entry. ConfigurationError names the entry and never the digest."""
     try:
         content = KeyFile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -173,13 +163,13 @@ def caller() -> Caller | None:
 def tenant(headers: Mapping[str, str]) -> str:
     """On whose account this call is: that of its key; without keys what its headers say."""
     known = caller()
-    return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
+    return known.account if known is not None else headers.get("x-rootward-tenant", "")
 
 
 def ends_requests_of() -> str | None:
     """Whose requests this call may abort: its own tenant's. None: everybody's, for admins and on a gateway without keys."""
     known = caller()
-    return None if known is None or Scope.ADMIN in known.scopes else known.tenant
+    return None if known is None or Scope.ADMIN in known.scopes else known.account
 
 
 def rpc_scope(method: str) -> Scope:

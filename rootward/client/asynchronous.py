@@ -10,7 +10,7 @@ from typing import Any, Self, Unpack
 
 import grpc
 
-from rootward.client.codec import LOAD, SERVER_INFO, Received, delta_from_pb, event_from_pb, request_to_pb
+from rootward.client.codec import LOAD, SERVER_INFO, Received, event_from_pb, request_to_pb
 from rootward.client.connection import ApiKey, Connection, Retries
 from rootward.client.types import (
     GenerationResult,
@@ -214,8 +214,8 @@ class AsyncStream:
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         try:
-            while (chunk := await self._next()) is not None:
-                yield delta_from_pb(chunk)
+            while (delta := await self._next()) is not None:
+                yield delta
         finally:
             self.cancel()
 
@@ -231,8 +231,8 @@ class AsyncStream:
             pass
         return self._result()
 
-    async def _next(self) -> Chunk | None:
-        """The next chunk, or None at the end."""
+    async def _next(self) -> TokenDelta | None:
+        """None at the end."""
         if self._over:
             return None
         try:
@@ -244,9 +244,12 @@ class AsyncStream:
             raise
         if chunk is None:
             self._over = True
-        else:
-            self._take(chunk)
-        return chunk
+            return None
+        if chunk.index >= len(self._received):
+            raise APIError(f"the server sent choice {chunk.index} of {len(self._received)}")
+        if chunk.HasField("usage"):
+            self._usage = chunk.usage
+        return self._received[chunk.index].take(chunk)
 
     async def _chunk(self) -> Chunk | None:
         if self._call is None:
@@ -261,7 +264,7 @@ class AsyncStream:
     async def _begin(self, timeout_s: float) -> Chunk | None:
         """One attempt, up to its first chunk. Tokens received before are never generated again: the request is resumed by its id."""
         if self._attempted:
-            held = self._received[0].token_ids
+            held = self._received[0].joined("token_ids")
             self._request.resume_offset = len(held)
             self._request.resume_tokens.ids[:] = held
         self._attempted = self._request.sampling.n <= 1
@@ -278,13 +281,6 @@ class AsyncStream:
     @property
     def _begun(self) -> bool:
         return any(one.last is not None for one in self._received)
-
-    def _take(self, chunk: Chunk) -> None:
-        if chunk.index >= len(self._received):
-            raise APIError(f"the server sent choice {chunk.index} of {len(self._received)}")
-        self._received[chunk.index].take(chunk)
-        if chunk.HasField("usage"):
-            self._usage = chunk.usage
 
     def _result(self) -> GenerationResult:
         choices = tuple(one.result(self._usage, self.request_id) for one in self._received)

@@ -6,7 +6,7 @@ import json
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
@@ -116,39 +116,38 @@ class Received:
     """What has come of one choice."""
 
     index: int = 0
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    rounds: list[Round] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+    num_tokens: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     last: generate_pb2.GenerateChunk | None = None
 
-    def take(self, chunk: generate_pb2.GenerateChunk) -> None:
+    def take(self, chunk: generate_pb2.GenerateChunk) -> TokenDelta:
         """APIError if a token would be missing or repeated."""
-        if chunk.offset != len(self.token_ids):
-            raise APIError(f"the server skipped from output position {len(self.token_ids)} to {chunk.offset}")
+        if chunk.offset != self.num_tokens:
+            raise APIError(f"the server skipped from output position {self.num_tokens} to {chunk.offset}")
         delta = delta_from_pb(chunk)
-        self.text.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.accepted += delta.accepted
-        self.logprobs += delta.logprobs
-        self.rounds += delta.rounds
+        self.deltas.append(delta)
+        self.num_tokens += len(delta.token_ids)
         self.prompt_logprobs = self.prompt_logprobs or unpack_logprobs(chunk.prompt_logprobs)
         self.last = chunk
+        return delta
+
+    def joined(self, name: str) -> tuple[Any, ...]:
+        """This field of all deltas together."""
+        return tuple(chain.from_iterable(getattr(delta, name) for delta in self.deltas))
 
     def result(self, usage: generate_pb2.Usage, request_id: str) -> GenerationResult:
         """A generation put together. Without a finish it was cancelled, or is partial."""
         so_far = GenerationResult(
-            "".join(self.text),
-            tuple(self.token_ids),
-            tuple(self.accepted),
+            "".join(delta.text for delta in self.deltas),
+            self.joined("token_ids"),
+            self.joined("accepted"),
             "cancelled",
             request_id=request_id,
-            logprobs=tuple(self.logprobs),
+            logprobs=self.joined("logprobs"),
             prompt_logprobs=self.prompt_logprobs,
             index=self.index,
-            rounds=tuple(self.rounds),
+            rounds=self.joined("rounds"),
             raw=self.last,
         )
         if self.last is None or not self.last.HasField("finish"):

@@ -9,9 +9,8 @@ Legend: N rows of all entries, B entries, H query heads, S heads of K and V, D h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -28,9 +27,8 @@ Floats = NDArray[np.float32]
 ROWS_OF_PART = 4  # read their keys together
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class VisibleKeys:
-    """What the rows of a step see, as `cpu_kernels.attention` takes it."""
+class VisibleKeys(NamedTuple):
+    """What the rows of a step see: arguments of `cpu_kernels.attention`, in its order."""
 
     part_entry: Ints
     part_start: Ints
@@ -40,12 +38,6 @@ class VisibleKeys:
     block_size: int
     node_start: Ints
     nodes: Ints
-
-    @property
-    def arguments(self) -> tuple[Ints, Ints, Ints, Ints, Ints, int, Ints, Ints]:
-        """In the order of the kernel."""
-        rows = self.part_entry, self.part_start, self.first
-        return *rows, self.length, self.blocks, self.block_size, self.node_start, self.nodes
 
 
 def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int, window: int | None) -> VisibleKeys:
@@ -98,7 +90,7 @@ def attend(
     cpu_kernels.attention(
         query.float().contiguous().numpy(),
         *layer.arrays,
-        *visible.arguments,
+        *visible,
         scaling,
         softcap or 0.0,
         no_sinks(heads) if sinks is None else sinks.float().numpy(),

@@ -214,7 +214,7 @@ class Layer:
         at, norms = (step.positions.numpy(), step.write.numpy()), (self.head_norms, self.head_eps)
         cpu_kernels.rotate(scratch.qkv, rotations.cos, rotations.sin, *at, *norms, query, keys, values)
         seen, sinks = step.visible(cells.window), no_sinks(self.num_q)
-        cpu_kernels.attention(query, keys, values, *seen.arguments, self.scaling, 0.0, sinks, scratch.attended)
+        cpu_kernels.attention(query, keys, values, *seen, self.scaling, 0.0, sinks, scratch.attended)
         linear(scratch.attended, self.out.packed, self.out.bias, scratch.delta)
         self.before_mlp(x, scratch.delta, scratch.normed)
         linear(scratch.normed, self.gate_up.packed, self.gate_up.bias, scratch.gate_up)

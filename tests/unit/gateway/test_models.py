@@ -105,7 +105,7 @@ async def test_metrics_and_load_are_by_model_and_together():
 
 
 async def test_a_key_for_one_model_does_not_open_another(monkeypatch):
-    known = Caller("k", "t", frozenset({Scope.GENERATE}), frozenset({"small"}))
+    known = Caller(name="k", sha256="0" * 64, tenant="t", models=["small"])
     async with several(large=SpellingVerifier(), small=SpellingVerifier()) as models:
         monkeypatch.setattr("gateway.models.caller", lambda: known)
         assert models.of("small").served_model == "small"
