@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
-from redis.asyncio import Redis, RedisCluster
 
 from rootward.discovery.registry import Worker, advertised, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
-from rootward.engine.head_model import DraftHead
 from rootward.engine.threads import on_passing_thread
-from rootward.ports import Discovery, Drafter, LanguageModel
 from rootward.redis_client import open_redis
 from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
@@ -30,41 +26,10 @@ from verifier_service.metrics import Metrics
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
-from verifier_service.speculation import StepTime, measure
+from verifier_service.speculation import measure
 from verifier_service.target import load_local_head, target_model
 
 log = structlog.get_logger("verifier")
-
-
-def build(
-    model: LanguageModel,
-    sources: Sequence[tuple[str, Discovery]],
-    settings: VerifierSettings,
-    step_time: StepTime | None = None,
-    drafters: Mapping[str, Drafter] | None = None,
-    thread: ThreadPoolExecutor | None = None,
-    redis: Redis | RedisCluster | None = None,
-    head: DraftHead | None = None,
-) -> VerifierService:
-    """The verifier of these settings. step_time: measured at start; drafters: fixed ones by name, besides those of `sources`; thread, redis
-    and head as for `VerifierService`."""
-    incarnation = secrets.randbits(64)
-    info, metrics = model.info, Metrics()
-    return VerifierService(
-        model,
-        dict(drafters or {}),
-        worker=f"verifier-{incarnation:016x}",
-        incarnation=incarnation,
-        settings=settings,
-        grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
-        step_time=step_time,
-        sources=sources,
-        dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
-        metrics=metrics,
-        thread=thread,
-        redis=redis,
-        head=head,
-    )
 
 
 def registry_entry(verifier: VerifierService, settings: VerifierSettings, address: str) -> Worker:
@@ -109,7 +74,24 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
         if redis is not None:
             stack.push_async_callback(redis.aclose)
-        verifier = await stack.enter_async_context(build(model, sources, settings, step_time, redis=redis, head=head))
+        incarnation = secrets.randbits(64)
+        info = model.info
+        metrics = Metrics()
+        service = VerifierService(
+            model,
+            {},
+            worker=f"verifier-{incarnation:016x}",
+            incarnation=incarnation,
+            settings=settings,
+            grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
+            step_time=step_time,
+            sources=sources,
+            dial=partial(RemoteDrafter, tls=settings.client_tls, on_frame=metrics.links.frame),
+            metrics=metrics,
+            redis=redis,
+            head=head,
+        )
+        verifier = await stack.enter_async_context(service)
         server = await stack.enter_async_context(RpcServer(settings.listen, tls=settings.server_tls, grace_s=1.0))
 
         servicer = VerifierServicer(verifier)
