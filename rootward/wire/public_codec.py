@@ -8,18 +8,10 @@ from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStat
 from rootward.ports import LosslessLevel, ModelInfo
 from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import pack_f32, pack_u32
-from rootward.wire.records import Conversion, Record
+from rootward.wire.records import Conversion, Record, numbers_of
 
-REASONS: dict[FinishReason, generate_pb2.Finish.Reason.ValueType] = {
-    FinishReason.STOP: generate_pb2.Finish.STOP,
-    FinishReason.LENGTH: generate_pb2.Finish.LENGTH,
-    FinishReason.ABORTED: generate_pb2.Finish.ABORTED,
-}
-
-LOSSLESS: dict[LosslessLevel, control_pb2.ServerInfo.LosslessLevel.ValueType] = {
-    LosslessLevel.DISTRIBUTION: control_pb2.ServerInfo.DISTRIBUTION,
-    LosslessLevel.BITWISE: control_pb2.ServerInfo.BITWISE,
-}
+REASONS = numbers_of(FinishReason, generate_pb2.Finish.Reason)
+LOSSLESS = numbers_of(LosslessLevel, control_pb2.ServerInfo.LosslessLevel)
 LEVELS = {number: level for level, number in LOSSLESS.items()}
 MODEL = Record(
     ModelInfo,

@@ -83,6 +83,11 @@ def u32(name: str) -> Conversion:
     return Conversion(lambda values: pack_u32(values, name), lambda data: unpack_u32(data, name))
 
 
+def numbers_of(kind: type[E], declared: Any, prefix: str = "") -> dict[E, Any]:
+    """The number of each member in an enum of the wire with the same names, behind `prefix`."""
+    return {member: declared.Value(prefix + member.name) for member in kind}
+
+
 def enum(numbers: Mapping[E, int], name: str, *, absent: E | None = None, required: bool = True) -> Conversion:
     """An enum of the domain. Not required: 0 means `absent`, which may be None."""
     values = {number: value for value, number in numbers.items()}

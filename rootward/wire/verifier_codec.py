@@ -31,20 +31,10 @@ from rootward.wire.public_codec import (
     stats_to_pb,
     structure_from_pb,
 )
-from rootward.wire.records import Conversion, Record, enum, u32
+from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
 
-RULES: dict[Rule, verifier_pb2.Rule.ValueType] = {
-    Rule.TRAVERSAL: verifier_pb2.RULE_TRAVERSAL,
-    Rule.TOKEN: verifier_pb2.RULE_TOKEN,
-    Rule.MATCH: verifier_pb2.RULE_MATCH,
-    Rule.BLOCK: verifier_pb2.RULE_BLOCK,
-    Rule.MULTI_STEP: verifier_pb2.RULE_MULTI_STEP,
-}
-MODES: dict[SpeculationMode, generate_pb2.Speculation.Mode.ValueType] = {
-    SpeculationMode.AUTO: generate_pb2.Speculation.AUTO,
-    SpeculationMode.DISABLED: generate_pb2.Speculation.DISABLED,
-    SpeculationMode.REQUIRED: generate_pb2.Speculation.REQUIRED,
-}
+RULES = numbers_of(Rule, verifier_pb2.Rule, "RULE_")
+MODES = numbers_of(SpeculationMode, generate_pb2.Speculation.Mode)
 
 
 def _finite(deadline_s: float) -> float:
