@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from rootward.core.requests import TokenLogprob
+from rootward.engine import tokenizers
 from rootward.engine.tokenizers import BYTE_PIECE, byte_alphabet
-from rootward.errors import ConfigurationError, InvalidRequest, Overloaded, UnsupportedParameter
+from rootward.errors import InvalidRequest, Overloaded, UnsupportedParameter
 
 INLINE_CHARACTERS = 2000  # up to which a text is tokenised in the loop
 LARGE_CHARACTERS = 1 << 16
@@ -59,17 +59,10 @@ def load_tokenizer(
     """The tokenizer in a folder or of a hub name. ConfigurationError when there is none."""
     if model.startswith("tabular:"):
         return TokenNumbers()
-    if _is_path(model) and not Path(model).is_dir():
-        raise ConfigurationError(f"model: {model!r} is not a folder; give a Hugging Face model folder or hub name")
-    from transformers import AutoTokenizer  # takes seconds: only processes that tokenise pay for it
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # transformers raises many kinds, and none is a bug of ours
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigurationError(f"model: {model!r} has no usable tokenizer ({first_line})") from error
     return HuggingFaceTokenizer(
-        tokenizer, add_special_tokens=add_special_tokens, special_tokens_in_messages=special_tokens_in_messages
+        tokenizers.load_tokenizer(model),
+        add_special_tokens=add_special_tokens,
+        special_tokens_in_messages=special_tokens_in_messages,
     )
 
 
@@ -95,9 +88,7 @@ class HuggingFaceTokenizer:
     @property
     def content_hash(self) -> str:
         """The same hash that workers tell of their tokenizer."""
-        from rootward.engine.tokenizers import content_hash
-
-        return content_hash(self._tokenizer)
+        return tokenizers.content_hash(self._tokenizer)
 
     @property
     def backend_json(self) -> str:
@@ -305,11 +296,6 @@ def _mapped(value: object, change: Callable[[str], str]) -> object:
     if isinstance(value, Mapping):
         return {key: _mapped(item, change) for key, item in value.items()}
     return [_mapped(item, change) for item in value] if isinstance(value, list) else value
-
-
-def _is_path(model: str) -> bool:
-    """A hub name is `owner/name` or `name`; anything that starts like a path or has more parts is a folder."""
-    return model.startswith(("/", ".", "~")) or model.count("/") > 1 or Path(model).exists()
 
 
 class Detokenizer:

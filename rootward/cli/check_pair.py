@@ -52,7 +52,9 @@ def check_pair(
 
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise ConfigurationError("check-pair: needs torch and transformers; run pip install 'rootward[worker]'")
-    _without_progress_bars()
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     findings = compare(_look(target), _look(draft), _first_difference(target, draft))
     if output is OutputFormat.json:
         fits = all(f.verdict != "error" for f in findings)
@@ -125,23 +127,16 @@ def _look(spec: str) -> Side:
     )
 
 
-def _without_progress_bars() -> None:
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-
-
 def _first_difference(target: str, draft: str) -> str:
-    from rootward.engine.loading import TABULAR, describe_tokenizers
+    from rootward.engine.loading import TABULAR
+    from rootward.engine.tokenizers import first_difference, load_tokenizer
 
     if target.startswith(TABULAR) or draft.startswith(TABULAR):
         return ""
-    found = describe_tokenizers(target, draft)
-    return (
-        ""
-        if found is None
-        else f"first differing token: {found.id} is {found.a!r} in the target, {found.b!r} in the draft"
-    )
+    found = first_difference(load_tokenizer(target), load_tokenizer(draft))
+    if found is None:
+        return ""
+    return f"first differing token: {found.id} is {found.a!r} in the target, {found.b!r} in the draft"
 
 
 def _table(findings: list[Finding]) -> Table:

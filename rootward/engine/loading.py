@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rootward.engine.tabular import TabularModel
+from rootward.engine.tokenizers import is_path
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
 
 if TYPE_CHECKING:
     from rootward.engine.parallel import Group
-    from rootward.engine.tokenizers import TokenDifference
 
 TABULAR = "tabular:"
 TABULAR_KEYS: dict[str, type] = {
@@ -77,20 +77,10 @@ def load_model(
     )
 
 
-def describe_tokenizers(a: str, b: str) -> TokenDifference | None:
-    """The first token in which two models' tokenizers differ (id, text in a, text in b), or None if they agree."""
-    from rootward.engine.tokenizers import first_difference, load_tokenizer
-
-    for spec in (a, b):
-        require_folder(spec)
-    return first_difference(load_tokenizer(a), load_tokenizer(b))
-
-
 def require_folder(spec: str) -> None:
     """Refuse what looks like a folder and is none; anything else may be a name on the hub."""
-    looks_local = spec.startswith(("/", "./", "../", "~")) or spec.count("/") > 1
     folder = Path(spec).expanduser()
-    if not spec.strip() or (looks_local and not folder.is_dir()):
+    if not spec.strip() or (is_path(spec) and not folder.is_dir()):
         raise ConfigurationError(f"model: no folder at {spec!r}; give a folder with config.json, or a hub name")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise ConfigurationError(f"model: {spec!r} holds no config.json; give a folder written by save_pretrained")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from rootward.errors import ConfigurationError
@@ -21,9 +22,16 @@ class TokenDifference(NamedTuple):
     b: str | None
 
 
+def is_path(spec: str) -> bool:
+    """A hub name is `owner/name` or `name`; what starts like a path or has more parts is a folder."""
+    return spec.startswith(("/", "./", "../", "~")) or spec.count("/") > 1
+
+
 def load_tokenizer(path: str) -> Any:
     """The tokenizer of a folder or hub name; ConfigurationError (exit code 2) if there is none."""
-    from transformers import AutoTokenizer
+    if is_path(path) and not Path(path).expanduser().is_dir():
+        raise ConfigurationError(f"model: {path!r} is not a folder; give a Hugging Face model folder or hub name")
+    from transformers import AutoTokenizer  # takes seconds: only processes that tokenise pay for it
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

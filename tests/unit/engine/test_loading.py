@@ -12,9 +12,9 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from rootward.engine import checkpoint
 from rootward.engine.checkpoint import cpu_dtype
-from rootward.engine.loading import describe_tokenizers, load_model
+from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
-from rootward.engine.tokenizers import content_hash, num_ids
+from rootward.engine.tokenizers import content_hash, first_difference, load_tokenizer, num_ids
 from rootward.errors import ConfigurationError
 
 
@@ -77,7 +77,7 @@ def test_tokenizers_are_compared_by_content(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text('{"model_type": "llama", "vocab_size": 64}')
 
     def compare(a: str, b: str) -> object:
-        return describe_tokenizers(str(tmp_path / a), str(tmp_path / b))
+        return first_difference(*(load_tokenizer(str(tmp_path / name)) for name in (a, b)))
 
     assert compare("a", "same") is None
     assert compare("a", "other") == (2, "b", "x")
