@@ -32,7 +32,7 @@ class TabularModel(SlottedModel):
     sharpness  standard deviation of the logits: 0 is uniform, 5 nearly deterministic
     zeros      share of the vocabulary without probability (at least one token keeps some)
     eos        id of the end-of-text token, if the model has one
-    noise      standard deviation of a perturbation on top, from `noise_seed` (`perturbed`)
+    noise      standard deviation of a perturbation on top, from `noise_seed` (a draft of the model without it)
     step_ms    least duration of a forward pass: the thread sleeps for the rest, as if a device computed
     tree_room  cells of a slot beyond `max_positions`, for the trees on top of the context
     kv_cache_tokens, block_size  as of a real model: cells of all sessions together, and of a block
@@ -57,9 +57,9 @@ class TabularModel(SlottedModel):
         block_size: int = 16,
         name: str = "",
     ):
-        _check(vocab, order, max_positions, sharpness, zeros, eos, noise, step_ms)
         self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
         self.eos, self.noise, self.noise_seed, self.step_ms = eos, noise, noise_seed, step_ms
+        self._check(max_positions)
         size = Size.of(max_slots, max_positions, tree_room, block_size, kv_cache_tokens)
         self._token = np.zeros(size.storage, dtype=np.int64)  # what each cell holds
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
@@ -71,22 +71,21 @@ class TabularModel(SlottedModel):
             for key in product(range(vocab), repeat=order):
                 self.log_law(key)
 
-    @classmethod
-    def perturbed(cls, target: TabularModel, noise: float, seed: int, *, max_slots: int | None = None) -> TabularModel:
-        """A draft model: the target's logits plus Gaussian noise of this standard deviation."""
-        return cls(
-            target.vocab,
-            target.seed,
-            target.order,
-            max_positions=target.info.max_positions,
-            sharpness=target.sharpness,
-            zeros=target.zeros,
-            eos=target.eos,
-            noise=noise,
-            noise_seed=seed,
-            max_slots=len(target._slots) if max_slots is None else max_slots,
-            tree_room=target._slots.size.num_cells - target.info.max_positions,
+    def _check(self, max_positions: int) -> None:
+        """ValueError that names the first argument out of range."""
+        bounds = (
+            ("vocab", self.vocab, self.vocab >= 1, "is below 1"),
+            ("order", self.order, self.order >= 0, "is negative"),
+            ("max_positions", max_positions, max_positions >= 1, "is below 1"),
+            ("sharpness", self.sharpness, self.sharpness >= 0, "is negative"),
+            ("zeros", self.zeros, 0 <= self.zeros <= 1, "is outside [0, 1]"),
+            ("eos", self.eos, self.eos is None or 0 <= self.eos < self.vocab, f"is outside [0, {self.vocab})"),
+            ("noise", self.noise, self.noise >= 0, "is negative"),
+            ("step_ms", self.step_ms, self.step_ms >= 0, "is negative"),
         )
+        for name, value, ok, why in bounds:
+            if not ok:
+                raise ValueError(f"{name}: {value!r} {why}")
 
     def _describe(self, name: str, max_positions: int) -> ModelInfo:
         law = f"tabular:vocab={self.vocab},seed={self.seed},order={self.order},sharpness={self.sharpness:g}"
@@ -170,29 +169,3 @@ class TabularModel(SlottedModel):
 
 def _last(tokens: list[int], num: int) -> list[int]:
     return tokens[max(len(tokens) - num, 0) :]
-
-
-def _check(
-    vocab: int,
-    order: int,
-    max_positions: int,
-    sharpness: float,
-    zeros: float,
-    eos: int | None,
-    noise: float,
-    step_ms: float,
-) -> None:
-    """ValueError that names the first argument out of range."""
-    bounds = (
-        ("vocab", vocab, vocab >= 1, "is below 1"),
-        ("order", order, order >= 0, "is negative"),
-        ("max_positions", max_positions, max_positions >= 1, "is below 1"),
-        ("sharpness", sharpness, sharpness >= 0, "is negative"),
-        ("zeros", zeros, 0 <= zeros <= 1, "is outside [0, 1]"),
-        ("eos", eos, eos is None or 0 <= eos < vocab, f"is outside [0, {vocab})"),
-        ("noise", noise, noise >= 0, "is negative"),
-        ("step_ms", step_ms, step_ms >= 0, "is negative"),
-    )
-    for name, value, ok, why in bounds:
-        if not ok:
-            raise ValueError(f"{name}: {value!r} {why}")

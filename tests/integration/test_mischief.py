@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
+from support.tabular import perturbed
 
 import verifier_service.drafter_link
 from drafter_service.growth_loop import DrafterService
@@ -26,7 +27,6 @@ from drafter_service.servicer import DrafterServicer
 from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.grower import MAX_NODES
-from rootward.engine.tabular import TabularModel
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
@@ -157,7 +157,7 @@ async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
     mischief = Mischief(seed, most=num_frames)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        honest = await enter(drafter_of(TabularModel.perturbed(target, 0.8, 2), incarnation=1, capacity=SESSIONS // 2))
+        honest = await enter(drafter_of(perturbed(target, 0.8, 2), incarnation=1, capacity=SESSIONS // 2))
         mad = await enter(drafter_of(draft, incarnation=2, capacity=SESSIONS))
         address = await enter(spoiled_drafter(mad, mischief))
         drafters = {"honest": honest, "mad": await enter(RemoteDrafter(address))}

@@ -12,6 +12,7 @@ from scipy.stats import chi2
 from support.processes import drafter as drafter_process
 from support.random_tokens import random_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
+from support.tabular import perturbed
 from transformers import AutoTokenizer
 
 from benchmarks.lookup import replayed
@@ -253,7 +254,7 @@ async def test_five_drafters_one_text() -> None:
     drafters = {
         "none": None,
         "draft": drafter_of(draft),
-        "noisy": drafter_of(TabularModel.perturbed(target, 2.0, seed=9)),
+        "noisy": drafter_of(perturbed(target, 2.0, seed=9)),
         "ngram": lookup_of("ngram:"),
         "random": random_drafter(20, seed=1),
     }

@@ -12,6 +12,7 @@ import pytest
 from support import structured
 from support.processed_law import PROCESSORS, STOP, processed_law
 from support.services import assert_at_rest, collect, in_process, over_grpc, request, tabular_pair, until
+from support.tabular import perturbed
 
 from rootward.core.requests import (
     DraftMode,
@@ -149,7 +150,7 @@ async def test_json_always_parses_with_speculation(how) -> None:
     whole = accepted = 0
     for model_seed in range(3):
         target = structured.model(model_seed, sharpness=2.0, max_slots=16)
-        draft = TabularModel.perturbed(target, 0.5, seed=9)
+        draft = perturbed(target, 0.5, seed=9)
         async with in_process(target, draft) as system:
             system.service.grammars = structured.grammars()
             jobs = [replace(request(f"r{i}", PROMPT, seed=i, max_tokens=150, **how), structure=form) for i in range(24)]
@@ -168,7 +169,7 @@ async def test_json_always_parses_with_speculation(how) -> None:
 
 async def test_a_form_is_the_same_with_and_without_speculation_and_across_a_change_of_owner() -> None:
     target = structured.model(1, sharpness=2.0)
-    draft = TabularModel.perturbed(target, 0.3, seed=9)
+    draft = perturbed(target, 0.3, seed=9)
     form = Structure(Form.JSON_SCHEMA, json.dumps(SCHEMA))
     async with over_grpc(target, draft) as system:
         system.service.grammars = structured.grammars()
@@ -206,7 +207,7 @@ async def test_refusals_at_the_verifier(bad, error, word: str) -> None:
 
 async def test_a_schema_that_is_not_supported_is_refused_over_the_wire() -> None:
     target = structured.model()
-    async with over_grpc(target, TabularModel.perturbed(target, 0.3, seed=9)) as system:
+    async with over_grpc(target, perturbed(target, 0.3, seed=9)) as system:
         system.service.grammars = structured.grammars()
         form = Structure(Form.JSON_SCHEMA, '{"type": "array", "uniqueItems": true}')
         with pytest.raises(InvalidGrammar, match=r"json_schema: .*uniqueItems"):
@@ -216,7 +217,7 @@ async def test_a_schema_that_is_not_supported_is_refused_over_the_wire() -> None
 
 async def test_a_form_that_the_vocabulary_cannot_spell_is_aborted_alone() -> None:
     target = structured.model(sharpness=1.0)
-    async with in_process(target, TabularModel.perturbed(target, 0.3, seed=9)) as system:
+    async with in_process(target, perturbed(target, 0.3, seed=9)) as system:
         system.service.grammars = structured.grammars()
         good = asyncio.create_task(collect(system.verifier, request("good", stopping=Stopping(40, (), True))))
         stuck = replace(request("stuck"), structure=Structure(Form.REGEX, "aé"))  # no token holds these bytes

@@ -20,6 +20,7 @@ from support.services import (
     until,
     verifier_of,
 )
+from support.tabular import perturbed
 
 from rootward.core.frames import FromDrafter, Grow, HelloAck, ToDrafter
 from rootward.core.requests import DraftMode, FinishReason, Rule, SpeculationMode, Stopping
@@ -93,7 +94,7 @@ async def test_a_stop_token_ends_the_run_and_beats_length() -> None:
 
 async def test_end_of_sequence_is_never_drafted_below() -> None:
     target = TabularModel(4, seed=5, eos=2, max_slots=8)
-    draft = TabularModel.perturbed(target, 0.2, seed=1)
+    draft = perturbed(target, 0.2, seed=1)
     async with in_process(target, draft) as system:
         for i in range(10):
             tokens, last = await collect(system.verifier, request(f"r{i}", (1, 3), seed=i, max_tokens=200))
@@ -209,7 +210,7 @@ async def test_draining_refuses_new_work_and_finishes_the_rest() -> None:
 
 async def test_a_draining_drafter_hands_its_sessions_to_another() -> None:
     target, draft = tabular_pair()
-    first, second = drafter_of(draft, incarnation=1), drafter_of(TabularModel.perturbed(target, 0.8, 2), incarnation=2)
+    first, second = drafter_of(draft, incarnation=1), drafter_of(perturbed(target, 0.8, 2), incarnation=2)
     verifier = verifier_of(target, {"one": first, "two": second})
     async with first, second, verifier:
         await until(lambda: len(verifier.pool.up) == 2)

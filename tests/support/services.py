@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+from support.tabular import perturbed
+
 from benchmarks.slow_link import Conditions, SlowLink
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
@@ -42,7 +44,7 @@ WAIT_S = 20.0
 
 def tabular_pair(*, vocab: int = 5, noise: float = 0.8, slots: int = 8, **law) -> tuple[TabularModel, TabularModel]:
     target = TabularModel(vocab, seed=1, max_slots=slots, **law)
-    return target, TabularModel.perturbed(target, noise, seed=2)
+    return target, perturbed(target, noise, seed=2)
 
 
 def drafter_of(

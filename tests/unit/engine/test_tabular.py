@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tabular import perturbed
 
 from rootward.engine.tabular import TabularModel
 from rootward.errors import KvFull
@@ -80,10 +81,10 @@ def test_zeros_sharpness_and_noise() -> None:
     target = TabularModel(10, seed=2, zeros=0.5, sharpness=3.0)
     law = target.law([1, 1])
     assert (law == 0).sum() == 5
-    draft = TabularModel.perturbed(target, 0.7, seed=9)
+    draft = perturbed(target, 0.7, seed=9)
     assert ((draft.law([1, 1]) == 0) == (law == 0)).all()
     assert 0.01 < np.abs(draft.law([1, 1]) - law).sum() < 2
-    np.testing.assert_array_equal(TabularModel.perturbed(target, 0.0, seed=9).law([4]), target.law([4]))
+    np.testing.assert_array_equal(perturbed(target, 0.0, seed=9).law([4]), target.law([4]))
     np.testing.assert_allclose(TabularModel(4, sharpness=0).law([0]), 0.25)
     assert TabularModel(4, zeros=1.0).law([0]).max() == 1.0
 
