@@ -55,6 +55,8 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int, max_d
     tokenizer = model.tokenizer
     text = list(range(64)) if tokenizer is None else tokenizer.encode(PROBE_TEXT, add_special_tokens=False)
     text = [token for token in text if token < model.info.vocab_size][: model.info.max_positions]
+    if isinstance(head, BlockHead):
+        head.depth = 1  # what acceptance looks at
     accepted = {}
     for states in head.readings:
         head.states = states
@@ -67,7 +69,7 @@ def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int, max_d
             "it was made for another target"
         )
     if isinstance(head, BlockHead):
-        head.depth = min(head.depth, max_depth)
+        head.depth = min(head.block_size - 1, max_depth)
     return model_of(head, model.info, name=path, max_slots=max_slots, fingerprint=fingerprint(path))
 
 

@@ -173,6 +173,7 @@ def dflash(
         head_dim=network.config.hidden_size // network.config.num_attention_heads,
         **more,
     )
+    layers = {name: value for name, value in layers.items() if value is not None}
     size, dim = layers["hidden_size"], layers["head_dim"]
     tensors = {"fc.weight": random(size, len(layer_ids) * size)}
     for i in range(num_layers):

@@ -49,6 +49,7 @@ class Reference:
         self.layers, self.own = raw.get("transformer_layer_config", raw), raw
         self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
         self.network = network
+        self.theta = self.layers.get("rope_theta") or self.layers["rope_parameters"]["rope_theta"]
 
     def states(self, text: list[int]) -> torch.Tensor:
         """What the target's layers put out, side by side, at every position."""
@@ -83,7 +84,7 @@ class Reference:
 
         def turned(t: torch.Tensor, first: int) -> torch.Tensor:
             position = torch.arange(first, first + len(t))
-            angle = position[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+            angle = position[:, None] * self.theta ** (-torch.arange(0, dim, 2) / dim)
             cos, sin = (torch.cat([of, of], -1)[:, None] for of in (angle.cos(), angle.sin()))
             a, b = t.chunk(2, -1)
             return t * cos + torch.cat([-b, a], -1) * sin
@@ -116,10 +117,16 @@ def drafts_of(folder: Path, model: HuggingFaceModel) -> BlockHeadModel:
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 3}
 KINDS: dict[str, dict[str, Any]] = {
-    "z-lab": {},
+    "z-lab": {"rope_theta": 700.0},
     "z-lab with biases, its last layer that of the target": {"bias": True, "layer_ids": (1, 5)},
     "z-lab with sliding windows": SLIDING,
-    "speculators": {"speculators": True, "draft_ids": DRAFT_IDS, "layer_ids": (1, 3, 5)},
+    "speculators": {
+        "speculators": True,
+        "draft_ids": DRAFT_IDS,
+        "layer_ids": (1, 3, 5),
+        "rope_theta": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+    },
     "speculators with the whole vocabulary": {"speculators": True, "layer_ids": (1, 3, 5), **SLIDING},
 }
 
