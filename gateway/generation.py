@@ -20,7 +20,7 @@ from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
 from gateway.router import Upstream, Upstreams
-from gateway.session_store import Entry, Ledger, Run, StreamInterrupted, finish_to_field
+from gateway.session_store import FINISH, Entry, Ledger, Run, StreamInterrupted
 from gateway.tokenizer import Output, Span
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
@@ -277,7 +277,7 @@ class Generation:
         )
         if self._process:
             self._ledger.computed(self._plan.first, self._entry.tokens, self._process)
-        self._ledger.note(self._entry, finish=finish_to_field(Finish(ending.reason, None, ending.stats)))
+        self._ledger.note(self._entry, finish=FINISH.dump_json(Finish(ending.reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
 
     def _usage(self, num_output: int) -> Usage:

@@ -14,17 +14,18 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
+from pydantic import TypeAdapter
 
 from gateway.admission import Buckets, Rate, out_of_tokens
 from gateway.planning import Plan
 from gateway.requests import Resume, as_chosen
 from gateway.router import TTL_S, Holders, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
-from rootward.core.requests import Finish, FinishReason, Rule, SpeculationStats, TokenLogprob, VerifierRequest
+from rootward.core.requests import Finish, Rule, TokenLogprob, VerifierRequest
 from rootward.errors import DuplicateRequest, InvalidRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
 
@@ -362,15 +363,12 @@ def _repeatable(plan: Plan, record: Record) -> bool:
     return plan.first.sampling.greedy or (plan.first.speculation.rule is Rule.MATCH and same_seed)
 
 
-def finish_to_field(finish: Finish) -> str:
-    return json.dumps({"reason": finish.reason.value, "stats": asdict(finish.stats)})
+FINISH = TypeAdapter(Finish)
 
 
 def finish_of(fields: Mapping[str, str]) -> Finish:
     """How a finished request ended."""
-    known = json.loads(fields["finish"])
-    stats = known["stats"] | {"acceptance_histogram": tuple(known["stats"]["acceptance_histogram"])}
-    return Finish(FinishReason(known["reason"]), None, SpeculationStats(**stats))
+    return FINISH.validate_json(fields["finish"])
 
 
 @dataclass(slots=True, eq=False)

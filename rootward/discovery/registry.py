@@ -16,10 +16,11 @@ import json
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import structlog
+from pydantic import TypeAdapter
 from redis.asyncio import Redis, RedisCluster
 
 from rootward.clock import Clock, SystemClock
@@ -219,27 +220,23 @@ def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:
     return tuple(by_address[address] for address in sorted(by_address))
 
 
-_TEXTS = ("address", "model", "fingerprint", "tokenizer_hash", "zone")
-_NUMBERS = ("incarnation", "rows_cap", "rows_used", "kv_blocks_free")
+_WORKER = TypeAdapter(Worker)
 
 
 def to_fields(worker: Worker) -> dict[str, str]:
-    """The hash of a worker."""
-    fields = {name: str(getattr(worker, name)) for name in (*_TEXTS, *_NUMBERS)}
-    return fields | {"draining": str(int(worker.draining)), "counters": json.dumps(worker.counters)}
+    """The hash of a worker. Its role, id and name are in the keys."""
+    values = {name: value for name, value in asdict(worker).items() if name not in ("role", "id", "name")}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()} | {
+        "draining": str(int(worker.draining))
+    }
 
 
 def from_fields(role: str, worker_id: str, name: str, fields: Mapping[str, str]) -> Worker | None:
     """The worker of a hash; None if the hash has expired or was written by something else."""
     try:
-        texts = {key: fields[key] for key in _TEXTS}
-        numbers = {key: int(fields[key]) for key in _NUMBERS}
-        counters = {
-            str(pool): {str(counter): float(value) for counter, value in values.items()}
-            for pool, values in json.loads(fields["counters"]).items()
-        }
-        return Worker(role, worker_id, name, **texts, **numbers, draining=fields["draining"] == "1", counters=counters)  # type: ignore[arg-type]
-    except (KeyError, ValueError, AttributeError) as error:
+        counters = json.loads(fields["counters"])
+        return _WORKER.validate_python({**fields, "role": role, "id": worker_id, "name": name, "counters": counters})
+    except (KeyError, ValueError) as error:
         if fields:
             log.warning("worker_unreadable", worker=worker_id, error=repr(error))
         return None
