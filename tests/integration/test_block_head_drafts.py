@@ -8,6 +8,7 @@ token before, have mean 0 and covariance sum of (diag p_t - p_t p_t'), whatever 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import torch
 from scipy.stats import chi2
 from support.heads import dflash
-from support.services import collect, request, until, verifier_of, verifier_settings
+from support.services import collect, over_grpc, request, until, verifier_of, verifier_settings
 from unit.engine import networks
 
 from rootward.core.distribution import DraftDistribution
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.engine.block_head_model import BlockHeadModel
+from rootward.engine.head_loading import fingerprint
+from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from verifier_service.plan.__main__ import is_head
 from verifier_service.target import load_local_head
@@ -75,6 +78,20 @@ async def test_greedy_text_is_plain_text(tmp_path: Path, strategy: str) -> None:
     wanted = {"temperature": 0.0, "num_requests": SESSIONS}
     texts = await texts_of(model, head, wish=STRATEGIES[strategy], **wanted)
     assert texts == await texts_of(model, head, mode=SpeculationMode.DISABLED, **wanted)
+
+
+async def test_a_block_head_in_a_drafter_service_drafts_greedy_text_from_features(tmp_path: Path) -> None:
+    model, head = pair(tmp_path, vocab=24)
+    loaded, files = load_head(str(tmp_path), model.network), fingerprint(str(tmp_path))
+    own = BlockHeadModel(loaded, model.info, name="own", max_slots=SESSIONS, fingerprint=files)
+    jobs = [request(f"r{i}", (3, 2 + i, 4), temperature=0.0, max_tokens=LENGTH) for i in range(4)]
+    async with over_grpc(model, own, fuse=head, num_draft_tokens=8, max_num_seqs=SESSIONS) as system:
+        found = await asyncio.gather(*(collect(system.verifier, job) for job in jobs))
+    async with verifier_of(model, {}, max_num_seqs=SESSIONS) as verifier:
+        disabled = Speculation(SpeculationMode.DISABLED)
+        plain = await asyncio.gather(*(collect(verifier, replace(job, speculation=disabled)) for job in jobs))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+    assert sum(last.finish.stats.num_accepted_draft_tokens for _, last in found) > 0
 
 
 @torch.inference_mode()
