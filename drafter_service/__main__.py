@@ -25,8 +25,9 @@ from rootward.wire.channel import DRAFTING
 from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
 from rootward.wire.server import RpcServer
 
-# A few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step.
-LEAST_LEVELS = 4
+# Of a draft model a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step. A head is less
+# often right the deeper it drafts, so it grows here as it does in the verifier.
+LEAST_LEVELS, LEAST_LEVELS_OF_HEAD = 4, 1
 HEAD = "head:"  # and the folder of a draft head, in the setting
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
@@ -35,9 +36,10 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     """The drafter that grows trees with a model."""
     from rootward.engine.grower import Grower  # torch takes seconds to import, and lookups do without
 
+    feature_size: int = getattr(model, "feature_size", 0)  # of a draft head
     best_first = BestFirst(
         draws_per_level=settings.draws_per_level,
-        least_levels=LEAST_LEVELS,
+        least_levels=LEAST_LEVELS_OF_HEAD if feature_size else LEAST_LEVELS,
         acceptance=settings.acceptance,
         later=settings.later_acceptance,
     )
@@ -53,9 +55,7 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
     )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
     worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
-    head = None
-    if grower.feature_size:
-        head = DraftHead(model.info.fingerprint, grower.feature_size, settings.feature_dtype == "int8")
+    head = DraftHead(model.info.fingerprint, feature_size, settings.feature_dtype == "int8") if feature_size else None
     return DrafterService(
         grower,
         worker=worker,
@@ -119,7 +119,7 @@ async def load(settings: DrafterSettings) -> LanguageModel:
     from rootward.engine.threads import on_passing_thread, use_threads
 
     use_threads(settings.num_threads)
-    if settings.model.startswith(HEAD):
+    if settings.model.startswith(HEAD) or settings.target:
         return await on_passing_thread(load_head, settings)
     model = await on_passing_thread(
         load_model,

@@ -20,7 +20,8 @@ class DrafterSettings(WorkerSettings):
     )
     target: str = Field(
         "",
-        description="folder or hub name of the target, for a draft head: its embedding and output rows are read, and its tokenizer",
+        description="folder or hub name of the target of a draft head, which the model then is: the target's embedding and output rows "
+        "are read, and its tokenizer",
     )
     feature_dtype: Literal["bfloat16", "int8"] = Field(
         "bfloat16",
