@@ -23,11 +23,14 @@ from support.services import (
     verifier_of,
 )
 
+from drafter_service.__main__ import build, load
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
-from rootward.core.frames import ToDrafter
+from drafter_service.settings import DrafterSettings
+from rootward.core.frames import DraftHead, ToDrafter
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.engine.tabular import TabularModel
+from rootward.errors import ConfigurationError
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
 from verifier_service.drafter_link import SendBuffer
@@ -198,3 +201,26 @@ async def test_sessions_of_a_drafter_that_goes_get_trees_from_another(dies: bool
     for i, (tokens, last) in enumerate(found):
         assert tokens == greedy_text(target, (1, 2, 3 + i), 600)
         assert last.finish.stats.block_efficiency > 2.0
+
+
+async def test_a_drafter_process_says_which_head_it_has_and_how_it_wants_features() -> None:
+    settings = DrafterSettings(model="head:of a test", feature_dtype="int8")
+    head = TabularHead(target_of())
+    async with build(head, settings) as drafter:
+        assert drafter.describe().ack.head == DraftHead(head.info.fingerprint, 2, int8=True)
+    async with build(target_of(), settings) as drafter:
+        assert drafter.describe().ack.head is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({}, "target"),
+        ({"target": "there", "cuda_graphs": True}, "cuda_graphs"),
+        ({"target": "there", "target_tokenizer": "there"}, "target_tokenizer"),
+        ({"target": "./nowhere"}, "model: './nowhere' cannot be read"),
+    ],
+)
+async def test_settings_that_no_head_can_be_loaded_with_are_refused(wrong: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"^{field}"):
+        await load(DrafterSettings(model="head:somewhere", **wrong))
