@@ -34,7 +34,8 @@ turns too; answers at temperatures 0 and 1, half each). Weights by least squares
 ## Acceptance
 
 On the held-out chats, and on {prompt_chats} answers to prompts that people wrote (`rootward/demo/chats.jsonl`). Answers at T = 0: share of
-positions where the likeliest draft token is the target's. T = 1: sum over tokens of min(p, q). Step k is measured behind k - 1 draft tokens
+positions where the likeliest draft token is the target's. T = 1: sum over tokens of min(p, q). Both
+within the draft vocabulary: tokens outside of it are lost on top. Step k is measured behind k - 1 draft tokens
 that were accepted. A chain of {length} gives 1 + sum over k of the product of the first k tokens a pass.
 
 | text | T | KL, step 1 | step 1 | step 2 | step 3 | step 4 | tokens a pass, chain of {length} |
