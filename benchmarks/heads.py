@@ -36,7 +36,7 @@ Texts = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """pool: of the drafters that it asks; rtt_ms: on the way there. Without a pool: no drafter."""
+    """pool: what it asks for drafts, "": nothing; rtt_ms: to a drafter."""
 
     name: str
     pool: str = ""
@@ -118,7 +118,7 @@ async def measured(given: argparse.Namespace) -> tuple[list[Run], bool]:
     tokenizer = load_tokenizer(given.target)
     chats = [[{"role": "user", "content": text}] for text in demo.chats()[: given.prompts]]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
-    systems = [System("plain"), System(LOCAL), System("drafter beside it", "near")]
+    systems = [System("plain"), System(LOCAL, "head"), System("drafter beside it", "near")]
     systems += [System(f"drafter, {rtt_ms:g} ms", "far", rtt_ms) for rtt_ms in given.rtts]
     found: list[Run] = []
     said: set[Texts] = set()
