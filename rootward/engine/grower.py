@@ -215,6 +215,8 @@ class Grower(Generic[K]):
         self.best_first, self.ahead_budget = best_first or BestFirst(), ahead_budget or AheadBudget()
         self.feature_size: int = getattr(model, "feature_size", 0)  # of a draft head (`engine.head_model`)
         self._no_features = np.zeros((0, self.feature_size), np.float32)
+        # Of a block head: rows of the depths below the root, which come with each wanted row of text; 0: of nodes, one by one.
+        self.num_marginals: int = getattr(model, "num_marginals", 0)
         self.demand = DrafterDemand(max_rows)
         self.trees: dict[K, GrowingTree] = {}
         self.idle_time = IdleTime(clock or SystemClock())
@@ -375,7 +377,11 @@ class Grower(Generic[K]):
                 return row.ids
             return likely[node].best(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth)
 
-        growth = Ahead(growth_of(tree, strategy, max_positions=info.max_positions), self.ahead_budget, predicted)
+        growth = Ahead(
+            growth_of(tree, strategy, max_positions=info.max_positions, block=self.num_marginals > 0),
+            self.ahead_budget,
+            predicted,
+        )
         kv_slot = self.model.open(message.prefix, salt=f"{message.tenant:x}/{message.cache_salt:x}")
         start = -max(1, message.num_features) if self.feature_size else self.model.length(kv_slot)
         text = list(message.prefix[start:])
@@ -451,9 +457,11 @@ class Grower(Generic[K]):
         chains = [bool(g.pending) for g, _, _ in work]
         num_logits = [1 if chain else len(rows.node) for chain, (_, rows, _) in zip(chains, work, strict=True)]
         pending: list[PendingRow] = []
-        at = 0
+        at, width = 0, max(1, self.num_marginals)
         for (growing, _, nodes), num in zip(work, num_logits, strict=True):
-            pending += [PendingRow(at + i, growing, node) for i, node in enumerate(nodes)]
+            for i, node in enumerate(nodes):
+                first = (at + i) * width
+                pending += [PendingRow(first + below, growing, node, below) for below in range(width)]
             at += num
         expand = launch_forward(self.model, [rows for _, rows, _ in work], num_logits, pending)
         for (growing, rows, _), chain in zip(work, chains, strict=True):
@@ -507,11 +515,22 @@ class Grower(Generic[K]):
 
 
 class PendingRow(NamedTuple):
-    """A node that is to be expanded with the draft distribution in a row of the forward."""
+    """A node that is to be expanded with the draft distribution in a row of the forward.
+
+    below  a block head's: the row is that of all nodes so many levels below the node
+    """
 
     row: int
     growing: GrowingTree
     node: int
+    below: int = 0
+
+    def expand(self, row: DraftDistribution, noise: Floats | None = None) -> None:
+        """The distribution is known; of one node they come by depth."""
+        if self.below:
+            self.growing.growth.expand_below(row, noise)
+        else:
+            self.growing.growth.expand(self.node, row, noise)
 
     @property
     def coupled(self) -> bool:
@@ -535,7 +554,7 @@ def launch_forward(
     reductions = [_reduction_of(group, model.info.vocab_size) for group in groups]
     if (
         len(groups) == 1
-        and len(pending) == sum(num_logits)
+        and len(pending) == sum(num_logits) * max(1, getattr(model, "num_marginals", 0))
         and not any(_has_logit_edits(one.growing) for one in pending)
     ):
         parts = [model.forward(batch, num_logits=num_logits, reduction=reductions[0][1])]
@@ -566,10 +585,11 @@ def _expand(group: Sequence[PendingRow], found: Found) -> None:
         return
     rows = rows_of(found.ids, found.weight, [one.growing.open.num_atoms for one in group])
     for one, row in zip(group, rows, strict=True):
-        one.growing.growth.expand(one.node, row)
+        one.expand(row)
     if group[0].num_candidates:
         for one, likely in zip(group, found.likely, strict=True):
-            one.growing.likely[one.node] = LikelyBonus(likely)
+            if not one.below:
+                one.growing.likely[one.node] = LikelyBonus(likely)
 
 
 def coupled_rows(
@@ -591,10 +611,10 @@ def coupled_rows(
 
 
 def _expand_coupled(group: Sequence[PendingRow], found: Found) -> None:
-    at = [(one.growing.key, one.growing.tree.at(one.node).depth) for one in group]
+    at = [(one.growing.key, one.growing.tree.at(one.node).depth + one.below) for one in group]
     rows = coupled_rows(*likely_tokens(found.likely), at, [one.growing.open.num_atoms for one in group])
     for one, (row, noise) in zip(group, rows, strict=True):
-        one.growing.growth.expand(one.node, row, noise)
+        one.expand(row, noise)
 
 
 def draft_sampling(wanted: Sampling) -> Sampling:

@@ -97,12 +97,13 @@ def load_head_apart(
 
 
 def _warm_up(model: DraftHead) -> None:
-    """A forward of a row of text and of a drafted one: kernels are compiled before the first round waits for them."""
+    """A forward of a row of text, and of a drafted one if there are such: kernels are compiled before the first round waits for them."""
     slot = model.open()
     model.forward([Rows.chain(slot, 0, [0], np.zeros((1, model.feature_size), np.float32))])
     model.commit(slot, 0, keep_below=False)
-    model.forward([Rows.chain(slot, 1, [0])])
-    model.release(slot)
+    if not model.num_marginals:
+        model.forward([Rows.chain(slot, 1, [0])])
+        model.release(slot)
     model.close(slot)
 
 
@@ -130,7 +131,7 @@ def acceptance(head: Head | BlockHead, model: HuggingFaceModel, text: Sequence[i
         for start in range(0, len(features), PROBE_ROWS):
             rows = slice(start, start + PROBE_ROWS)
             chunk = Rows.chain(own, start, text[1:][rows], features[rows])
-            draft = probe.forward([chunk]).softmax(-1)
+            draft = probe.forward([chunk])[:: max(1, probe.num_marginals)].softmax(-1)
             probe.commit(own, int(chunk.node[-1]), keep_below=False)
             accepted += float(torch.minimum(target[rows], draft).sum())
         return accepted / len(features)

@@ -27,9 +27,14 @@ TREE_ROOM = 256  # cells of a slot beyond its context
 class DraftHead(LanguageModel, Protocol):
     """A language model whose rows of text need features of the target.
 
-    reads         hidden states of the target that features are made of (`LanguageModel.expose`)
-    feature_size  numbers of a feature
+    reads          hidden states of the target that features are made of (`LanguageModel.expose`)
+    feature_size   numbers of a feature
+    num_marginals  of a block head: rows that a forward gives for each wanted row of text, of the tokens after it whatever lies between;
+                   there are no drafted rows then. 0: one, and drafted rows are asked for
     """
+
+    @property
+    def num_marginals(self) -> int: ...
 
     @property
     def reads(self) -> tuple[int, ...]: ...
@@ -46,6 +51,10 @@ class SlottedHead(SlottedModel):
 
     windows  of its layers: the sliding window, or None
     """
+
+    @property
+    def num_marginals(self) -> int:
+        return 0
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ text has the target's law; and a twin that asks the tree how large it should be 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -16,8 +16,10 @@ from rootward.core.frames import Open
 from rootward.core.growth import BestFirst
 from rootward.core.living_tree import LivingTree, Snapshot
 from rootward.core.requests import DraftMode, Sampling
-from rootward.engine.slots import Entry
+from rootward.engine.atoms import reduced
+from rootward.engine.slots import kept_rows
 from rootward.engine.tabular import TabularModel
+from rootward.ports import Reduction, Rows
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
 PROMPT, LENGTH = (0, 1, 2), 2
@@ -50,14 +52,19 @@ class ModelHead(TabularHead):
 
 
 class BlockOfModel(ModelHead):
-    """A block head: the row of a drafted node is that of its depth after the text, whatever its path is."""
+    """A block head: rows of text come with those of the depths below, whatever the paths are."""
 
-    def _context(self, entry: Entry, row: int) -> list[int]:
-        if entry.rows.features is not None:
-            return super()._context(entry, row)
-        plan = entry.plan
-        last = self._token[entry.table.cells(np.array([plan.length - 1]))]
-        return [int(last[0]), int(plan.positions[row] - plan.length) % V]
+    num_marginals = 2
+
+    def forward(
+        self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
+    ) -> torch.Tensor:
+        first = super().forward(batch, num_logits=num_logits)
+        last = [
+            int(rows.token[i]) for rows, kept in zip(batch, kept_rows(batch, num_logits), strict=True) for i in kept
+        ]
+        below = torch.from_numpy(np.stack([self.log_law([token, token % 2]) for token in last]))
+        return reduced(torch.stack([first, below], 1).flatten(0, 1), reduction)
 
 
 class Walk:

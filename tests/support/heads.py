@@ -124,6 +124,7 @@ class TabularHead(TabularModel):
     feature has beside the token, so large that int8 leaves little of the token.
     """
 
+    num_marginals = 0
     reads, feature_size = (0,), 2
 
     def __init__(

@@ -130,6 +130,10 @@ class Ahead:
         component = self.own if head == ROOT else next(c for c in self._components if c.head == head)
         component.expand(node, row, noise)
 
+    def expand_below(self, row: DraftDistribution, noise: np.ndarray | None = None) -> None:
+        """A block head's row of the next depth below the root (`Growth.expand_below`)."""
+        self.own.expand_below(row, noise)
+
     def draw(self, new_words: NewWords) -> list[int]:
         """A level's worth of draws; the new ids in draw order."""
         if not self.own.at_rest:

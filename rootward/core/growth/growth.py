@@ -10,12 +10,15 @@ import heapq
 import math
 from collections.abc import Iterable
 
+import numpy as np
+
 from rootward.core.arrays import Floats
 from rootward.core.distribution import DraftDistribution, greedy_family
 from rootward.core.growth.strategies import Marginals, NewWords, Place, Strategy, coupled_order
 from rootward.core.living_tree import ROOT, LivingTree, Node
 from rootward.core.requests import DraftMode
 
+NOTHING = DraftDistribution(np.empty(0, np.int64), np.empty(0, np.int64))
 DRAWS_BEYOND = 24  # most nodes drawn after a forward once the next round has its nodes: there is a whole round for them
 
 
@@ -25,6 +28,7 @@ class Growth:
     node_cap  most live nodes
     beyond    trees verified by matching: of them, nodes for the rounds after the next
     head      the predicted bonus token whose component it is; ROOT: that of the root (`ahead.py` looks after several)
+    block     the root's row comes with those of all nodes below it, by depth: a tree is drawn whole, without another forward
     """
 
     def __init__(
@@ -36,8 +40,9 @@ class Growth:
         beyond: int = 0,
         max_positions: int = 1 << 31,
         head: int = ROOT,
+        block: bool = False,
     ) -> None:
-        self.tree, self.strategy, self.head = tree, strategy, head
+        self.tree, self.strategy, self.head, self.block = tree, strategy, head, block
         self.node_cap, self.beyond, self.max_positions = node_cap, beyond, max_positions
         self._num_drawn = 0
         self._restart()
@@ -48,6 +53,10 @@ class Growth:
         self._places: dict[int, Place] = {}
         self._unscored: list[int] = []  # nodes whose next child has no score yet
         self._heap: list[tuple[float, int, int]] = []  # (-score of the next child, node id, rank)
+        self._by_depth: list[
+            tuple[DraftDistribution, Floats | None]
+        ] = []  # block: rows of depths 1, 2, ..., with their noise
+        self._unopened: list[int] = []  # block: nodes that have no place yet
 
     @property
     def root_id(self) -> int:
@@ -73,7 +82,7 @@ class Growth:
 
     def frontier(self, max_rows: int) -> list[int]:
         """Live nodes without a row that are worth one, best first; the root of the tree gets its own from whoever feeds the text."""
-        if self.room <= 0:
+        if self.room <= 0 or self.block:
             return []
         nodes = (n for n in self._score if n not in self.rows and n not in (ROOT, self.tree.root_id))
         open_nodes = [n for n in nodes if self._can_have_children(self.tree.nodes[n])]
@@ -85,6 +94,10 @@ class Growth:
         self.rows[node] = row
         if len(row):
             self._open_place(node, row, noise)
+
+    def expand_below(self, row: DraftDistribution, noise: Floats | None = None) -> None:
+        """Block: the row of all nodes of the next depth, whatever their paths are."""
+        self._by_depth.append((row, noise))
 
     def _open_place(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
         record, mode = self.tree.at(node), self.strategy.mode
@@ -124,15 +137,24 @@ class Growth:
 
     def draw(self, new_words: NewWords) -> list[int]:
         """Give the best places their next child, a level's worth; returns the new ids in draw order."""
+        drawn = self._draw_level(new_words)
+        while self.block and (more := self._draw_level(new_words)):
+            drawn += more
+        return drawn
+
+    def _draw_level(self, new_words: NewWords) -> list[int]:
         strategy = self.strategy
         if strategy.whole_levels and self.frontier(1):
             return []
+        self._open_by_depth()
         for node in dict.fromkeys(self._unscored):
             if (place := self._places.get(node)) is not None:
                 self._push(place, new_words)
         self._unscored = []
         drawn: list[int] = []
         most = DRAWS_BEYOND if self.round_is_full else strategy.draws(self.node_cap - self.beyond)
+        if self.block and not strategy.whole_levels:
+            most = 1  # the place of the new child is open to the next draw
         while len(drawn) < most and self.room > 0 and self._heap:
             minus, node, rank = heapq.heappop(self._heap)
             place = self._places.get(node)
@@ -169,6 +191,18 @@ class Growth:
         for place in self._places.values():
             place.depth = self._depth(self.tree.at(place.node))
 
+    def _open_by_depth(self) -> None:
+        """Block: places for the nodes that were made since."""
+        for node in self._unopened:
+            row, noise = self._row_below(self._depth(self.tree.at(node)))
+            if len(row):
+                self._open_place(node, row, noise)
+        self._unopened = []
+
+    def _row_below(self, depth: int) -> tuple[DraftDistribution, Floats | None]:
+        """Of nodes at this depth; none deeper than the block."""
+        return self._by_depth[depth - 1] if depth <= len(self._by_depth) else (NOTHING, None)
+
     # -- children -----------------------------------------------------------------------------------------------------
 
     def _children(self, place: Place, score: float, new_words: NewWords) -> list[int]:
@@ -194,6 +228,8 @@ class Growth:
         child = self.tree.draw(node, token, sampled=sampled)
         self._num_drawn += 1
         self._score[child] = score
+        if self.block:
+            self._unopened.append(child)
         return child
 
     # -- scores -------------------------------------------------------------------------------------------------------
@@ -214,7 +250,7 @@ class Growth:
             return 1.0
         record = self.tree.nodes[node]
         above = self.tree.root_id if record.parent == ROOT else record.parent
-        row = self.rows[above]
+        row = self.rows[above] if above in self.rows else self._row_below(self._depth(self.tree.at(above)))[0]
         return self._reach(above) * float(row.law[row.ids == record.token].sum())
 
     def _can_have_children(self, record: Node) -> bool:
@@ -315,7 +351,9 @@ class MarginalGrowth(Growth):
         return child
 
 
-def growth_of(tree: LivingTree, strategy: Strategy, *, node_cap: int = 16, max_positions: int = 1 << 31) -> Growth:
-    """The growth of a tree's root component under a strategy."""
-    kind = MarginalGrowth if isinstance(strategy, Marginals) else Growth
-    return kind(tree, strategy, node_cap=node_cap, max_positions=max_positions)
+def growth_of(
+    tree: LivingTree, strategy: Strategy, *, node_cap: int = 16, max_positions: int = 1 << 31, block: bool = False
+) -> Growth:
+    """The growth of a tree's root component under a strategy. block: the draft gives rows by depth."""
+    kind = MarginalGrowth if isinstance(strategy, Marginals) and not block else Growth
+    return kind(tree, strategy, node_cap=node_cap, max_positions=max_positions, block=block)

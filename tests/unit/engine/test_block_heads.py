@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,16 @@ from support.heads import dflash
 from torch.nn.functional import linear, silu
 from unit.engine import networks
 
-from rootward.core.requests import Sampling
+from rootward.core.frames import Features, Open
+from rootward.core.requests import DraftMode, DraftStrategy, Sampling
 from rootward.engine import head_weights
-from rootward.engine.atoms import atoms_of
 from rootward.engine.block_head_model import BlockHeadModel
+from rootward.engine.grower import Grower
 from rootward.engine.head_loading import acceptance, load_head_apart, load_head_model
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
 from rootward.errors import ConfigurationError
-from rootward.ports import COMMITTED, Rows
+from rootward.ports import Rows
 
 DRAFT_IDS = [33, 40, 3, 4, 7, 11, 12, 20]
 TEXT = [5, 9, 2, 31, 17, 8, 40, 3, 22]
@@ -147,29 +150,16 @@ def test_one_pass_gives_the_marginals_of_the_published_formula(
     torch.testing.assert_close(model.states, reference.states(TEXT), atol=1e-4, rtol=1e-4)
     features = drafts.fuse(model.states)
 
-    # the text in two parts, then drafted rows: every path of a level has the same distribution, and below the block there is none
+    # the text in two parts
     own = drafts.open()
     for begin, end in ((0, 5), (5, len(TEXT) - 1)):
-        drafts.forward([Rows.chain(own, 1000, TEXT[1:][begin:end], features[begin:end].numpy())], num_logits=[1])
+        chain = Rows.chain(own, 1000, TEXT[1:][begin:end], features[begin:end].numpy())
+        found = drafts.forward([chain], num_logits=[1])
         drafts.commit(own, 1000 + end - begin - 1, keep_below=False)
-    drafts.release(own)
-    found = [drafts.forward([Rows(own, np.array([1, 2]), np.array([COMMITTED] * 2), np.array([3, 12]))])]
-    found += [drafts.forward([Rows(own, np.array([3]), np.array([2]), np.array([7]))])]
-    beyond = drafts.forward([Rows(own, np.array([4, 5]), np.array([3, 4]), np.array([7, 8]))])
-    expected = reference.marginals(TEXT)
-    torch.testing.assert_close(torch.cat(found), expected[[1, 1, 2]], atol=2e-4, rtol=2e-4)
-    assert torch.isinf(beyond).all()
-
-    # fewer of them for trees that are not so deep
-    drafts.head.depth = 2
-    other = drafts.open()
-    drafts.forward([Rows.chain(other, 1, TEXT[1:], features[:-1].numpy())], num_logits=[1])
-    drafts.commit(other, len(TEXT) - 1, keep_below=False)
-    rows = Rows(other, np.array([1, 2]), np.array([COMMITTED, 1]), np.array([3, 12]))
-    expected[2] = -torch.inf
-    torch.testing.assert_close(drafts.forward([rows]), expected[1:], atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(found, reference.marginals(TEXT), atol=2e-4, rtol=2e-4)
 
     # the first marginal after every position, as the load probe asks
+    drafts.head.depth = 1
     other = drafts.open()
     every = drafts.forward([Rows.chain(other, 1, TEXT[1:], features[:-1].numpy())])
     expected = torch.stack([reference.marginals(TEXT[: i + 2])[0] for i in range(len(TEXT) - 1)])
@@ -187,53 +177,66 @@ def test_sessions_of_one_batch_have_what_each_has_alone(tmp_path: Path) -> None:
     def chains() -> list[Rows]:
         return [Rows.chain(drafts.open(), 1, text, own) for text, own in zip(texts, features, strict=True)]
 
-    alone = []
-    for rows in chains():
-        alone.append([drafts.forward([rows], num_logits=[1])])
-        alone[-1].append(drafts.forward(deeper_of(rows)))
-    for slot in range(3):
-        drafts.close(slot)
+    def end() -> None:
+        for slot in range(3):
+            drafts.close(slot)
+
+    alone = torch.cat([drafts.forward([rows], num_logits=[1]) for rows in chains()])
+    end()
     for layer in drafts._kv.layers:  # cells that nobody has written are read by nobody
         layer.keys.fill_(torch.nan)
         layer.values.fill_(torch.nan)
-    batch = chains()
-    together = [drafts.forward(batch, num_logits=[1] * 3), drafts.forward([deeper_of(rows)[0] for rows in batch])]
-    for i in range(3):
-        for level in range(2):
-            torch.testing.assert_close(together[level][i : i + 1], alone[i][level], atol=1e-5, rtol=1e-5)
-    # text of one session beside drafted rows of another
-    drafts.close(1)
-    again = Rows.chain(drafts.open(), 1, texts[1], features[1])
-    deeper_rows = Rows(0, np.array([91]), np.array([len(texts[0])]), np.array([4]))
-    mixed = drafts.forward([deeper_rows, again], num_logits=[1, 1])
-    torch.testing.assert_close(mixed, torch.cat([alone[0][1], alone[1][0]]), atol=1e-5, rtol=1e-5)
-    for slot in range(3):
-        drafts.close(slot)
+    together = drafts.forward(chains(), num_logits=[1] * 3)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
+    assert together.shape == (3 * (BLOCK - 1), model.info.vocab_size)
+    end()
     drafts.check_idle()
 
 
-def deeper_of(rows: Rows) -> list[Rows]:
-    """A child of the last row."""
-    return [Rows(rows.slot, np.array([90]), rows.node[-1:], np.array([6]))]
-
-
-def test_atoms_below_the_block_are_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["best_first", "marginals", "rsd_s:4,9"])
+def test_a_tree_is_grown_with_one_pass_and_no_deeper_than_the_block(tmp_path: Path, strategy: str) -> None:
     model = a_model()
-    drafts = drafts_of(dflash(tmp_path, model.network, draft_ids=DRAFT_IDS), model)
-    slot = drafts.open()
-    drafts.forward([Rows.chain(slot, 1, [3, 4, 5], np.ones((3, drafts.feature_size), np.float32))], num_logits=[1])
-    rows = Rows.chain(slot, 10, [6] * BLOCK)
-    rows = Rows(slot, rows.node, np.array([3, *rows.node[:-1]]), rows.token)
-    for sampling in (
-        Sampling(temperature=0.8),
-        Sampling(temperature=1.0, top_p=0.9),
-        Sampling(temperature=1.0, top_k=3),
-    ):
-        for num_atoms in (4, 48):
-            kind, reduction = atoms_of([sampling] * BLOCK, model.info.vocab_size, num_atoms, 4)
-            weight = kind.read(drafts.forward([rows], reduction=reduction).numpy()).weight
-            drafts.release(slot, [1, 2, 3])
-            assert (weight.sum(1) > 0).tolist() == [*[True] * (BLOCK - 2), False, False]
+    drafts = drafts_of(dflash(tmp_path, model.network, scale=0.3), model)
+    grower: Grower[int] = Grower(drafts, incarnation=1)
+    asked = DraftStrategy.parse(strategy)
+    shape = {"num_atoms": 8, "node_cap": 40, "max_depth": 9, "topk": 9, "strategy": asked}
+    mode = asked.mode or DraftMode.TOP_K
+    assert (
+        grower.open(1, Open(0, "", 0, tuple(TEXT), Sampling(temperature=0.1), mode, 1, 0, num_features=8, **shape))
+        is None
+    )
+    features = np.random.default_rng(0).standard_normal((8, drafts.feature_size)).astype(np.float32)
+    for part in Features(features).chunks(0, len(TEXT)):
+        grower.add_features(1, part)
+    forward, logits = drafts.forward, []
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        slot = drafts.open()
+        (rows,) = args[0]
+        logits.append(forward([replace(rows, slot=slot)], num_logits=[1]))
+        drafts.release(slot)
+        drafts.close(slot)
+        return forward(*args, **kwargs)
+
+    drafts.forward = counted  # type: ignore[method-assign]
+    grower.grow([1])
+    (marginals,) = logits
+    tree = grower.trees[1].tree
+    snapshot = tree.snapshot(40)
+    paths = [snapshot.tree.path(i) for i in range(1, len(snapshot.tree))]
+    assert max(map(len, paths)) == BLOCK - 1
+    if mode is DraftMode.TOP_K:  # DDTree: the most probable paths among the likeliest tokens of each position
+        atoms = [row.topk(8).indices.tolist() for row in marginals]
+        law = (marginals / 0.1).softmax(-1)
+        law = torch.stack([law[d] / law[d, atoms[d]].sum() for d in range(BLOCK - 1)])
+        chance = {
+            path: float(np.prod([law[d, token] for d, token in enumerate(path)]))
+            for depth in range(1, BLOCK)
+            for path in itertools.product(*atoms[:depth])
+        }
+        best = sorted(chance, key=lambda path: -chance[path])[: len(paths)]
+        assert len(paths) == 40
+        assert sum(chance[tuple(path)] for path in paths) == pytest.approx(sum(chance[path] for path in best), rel=1e-3)
 
 
 def changed(folder: Path, **config: Any) -> Path:
