@@ -69,6 +69,9 @@ STRATEGIES = {
     "best_first": Speculation(SpeculationMode.REQUIRED),
     "marginals": Speculation(SpeculationMode.REQUIRED, strategy=DraftStrategy("marginals")),
     "coupled": Speculation(SpeculationMode.REQUIRED, Rule.MATCH, DraftMode.COUPLED),
+    "rsd_s:3,3": Speculation(SpeculationMode.REQUIRED, strategy=DraftStrategy("rsd_s", (3, 3))),
+    "chain:4": Speculation(SpeculationMode.REQUIRED, Rule.BLOCK, strategy=DraftStrategy("chain", (4,))),
+    "iid:2,2": Speculation(SpeculationMode.REQUIRED, Rule.MULTI_STEP, strategy=DraftStrategy("iid", (2, 2))),
 }
 
 
