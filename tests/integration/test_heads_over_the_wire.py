@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from drafter_service.__main__ import build, load
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
+from gateway.local import _deployment
+from gateway.settings import LocalSettings
 from rootward.core.frames import DraftHead, ToDrafter
 from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
 from rootward.engine.tabular import TabularModel
@@ -35,6 +38,7 @@ from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
 from verifier_service.drafter_link import SendBuffer
 from verifier_service.service import VerifierService
+from verifier_service.settings import VerifierSettings
 
 GREEDY = {"temperature": 0.0, "max_tokens": 80}
 
@@ -201,6 +205,15 @@ async def test_sessions_of_a_drafter_that_goes_get_trees_from_another(dies: bool
     for i, (tokens, last) in enumerate(found):
         assert tokens == greedy_text(target, (1, 2, 3 + i), 600)
         assert last.finish.stats.block_efficiency > 2.0
+
+
+def test_serve_all_gives_both_services_the_head_and_the_drafter_its_target(tmp_path: Path) -> None:
+    settings = LocalSettings(model="there", draft_model="head:here", redis_url="none")
+    deployment = _deployment(settings, str(tmp_path), None)
+    verifier = VerifierSettings.load(deployment.verifier._command[3:])
+    drafter = DrafterSettings.load(deployment.drafters[0]._command[3:])
+    assert (verifier.head_folder, verifier.local_draft) == ("here", "ngram")
+    assert (drafter.model, drafter.target) == ("head:here", "there")
 
 
 async def test_a_drafter_process_says_which_head_it_has_and_how_it_wants_features() -> None:
