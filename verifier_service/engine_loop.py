@@ -246,7 +246,7 @@ class EngineLoop:
             shared=session.shared,
             drafter=drafter,
             fill=fill,
-            num_successors=session.local.num_successors if session.local is not None else 0,
+            num_successors=self.local.num_successors(session),
             copies=session.mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
             wanted=wanted,
             session=number,
@@ -295,8 +295,7 @@ class EngineLoop:
         missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill), draft_s=draft_s)
         trace_round(session, outcome, missed=missed)
         local = session.local
-        if local is not None:
-            local.learn_successors(outcome.successors)
+        self.local.learn_successors(session, outcome.successors)
         is_local = local is not None and local.launched and outcome.num_nodes > 0
         self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
         if session.features is not None and outcome.features is not None:

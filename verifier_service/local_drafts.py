@@ -32,7 +32,7 @@ from verifier_service.speculation import RoundResult, SpeculationController, Sta
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
 HEAD = "head:"  # and the folder of a draft head, in the setting
-BESIDE_HEAD = "ngram"  # looked up where a head drafts: it costs nothing, and is better where a text repeats itself
+BESIDE_HEAD = "ngram+recycling"  # looked up where a head drafts: costs nothing, and is better at T = 0 and where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
@@ -58,15 +58,10 @@ class LocalDraft:
     @property
     def num_successors(self) -> int:
         """Most likely next tokens that its source learns from every verified row: none without a table of successors."""
-        return max((table.memory.width for table in self._tables()), default=0)
+        return max((table.memory.width for table in self.tables()), default=0)
 
-    def learn_successors(self, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
-        """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
-        for table in self._tables():
-            for token, likely in found:
-                table.replace(token, likely)
-
-    def _tables(self) -> list[Recycling]:
+    def tables(self) -> list[Recycling]:
+        """Tables of successors that its source reads."""
         parts = self.source.sources if isinstance(self.source, Merged) else (self.source,)
         return [part for part in parts if isinstance(part, Recycling)]
 
@@ -184,6 +179,20 @@ class LocalDrafts:
         if local is None or local.opening is None or not local.launched:
             return None
         return Wanted(session.number, session.tokens, local.opening, local.cap)
+
+    @staticmethod
+    def num_successors(session: Session) -> int:
+        """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree."""
+        asked = [one for one in session.local_drafts if one.length == len(session.tokens)]
+        return max((one.num_successors for one in asked), default=0)
+
+    @staticmethod
+    def learn_successors(session: Session, found: Iterable[tuple[int, tuple[int, ...]]]) -> None:
+        """The target's most likely tokens after each verified node (Token Recycling fed with the target's own rows)."""
+        for local in session.local_drafts:
+            for table in local.tables():
+                for token, likely in found:
+                    table.replace(token, likely)
 
     @staticmethod
     def gone(session: Session) -> None:

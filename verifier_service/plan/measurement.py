@@ -283,7 +283,7 @@ class Bench:
             epoch=1,
             snapshot=snapshot,
             prefix=session.prefix,
-            num_successors=session.local.num_successors if session.local is not None else 0,
+            num_successors=self._local.num_successors(session),
             copies=session.mode is DraftMode.IID and wanted is not None,
             wanted=wanted,
             session=session.number,
@@ -299,8 +299,7 @@ class Bench:
         return [replace(r, snapshot=grown.get(r.session)) for r in rounds], draft_s
 
     def _commit(self, session: Session, outcome: Outcome) -> None:
-        if session.local is not None:
-            session.local.learn_successors(outcome.successors)
+        self._local.learn_successors(session, outcome.successors)
         session.on(Event.COMMIT)
         session.advance(outcome.tokens, outcome.num_nodes, missed=False)
         session.fed = len(session.tokens) - 1

@@ -41,7 +41,7 @@ def names(session: Session) -> list[str]:
 def taken(drafts: LocalDrafts, session: Session, **speedups: float) -> str:
     """Name of the draft of the round that begins."""
     for one in session.local_drafts:
-        one.statistics.speedup = speedups.get(one.name, 1.0)
+        one.statistics.speedup = speedups.get("head" if one.name == "head" else "lookup", 1.0)
         one.length = -1
     assert drafts.plan(session, 4) > 0
     assert session.local is not None
@@ -49,12 +49,12 @@ def taken(drafts: LocalDrafts, session: Session, **speedups: float) -> str:
 
 
 def test_a_head_drafts_beside_look_up() -> None:
-    assert names(begun()[1]) == ["ngram", "head"]
-    assert names(begun(local_draft="ngram")[1]) == ["ngram"]
+    assert names(begun()[1]) == ["ngram+recycling", "head"]
+    assert names(begun(local_draft="ngram+recycling")[1]) == ["ngram+recycling"]
     assert names(begun(local_draft="none")[1]) == []
 
 
-@pytest.mark.parametrize("drafter", ["head", "ngram"])
+@pytest.mark.parametrize("drafter", ["head", "ngram+recycling"])
 def test_a_request_that_names_a_draft_gets_it_alone(drafter: str) -> None:
     assert names(begun(drafter=drafter)[1]) == [drafter]
 
@@ -69,32 +69,32 @@ def test_chains_are_drafted_by_the_head_alone() -> None:
 
 def test_the_draft_with_the_higher_speed_up_is_asked_first() -> None:
     drafts, session = begun()
-    assert taken(drafts, session, ngram=1.5, head=1.2) == "ngram"
-    assert taken(drafts, session, ngram=1.1, head=1.2) == "head"
+    assert taken(drafts, session, lookup=1.5, head=1.2) == "ngram+recycling"
+    assert taken(drafts, session, lookup=1.1, head=1.2) == "head"
 
 
 def test_where_look_up_finds_nothing_the_head_drafts() -> None:
-    assert taken(*begun(NEW), ngram=1.5, head=1.2) == "head"
+    assert taken(*begun(NEW), lookup=1.5, head=1.2) == "head"
 
 
 def test_the_slower_draft_is_asked_now_and_then() -> None:
     prompt = (REPEATING * 3)[-ASK_OTHER_EVERY:]
-    assert taken(*begun(prompt), ngram=1.1, head=1.2) == "ngram"
+    assert taken(*begun(prompt), lookup=1.1, head=1.2) == "ngram+recycling"
 
 
 def test_a_round_is_planned_once() -> None:
     drafts, session = begun()
-    assert taken(drafts, session, ngram=1.5) == "ngram"
+    assert taken(drafts, session, lookup=1.5) == "ngram+recycling"
     for one in session.local_drafts:
-        one.statistics.speedup = {"ngram": 1.0, "head": 2.0}[one.name]
+        one.statistics.speedup = {"ngram+recycling": 1.0, "head": 2.0}[one.name]
     assert drafts.plan(session, 4) > 0
     assert session.local is not None
-    assert session.local.name == "ngram"
+    assert session.local.name == "ngram+recycling"
 
 
 def test_a_round_teaches_the_draft_that_made_its_tree() -> None:
     drafts, session = begun()
-    assert taken(drafts, session, ngram=1.5) == "ngram"
+    assert taken(drafts, session, lookup=1.5) == "ngram+recycling"
     drafts.launch(session, None)
     seen: dict[str, RoundResult] = {}
 
@@ -104,4 +104,4 @@ def test_a_round_teaches_the_draft_that_made_its_tree() -> None:
     for one in session.local_drafts:
         note(one)
     learn(session, 3, (1, 2), 0.0)
-    assert seen == {"ngram": RoundResult(3, 3, (1, 2)), "head": RoundResult()}
+    assert seen == {"ngram+recycling": RoundResult(3, 3, (1, 2)), "head": RoundResult()}
