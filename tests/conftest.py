@@ -62,6 +62,7 @@ SLOW = (  # beginnings of "file::test"
         f"unit/engine/test_layers.py::test_every_way_to_a_token_gives_the_same_bits[{case}"
         for case in ("grouped by three", "one head each", "windows", "llama-dtype0-256", "llama-dtype1-256")
     ),
+    "unit/engine/test_kernel_cache.py",
     "unit/engine/test_triton_attention.py",
     "unit/test_cli.py::test_check_pair_on_real_folders",
     "unit/test_demo_pair.py",

@@ -59,7 +59,9 @@ except ImportError:
     HAS_OPENMP = False
 kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy")
 parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_OPENMP)
-part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy")  # of a kernel
+# Of a kernel. Inlined, else the process that compiles a kernel would call the part as compiled alone, and those that load the kernel from
+# the cache the part as compiled with it, whose sums may have another order.
+part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy", forceinline=True)
 
 
 def use_threads(num: int) -> None:

@@ -1,0 +1,44 @@
+"""Kernels have the same bits in the process that compiled them and in those that load them from the cache.
+
+A part that is not inlined is compiled twice: alone, and with the kernel that calls it. The process that compiles calls the first, one that
+loads the kernel has the second only; where sums may be split among lanes the two differ. Then a verifier that started first gives other
+texts than one that takes its sessions over.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("numba")
+
+PROGRAM = """
+import hashlib
+import numpy as np
+from rootward.engine.cpu_kernels import attention
+
+rng = np.random.default_rng(0)
+normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+length, group, dim = 203, 3, 64
+keys, values, query, out = normal(208, 1, dim), normal(208, 1, dim), 3 * normal(1, group, dim), normal(1, group * dim)
+index = lambda *numbers: np.array(numbers, dtype=np.int64)
+blocks, sinks = np.arange(13, dtype=np.int64)[None], np.full(group, -np.inf, np.float32)
+attention(query, keys, values, index(0), index(0, 1), index(0), index(length - 1), blocks, 16, index(0, 1), index(length - 1),
+          dim**-0.5, 0.0, sinks, out)
+print(hashlib.sha256(out.tobytes()).hexdigest())
+"""
+
+
+def test_a_compiled_kernel_and_a_cached_one_have_the_same_bits(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM]
+    found = [
+        subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=300).stdout
+        for _ in range(2)
+    ]
+    assert list(tmp_path.rglob("*.nbc"))
+    assert found[0] == found[1]
