@@ -70,7 +70,7 @@ class Caller(BaseModel):
 
     @property
     def account(self) -> str:
-        """Its tenant."""
+        """Its tenant; without one, the key is a tenant of its own."""
         return self.tenant or self.name
 
     def require(self, scope: Scope) -> None:

@@ -99,7 +99,9 @@ class LocalDrafts:
         return drafter in self._recipes and rule not in NOT_LOOKED_UP
 
     def attach(self, session: Session) -> None:
-        """Give a session that begins its local drafts: a head, look-up, or both, of which each round takes one."""
+        """Give a session that begins its local drafts: a head, look-up, or both, of which each round takes one.
+
+        A session that requires trees has the head alone: nothing is learned of what its drafts are worth."""
         request, wish = session.request, session.request.speculation
         if wish.mode is SpeculationMode.DISABLED:
             return
@@ -107,7 +109,7 @@ class LocalDrafts:
         drafts = []
         with_head = self._has_head and wish.drafter in ("", "head")
         recipe = self._recipes.get(wish.drafter or (BESIDE_HEAD if with_head else self._settings.local_draft))
-        if recipe is not None and session.rule not in NOT_LOOKED_UP:
+        if recipe is not None and session.rule not in NOT_LOOKED_UP and not (with_head and session.required):
             law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
             kind = ("local", recipe.name, session.rule, *bucket)
             memory = self._memories.of(session.salt)

@@ -59,6 +59,10 @@ def test_a_request_that_names_a_draft_gets_it_alone(drafter: str) -> None:
     assert names(begun(drafter=drafter)[1]) == [drafter]
 
 
+def test_a_request_that_requires_trees_has_the_head_alone() -> None:
+    assert names(begun(mode=SpeculationMode.REQUIRED)[1]) == ["head"]
+
+
 def test_a_request_without_speculation_gets_none() -> None:
     assert names(begun(mode=SpeculationMode.DISABLED)[1]) == []
 
