@@ -26,7 +26,7 @@ from typing import Annotated
 
 import structlog
 import yaml  # type: ignore[import-untyped]
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Send
 from starlette.types import Scope as AsgiScope
@@ -63,15 +63,17 @@ class Caller(BaseModel):
 
     name: Annotated[str, Field(min_length=1, max_length=128)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$", repr=False)]
-    tenant: Annotated[str, Field(max_length=128)] = ""
+    tenant: Annotated[str, Field(max_length=128, validate_default=True)] = ""
     scopes: list[Scope] = [Scope.GENERATE]
     models: list[str] = []  # empty: all
     expires: AwareDatetime | None = None
 
-    @property
-    def account(self) -> str:
-        """Its tenant; without one, the key is a tenant of its own."""
-        return self.tenant or self.name
+    @field_validator("tenant")
+    @classmethod
+    def _own_tenant(cls, value: str, info: ValidationInfo) -> str:
+        """A key without a tenant is one of its own."""
+        name: str = info.data.get("name", "")
+        return value or name
 
     def require(self, scope: Scope) -> None:
         """PermissionDenied unless the key has the scope; admin includes all."""
@@ -163,13 +165,13 @@ def caller() -> Caller | None:
 def tenant(headers: Mapping[str, str]) -> str:
     """On whose account this call is: that of its key; without keys what its headers say."""
     known = caller()
-    return known.account if known is not None else headers.get("x-rootward-tenant", "")
+    return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
 
 
 def ends_requests_of() -> str | None:
     """Whose requests this call may abort: its own tenant's. None: everybody's, for admins and on a gateway without keys."""
     known = caller()
-    return None if known is None or Scope.ADMIN in known.scopes else known.account
+    return None if known is None or Scope.ADMIN in known.scopes else known.tenant
 
 
 def rpc_scope(method: str) -> Scope:

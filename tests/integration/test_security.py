@@ -221,10 +221,10 @@ async def test_a_key_added_or_withdrawn_counts_without_a_restart(tmp_path: Path)
     path = keys_file(tmp_path, entry(first, "first"))
     clock = FakeClock()
     keys = Keys(path, clock)
-    assert keys.caller(f"Bearer {first}").account == "first"
+    assert keys.caller(f"Bearer {first}").tenant == "first"
     await clock.advance(1.0)  # the file is looked at once a second
     keys_file(tmp_path, entry(second, "second", more=", tenant: t"))
-    assert keys.caller(f"Bearer {second}").account == "t"
+    assert keys.caller(f"Bearer {second}").tenant == "t"
     with pytest.raises(Exception, match="not known"):
         keys.caller(f"Bearer {first}")
     await clock.advance(1.0)

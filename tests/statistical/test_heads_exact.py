@@ -32,8 +32,11 @@ SCRIPTS = {
     "right, then missing": ("right", "missing"),
     "missing, then right": ("missing", "right"),
     "begun anew": ("right", "anew"),
+    "right, then looked up": ("right", "looked up"),
+    "looked up, then right": ("looked up", "right"),
 }
 Cut = Callable[["Walk", Snapshot], int]  # a wrong twin: how many nodes of a grown tree are verified
+Instead = Callable[["Walk", Snapshot], bool]  # a wrong twin: whether a tree that is looked up replaces a grown one
 
 
 class ModelHead(TabularHead):
@@ -78,9 +81,11 @@ class Walk:
         *,
         nodes: int = 2,
         cut: Cut | None = None,
+        instead: Instead | None = None,
         head: type[ModelHead] = ModelHead,
     ) -> None:
         self.model, self.chooser, self.nodes, self.cut = Model(seed), chooser, nodes, cut
+        self.instead = instead
         shape = BestFirst(max_depth=2, topk=2, draws_per_level=1, root_family=(0.4, 0.3))
         self.heads = HeadDrafts(head(self.model), incarnation=1, best_first=shape)
         self.opening = Open(0, "", 0, (), Sampling(), mode, 1, 0, num_atoms=V, node_cap=nodes, max_depth=2, topk=2)
@@ -94,7 +99,12 @@ class Walk:
             if len(text) - len(PROMPT) >= LENGTH:
                 break
             self.degrade(what, text)
-            (snapshot,) = heads.grow([Wanted(1, text, self.opening, self.nodes)])
+            if what == "looked up":  # the head is not asked
+                snapshot = looked_up(text)
+            else:
+                (snapshot,) = heads.grow([Wanted(1, text, self.opening, self.nodes)])
+            if snapshot is not None and self.instead is not None and self.instead(self, snapshot):
+                snapshot = looked_up(text)
             if snapshot is not None and self.cut is not None:
                 tree = heads._grower.trees[1].tree
                 snapshot = tree.snapshot(self.cut(self, snapshot))
@@ -115,6 +125,14 @@ class Walk:
         elif what == "anew":
             heads.forget(1)
             heads.observe(1, len(text) - 2, torch.tensor([[float(text[-2])]]))
+
+
+def looked_up(text: Sequence[int]) -> Snapshot:
+    """A tree that follows from the text alone; its node is chosen."""
+    tree = LivingTree(len(text), 0, vocab_size=V)
+    tree.root.token = text[-1]
+    tree.draw(tree.root_id, (text[-1] + 1) % V, sampled=False)
+    return tree.snapshot(1)
 
 
 def error(seed: int, mode: DraftMode, script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, **twin) -> float:
@@ -153,6 +171,17 @@ def unlikely_ones_go(walk: Walk, grown: Snapshot) -> int:
         if row is not None and row[1][row[0] == grown.tree.token[i]].sum() < 0.4 * row[1].sum():
             return i - 1
     return walk.nodes
+
+
+def first_is_unlikely(walk: Walk, grown: Snapshot) -> bool:
+    return unlikely_ones_go(walk, grown) == 0
+
+
+def test_look_up_in_place_of_a_tree_with_unlikely_values_is_seen(monkeypatch) -> None:
+    """Which draft a round takes is settled before the head has drawn (`LocalDrafts.plan`)."""
+    twin = {"instead": first_is_unlikely}
+    errors = [error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, **twin) for seed in SEEDS]
+    assert max(errors) > SEEN
 
 
 def test_cutting_a_tree_by_its_own_values_is_seen(monkeypatch) -> None:
