@@ -42,8 +42,10 @@ SLOW = (  # beginnings of "file::test"
     "integration/test_real_prometheus.py",
     "integration/test_redis_kinds.py",
     "integration/test_refused_callers.py",
+    "integration/test_several_models.py",
     "integration/test_slow_clients.py",
     "integration/test_tensor_parallel.py",
+    "integration/test_tracing.py",
     "integration/test_train_draft_runs.py",
     "integration/test_upgrades.py",
     "integration/test_verifier_under_pressure.py",
@@ -62,7 +64,7 @@ SLOW = (  # beginnings of "file::test"
         f"unit/engine/test_layers.py::test_every_way_to_a_token_gives_the_same_bits[{case}"
         for case in ("grouped by three", "one head each", "windows", "llama-dtype0-256", "llama-dtype1-256")
     ),
-    "unit/engine/test_kernel_cache.py",
+    "unit/engine/test_kernel_cache.py::test_a_compiled",
     "unit/engine/test_triton_attention.py",
     "unit/test_cli.py::test_check_pair_on_real_folders",
     "unit/test_demo_pair.py",

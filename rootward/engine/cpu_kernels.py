@@ -67,6 +67,8 @@ part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy", forceinli
 def use_threads(num: int) -> None:
     """For kernels that the calling thread runs."""
     numba.set_num_threads(min(num, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != num:  # numba begins by setting OpenMP to all processors, for torch too
+        torch.set_num_threads(num)
 
 
 def array_of(tensor: torch.Tensor) -> Any:

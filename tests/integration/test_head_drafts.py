@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.heads import TabularHead
+from support.heads import STRATEGIES, TabularHead
 from support.services import collect, request, tabular_pair, until, verifier_of, verifier_settings
 
-from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
+from rootward.core.requests import DraftMode, Speculation, SpeculationMode
 from rootward.engine.tabular import TabularModel
 from verifier_service.head_drafts import HeadDrafts
 from verifier_service.service import VerifierService
@@ -88,16 +88,6 @@ async def test_text_under_a_seed_does_not_depend_on_the_head() -> None:
         plain, _ = await collect(verifier, request("r0", mode=SpeculationMode.DISABLED, **wanted))
     assert texts == [plain]
     assert tokens > 1.5
-
-
-STRATEGIES = {
-    "best_first": (None, {"rule": Rule.TOKEN}),
-    "chain:3": (DraftStrategy("chain", (3,)), {"rule": Rule.BLOCK}),
-    "iid:2,2": (DraftStrategy("iid", (2, 2)), {"rule": Rule.MULTI_STEP}),
-    "rsd_c:3,2": (DraftStrategy("rsd_c", (3, 2)), {}),
-    "rsd_s:3,3": (DraftStrategy("rsd_s", (3, 3)), {}),
-    "marginals:4": (DraftStrategy("marginals", (4,)), {}),
-}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from integration.test_head_drafts import greedy_text, target_of
-from support.heads import TabularHead
+from support.heads import STRATEGIES, TabularHead
 from support.services import (
     DRAFTING,
     assert_at_rest,
@@ -31,7 +31,7 @@ from drafter_service.settings import DrafterSettings
 from gateway.local import _deployment
 from gateway.settings import LocalSettings
 from rootward.core.frames import DraftHead, ToDrafter
-from rootward.core.requests import DraftMode, DraftStrategy, Rule, Speculation, SpeculationMode
+from rootward.core.requests import DraftMode, Speculation, SpeculationMode
 from rootward.engine.tabular import TabularModel
 from rootward.errors import ConfigurationError
 from rootward.wire.clients import RemoteDrafter
@@ -102,14 +102,6 @@ async def test_text_under_a_seed_does_not_depend_on_the_head() -> None:
         plain, _ = await collect(verifier, request("r0", mode=SpeculationMode.DISABLED, **wanted))
     assert texts == [plain]
     assert tokens > 1.5
-
-
-STRATEGIES = {
-    "chain:3": (DraftStrategy("chain", (3,)), {"rule": Rule.BLOCK}),
-    "iid:2,2": (DraftStrategy("iid", (2, 2)), {"rule": Rule.MULTI_STEP}),
-    "rsd_s:3,3": (DraftStrategy("rsd_s", (3, 3)), {}),
-    "marginals:4": (DraftStrategy("marginals", (4,)), {}),
-}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -180,10 +180,12 @@ def first_is_unlikely(walk: Walk, grown: Snapshot) -> bool:
 def test_look_up_in_place_of_a_tree_with_unlikely_values_is_seen(monkeypatch) -> None:
     """Which draft a round takes is settled before the head has drawn (`LocalDrafts.plan`)."""
     twin = {"instead": first_is_unlikely}
-    errors = [error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, **twin) for seed in SEEDS]
+    errors = [error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, **twin) for seed in SEEDS[:4]]
     assert max(errors) > SEEN
 
 
 def test_cutting_a_tree_by_its_own_values_is_seen(monkeypatch) -> None:
-    errors = [error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, cut=unlikely_ones_go) for seed in SEEDS]
+    errors = [
+        error(seed, DraftMode.SAMPLED, ("right", "right"), monkeypatch, cut=unlikely_ones_go) for seed in SEEDS[:4]
+    ]
     assert max(errors) > SEEN

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from rootward.core.requests import DraftStrategy, Rule
 from rootward.engine.slots import Entry
 from rootward.engine.tabular import TabularModel
+
+STRATEGIES = {  # that a head grows by, and rules that verify its trees
+    "best_first": (None, {"rule": Rule.TOKEN}),
+    "chain:3": (DraftStrategy("chain", (3,)), {"rule": Rule.BLOCK}),
+    "iid:2,2": (DraftStrategy("iid", (2, 2)), {"rule": Rule.MULTI_STEP}),
+    "rsd_c:3,2": (DraftStrategy("rsd_c", (3, 2)), {}),
+    "rsd_s:3,3": (DraftStrategy("rsd_s", (3, 3)), {}),
+    "marginals:4": (DraftStrategy("marginals", (4,)), {}),
+}
 
 
 def head_config(network: Any, **more: Any) -> dict[str, Any]:

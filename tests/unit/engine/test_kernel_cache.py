@@ -1,4 +1,4 @@
-"""Kernels have the same bits in the process that compiled them and in those that load them from the cache.
+"""Kernels have the same bits in the process that compiled them and in those that load them from the cache; torch keeps its threads.
 
 A part that is not inlined is compiled twice: alone, and with the kernel that calls it. The process that compiles calls the first, one that
 loads the kernel has the second only; where sums may be split among lanes the two differ. Then a verifier that started first gives other
@@ -42,3 +42,14 @@ def test_a_compiled_kernel_and_a_cached_one_have_the_same_bits(tmp_path: Path) -
     ]
     assert list(tmp_path.rglob("*.nbc"))
     assert found[0] == found[1]
+
+
+def test_the_first_kernel_leaves_torch_its_threads() -> None:
+    """numba sets OpenMP to all processors as it begins; torch's loops would use them against `--num-threads`."""
+    program = (
+        "import torch; torch.set_num_threads(1)\n"
+        "from rootward.engine.cpu_kernels import use_threads\n"
+        "use_threads(1); print(torch.get_num_threads())"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
+    assert run.stdout.strip() == "1"
