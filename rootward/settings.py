@@ -126,9 +126,10 @@ def thread_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
-def as_rank(index: int, size: int) -> None:
-    """Make this process look like one that torchrun has started on this machine: transformers looks there for the GPU to use."""
-    os.environ.update(RANK=str(index), LOCAL_RANK=str(index), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+def as_rank(index: int, size: int, *, per_node: int) -> None:
+    """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
+    local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    os.environ.update(RANK=str(index), WORLD_SIZE=str(size), **local)
 
 
 def _command_line(settings: type[ServiceSettings], argv: list[str], prog: str | None) -> Values:

@@ -27,7 +27,7 @@ from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import measure
-from verifier_service.target import load_local_head, target_model
+from verifier_service.target import follow_target, load_local_head, target_model
 
 log = structlog.get_logger("verifier")
 
@@ -55,7 +55,12 @@ def registry_entry(verifier: VerifierService, settings: VerifierSettings, addres
 
 async def serve(settings: VerifierSettings) -> None:
     async with admin_port(settings.admin_listen) as admin:
-        await _serve(settings, admin)
+        if settings.node_rank > 0:
+            admin.serving(ready=lambda: True)
+            log.info("follows", machine=settings.node_rank, nnodes=settings.nnodes, master=settings.master_addr)
+            await follow_target(settings)
+        else:
+            await _serve(settings, admin)
 
 
 async def _serve(settings: VerifierSettings, admin: Admin) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from rootward.core.requests import DraftMode
 from rootward.discovery.sources import SourceList
@@ -43,7 +43,17 @@ class VerifierSettings(WorkerSettings):
     quantization: str | None = Field(
         None, description="JSON of a transformers quantization_config (default: what the checkpoint says)"
     )
-    tensor_parallel: int = Field(1, ge=1, description="processes on this machine that share the model, one GPU each")
+    tensor_parallel: int = Field(1, ge=1, description="processes that share the model, one GPU each")
+    nnodes: int = Field(
+        1, ge=1, description="machines over which these processes are spread evenly, a verifier process on each"
+    )
+    node_rank: int = Field(0, ge=0, description="which of the machines this is; 0 serves, the others compute for it")
+    master_addr: str = Field(
+        "127.0.0.1", min_length=1, description="host of machine 0, where processes find each other"
+    )
+    master_port: int = Field(
+        0, ge=0, le=65535, description="its port for that, the same on all machines (one machine: a free one)"
+    )
     kv_cache_tokens: int | None = Field(
         None, ge=1, description="KV memory of all sessions, in tokens (default: max_num_seqs of the longest)"
     )
@@ -93,6 +103,18 @@ class VerifierSettings(WorkerSettings):
         if value and local.startswith("head:") and local != f"head:{value}":
             raise ValueError(f"local_draft is {local}; give the same folder, or leave draft_head out")
         return value
+
+    @model_validator(mode="after")
+    def _nodes(self) -> Self:
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank: {self.node_rank} is not below nnodes ({self.nnodes}); machines count from 0")
+        if self.tensor_parallel % self.nnodes:
+            raise ValueError(
+                f"tensor_parallel: {self.tensor_parallel} processes cannot be spread evenly over {self.nnodes} machines; use a multiple"
+            )
+        if self.nnodes > 1 and not self.master_port:
+            raise ValueError("master_port: 0 is for one machine; give all machines the same port, such as 29500")
+        return self
 
     @field_validator("num_ahead_tokens")
     @classmethod

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,7 +19,7 @@ from verifier_service.settings import VerifierSettings
 
 if TYPE_CHECKING:
     from rootward.engine.head_model import DraftHead
-    from rootward.engine.parallel import Group
+    from rootward.engine.parallel import Group, Nodes
 
 
 def load_target(settings: VerifierSettings, group: Group | None = None) -> Any:
@@ -62,7 +64,31 @@ async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[Langua
         return
     from rootward.engine.ranks import Ranks
 
-    start = partial(Ranks.start, settings.tensor_parallel, partial(load_target, settings), settings.device)
+    start = partial(
+        Ranks.start, settings.tensor_parallel, partial(load_target, settings), settings.device, nodes_of(settings)
+    )
     with await asyncio.to_thread(start) as ranks:
         lost = asyncio.wrap_future(ranks.lost)
         yield await on_passing_thread(load_target, settings, ranks.group), lost
+
+
+async def follow_target(settings: VerifierSettings) -> None:
+    """Compute for the verifier of the first machine until it ends: a signal waits for that, a second one does not."""
+    from rootward.engine.ranks import Followers
+
+    followers = Followers(settings.tensor_parallel, partial(load_target, settings), settings.device, nodes_of(settings))
+    signals = itertools.count()
+
+    def stop() -> None:
+        if next(signals) > 0:
+            followers.kill()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    await asyncio.to_thread(followers.wait)
+
+
+def nodes_of(settings: VerifierSettings) -> Nodes:
+    from rootward.engine.parallel import Nodes
+
+    return Nodes(settings.nnodes, settings.node_rank, settings.master_addr, settings.master_port)

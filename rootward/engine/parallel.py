@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -35,11 +37,24 @@ STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading 
 
 
 @dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines that share a model, as torchrun counts them, and which of them this is. `host` and `port`: of rank 0's store, which
+    only the first opens (port 0: a free one)."""
+
+    count: int = 1
+    index: int = 0
+    host: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Place:
-    """Of a process among those that share a model. `port`: of rank 0's store on this machine."""
+    """Of a process among those that share a model. `per_node`: how many of them a machine has; `host` and `port`: of rank 0's store."""
 
     index: int
     size: int
+    per_node: int
+    host: str
     port: int
 
 
@@ -54,8 +69,9 @@ class Group:
         if kind == "cpu" and torch.cuda.is_available():
             raise ConfigurationError("device: with tensor_parallel a machine with GPUs uses them; set device to cuda")
         if store is None:
-            store = _store(place.port, place.size, is_master=False)
+            store = _store(place.host, place.port, place.size, is_master=False)
         self.index, self.size = place.index, place.size
+        self.lost: Future[None] = Future()  # done when a rank is known to be gone
         dist.init_process_group(BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP)
         self._control = dist.new_group(backend="gloo", timeout=IDLE)
 
@@ -69,6 +85,10 @@ class Group:
         dist.broadcast_object_list(box, src=0, group=self._control)
         return box[0]  # type: ignore[no-any-return]
 
+    def lose(self) -> None:
+        with suppress(InvalidStateError):  # found by its process, or by the next step
+            self.lost.set_result(None)
+
     def dismiss(self) -> None:
         """Rank 0: the others, who wait for the next step, may end."""
         self.agreed(None)
@@ -77,21 +97,21 @@ class Group:
         dist.destroy_process_group()
 
 
-def meeting_point(size: int) -> Any:
-    """Where ranks find each other: a store of rank 0 on a port of its own (`port`)."""
-    return _store(0, size, is_master=True)
+def meeting_point(nodes: Nodes, size: int) -> Any:
+    """Where ranks find each other: a store of rank 0 (`port`)."""
+    return _store(nodes.host, nodes.port, size, is_master=True)
 
 
-def _store(port: int, size: int, *, is_master: bool) -> Any:
+def _store(host: str, port: int, size: int, *, is_master: bool) -> Any:
     store = dist.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
-    return store("127.0.0.1", port, size, is_master=is_master, wait_for_workers=False, timeout=STEP)
+    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=STEP)
 
 
 class LeadingPass:
     """`own` on rank 0, and with it on all ranks. After any error the ranks may stand at different places: then all is lost."""
 
     def __init__(self, own: ForwardPass, group: Group):
-        self._own, self._group, self._lost = own, group, False
+        self._own, self._group = own, group
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         return reduced(self._led("run", entries, kept), reduction)
@@ -108,13 +128,13 @@ class LeadingPass:
         return self._own.states
 
     def _led(self, name: str, *args: Any) -> Any:
-        if self._lost:
+        if self._group.lost.done():
             raise ModelLost("the ranks of the model have been lost; start this process again")
         try:
             self._group.agreed((name, args))
             return getattr(self._own, name)(*args)
         except Exception as wrong:
-            self._lost = True
+            self._group.lose()
             line = (str(wrong).strip() or "no message").splitlines()[0]
             raise ModelLost(f"a rank of the model is gone or out of step: {type(wrong).__name__}: {line}") from wrong
 

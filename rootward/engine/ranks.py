@@ -1,7 +1,8 @@
-"""The processes of a tensor-parallel model: started, watched and ended by the one that serves.
+"""The processes of a tensor-parallel model: started, watched and ended by the one that serves, or by one on each further machine.
 
 A rank is worth nothing alone. If one ends, the model is lost, and so is this process: `lost` says so at once, and what hangs in a sum that
-will never be complete gets `GRACE_S` to end. Whoever supervises this process starts another; requests resume elsewhere.
+will never be complete gets `GRACE_S` to end. The loss of another machine shows in the next sum. The supervisor of these processes starts
+others (a LeaderWorkerSet those of all machines together); requests resume elsewhere.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
-from rootward.engine.parallel import Group, Place, meeting_point
-from rootward.errors import ConfigurationError
+from rootward.engine.parallel import Group, Nodes, Place, meeting_point
+from rootward.errors import ConfigurationError, ModelLost
 
 log = logging.getLogger(__name__)
 
@@ -30,27 +31,24 @@ Load = Callable[..., Any]  # load(group=…) makes the model of a rank; can be p
 
 
 class Ranks:
-    """Rank 0's view. `group` is its own membership; `lost` is done when a process it has started has ended."""
+    """Rank 0's view. `group` is its own membership; `lost` is done when a rank is known to have ended."""
 
     def __init__(self, group: Group, processes: Sequence[BaseProcess]):
-        """`processes`: the other ranks."""
-        self.group, self.processes = group, processes
-        self.lost: Future[None] = Future()
+        """`processes`: the other ranks of this machine."""
+        self.group, self.processes, self.lost = group, processes, group.lost
         self._closing, self._closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        self.lost.add_done_callback(lambda _: threading.Thread(target=self._end, name="end", daemon=True).start())
+        if processes:
+            threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @classmethod
-    def start(cls, size: int, load: Load, device: str) -> Ranks:
-        """`load` is run by every other rank; the caller loads its own with `group`, at the same time."""
-        store = meeting_point(size)
-        places = [Place(index, size, store.port) for index in range(size)]
-        spawn = multiprocessing.get_context("spawn")
-        processes = [
-            spawn.Process(target=run_rank, args=(place, load, device), name=f"rank {place.index}", daemon=True)
-            for place in places[1:]
-        ]
-        for process in processes:
-            process.start()
+    def start(cls, size: int, load: Load, device: str, nodes: Nodes | None = None) -> Ranks:
+        """`load` is run by every other rank; the caller loads its own with `group`, at the same time. `nodes`: of all ranks, of which this
+        is the first; the others have `Followers`."""
+        nodes = nodes or Nodes()
+        store = meeting_point(nodes, size)
+        places = _places(replace(nodes, port=store.port), size)
+        processes = _started(places[1:], load, device)  # first: a group waits until it is complete
         return cls(Group(places[0], device, store), processes)
 
     def __enter__(self) -> Self:
@@ -80,9 +78,51 @@ class Ranks:
             return
         gone.join()
         log.error("%s of the model ended (exit code %s), and so does this process", gone.name, gone.exitcode)
-        self.lost.set_result(None)
+        self.group.lose()
+
+    def _end(self) -> None:
         if not self._closed.wait(GRACE_S):
             os._exit(1)
+
+
+class Followers:
+    """The ranks of a machine other than the first, which compute until rank 0 ends them."""
+
+    def __init__(self, size: int, load: Load, device: str, nodes: Nodes):
+        self._processes = _started(_places(nodes, size), load, device)
+
+    def wait(self) -> None:
+        """Until all have ended. ModelLost if one failed: the others are ended with it."""
+        running = {process.sentinel: process for process in self._processes}
+        while running:
+            for sentinel in wait(list(running)):
+                process = running.pop(sentinel)  # type: ignore[arg-type]  # sentinels are integers here
+                process.join()
+                if process.exitcode:
+                    self.kill()
+                    raise ModelLost(f"{process.name} of the model ended (exit code {process.exitcode})")
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+def _places(nodes: Nodes, size: int) -> list[Place]:
+    """Of the ranks on this machine."""
+    per_node = size // nodes.count
+    first = nodes.index * per_node
+    return [Place(first + i, size, per_node, nodes.host, nodes.port) for i in range(per_node)]
+
+
+def _started(places: Sequence[Place], load: Load, device: str) -> list[BaseProcess]:
+    spawn = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        spawn.Process(target=run_rank, args=(place, load, device), name=f"rank {place.index}", daemon=True)
+        for place in places
+    ]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def run_rank(place: Place, load: Load, device: str) -> None:
@@ -91,7 +131,7 @@ def run_rank(place: Place, load: Load, device: str) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    as_rank(place.index, place.size)
+    as_rank(place.index, place.size, per_node=place.per_node)
     group = Group(place, device)
     try:
         model = load(group=group)

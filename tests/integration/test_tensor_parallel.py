@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,14 +17,16 @@ import torch
 from support import processes, services
 from unit.engine.networks import VOCAB, tiny
 
-from rootward.core.requests import DraftMode
+from rootward.core.requests import DraftMode, Speculation, SpeculationMode
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.parallel import check_shape
 from rootward.engine.ranks import Ranks
 from rootward.engine.tabular import TabularModel
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, RootwardError
 from rootward.ports import COMMITTED, LosslessLevel, Rows
+from rootward.wire.clients import RemoteVerifier
+from verifier_service.settings import VerifierSettings
 
 pytest.importorskip("accelerate", reason="transformers shards models only with accelerate")
 pytestmark = pytest.mark.services
@@ -150,6 +154,66 @@ def test_a_service_ends_when_a_rank_dies(folder: Path) -> None:
         os.kill(rank, signal.SIGKILL)
         assert service.process.wait(60) == 1
         assert "rank 1 of the model ended (exit code -9)" in service.output()
+
+
+def machines(folder: Path) -> list[processes.Service]:
+    """The verifiers of two machines."""
+    spread = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(processes.free_port()))
+    flags = ("--tensor-parallel", "2", "--max-model-len", "64", *spread)
+    return [processes.verifier(str(folder), [], *flags, "--node-rank", str(rank)) for rank in (0, 1)]
+
+
+async def served(address: str) -> list[int]:
+    wish = Speculation(SpeculationMode.DISABLED)
+    async with RemoteVerifier(address) as remote:
+        wanted = services.request(prompt=tuple(tokens(5, 7)), temperature=0.0, wish=wish, max_tokens=24)
+        return (await services.collect(remote, wanted))[0]
+
+
+async def test_two_machines_give_the_text_of_one_and_the_second_ends_with_the_first(folder: Path) -> None:
+    """Both are this one: what tells them apart is who starts whom, and where they meet."""
+    first, second = machines(folder)
+    process = second.spawn()
+    with processes.verifier(str(folder), [], "--max-model-len", "64") as alone:
+        expected = await served(alone.address)
+    with first:
+        assert await served(first.address) == expected
+        process.terminate()  # as when a whole group of pods is ended: the first drains
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(1)
+        assert first.stop() == 0
+        assert process.wait(60) == 0
+
+
+async def test_where_a_rank_dies_its_machine_ends_and_the_first_at_its_next_step(folder: Path) -> None:
+    first, second = machines(folder)
+    process = second.spawn()
+    with first:
+        assert first.process is not None
+        (rank,) = children(process.pid)
+        os.kill(rank, signal.SIGKILL)
+        assert process.wait(60) == 1
+        assert "rank 1 of the model ended (exit code -9)" in second.output()
+        with pytest.raises(RootwardError):
+            await served(first.address)
+        assert first.process.wait(60) == 1
+        assert "a rank of the model is gone" in first.output()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nnodes", "2", "--node-rank", "2"], "node_rank: 2 is not below nnodes"),
+        (
+            ["--nnodes", "2", "--tensor-parallel", "3"],
+            "tensor_parallel: 3 processes cannot be spread evenly over 2 machines",
+        ),
+        (["--nnodes", "2", "--tensor-parallel", "2"], "master_port: 0 is for one machine"),
+    ],
+)
+def test_machines_that_do_not_fit_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        VerifierSettings.load(["--model", "tabular:vocab=8", *flags])
 
 
 @pytest.mark.long

@@ -36,13 +36,18 @@ class Service:
         self.process: subprocess.Popen[str] | None = None
         self.address = self.http = ""
 
-    def start(self) -> Self:
+    def spawn(self) -> subprocess.Popen[str]:
+        """Not waited for: a service that prints no line."""
         self.process = subprocess.Popen(self.command, stdout=subprocess.PIPE, stderr=self.log, text=True)
         RUNNING.add(self)
-        assert self.process.stdout is not None
-        alarm = threading.Timer(START_S, self.process.kill)
+        return self.process
+
+    def start(self) -> Self:
+        process = self.spawn()
+        assert process.stdout is not None
+        alarm = threading.Timer(START_S, process.kill)
         alarm.start()
-        line = self.process.stdout.readline()
+        line = process.stdout.readline()
         alarm.cancel()
         found = re.search(r"listening on (\S+:\d+)(?: and (https?://\S+))?", line)
         assert found, f"{self.command} did not start:\n{self.output()}"
