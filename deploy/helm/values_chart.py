@@ -309,6 +309,12 @@ def verifier() -> Schema:
     return group(
         "The target model.",
         replicas=whole("Verifiers.", 1, 1),
+        nodes=whole(
+            "Machines that share one model: above 1 a verifier is a group of a LeaderWorkerSet (install its controller), and "
+            "`settings.tensor_parallel` the GPUs of all its machines.",
+            1,
+            1,
+        ),
         model=model("target", "/opt/rootward/demo/target"),
         rows=whole("Rows of one target forward (`max_num_batched_tokens`).", 256, 2),
         resources=cpu("1", "2Gi"),

@@ -29,6 +29,10 @@ OWN |= {
     "max_num_batched_tokens",
     "pool",
     "served_model_name",
+    "nnodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
     "advertise",
     "scaler_listen",
 }

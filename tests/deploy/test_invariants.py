@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from support.helm import VALUE_SETS, containers, of_kind, pods
+from support.helm import VALUE_SETS, containers, of_kind, pods, workloads
 
 AUTOSCALERS = ("HorizontalPodAutoscaler", "ScaledObject")
 
@@ -78,13 +78,16 @@ def test_selectors_meet_the_pods_they_mean(objects):
 
 def test_replicas_yield_to_an_autoscaler(objects):
     scaled = {o["spec"]["scaleTargetRef"]["name"] for kind in AUTOSCALERS for o in of_kind(objects, kind)}
-    for deployment in of_kind(objects, "Deployment"):
-        assert ("replicas" in deployment["spec"]) == (deployment["metadata"]["name"] not in scaled)
-    assert scaled <= {o["metadata"]["name"] for o in of_kind(objects, "Deployment")}
+    for workload in workloads(objects):
+        assert ("replicas" in workload["spec"]) == (workload["metadata"]["name"] not in scaled)
+    assert scaled <= {o["metadata"]["name"] for o in workloads(objects)}
+    kinds = {o["metadata"]["name"]: (o["apiVersion"], o["kind"]) for o in workloads(objects)}
+    for target in (o["spec"]["scaleTargetRef"] for kind in AUTOSCALERS for o in of_kind(objects, kind)):
+        assert kinds[target["name"]] == (target["apiVersion"], target["kind"])
 
 
 def test_a_budget_never_blocks_a_single_replica(objects):
-    deployments = {(role_of(o), o["metadata"]["name"]): o for o in of_kind(objects, "Deployment")}
+    deployments = {(role_of(o), o["metadata"]["name"]): o for o in workloads(objects)}
     for budget in of_kind(objects, "PodDisruptionBudget"):
         replicas = deployments[role_of(budget), budget["metadata"]["name"]]["spec"].get("replicas")
         assert replicas is None or replicas > 1
@@ -115,12 +118,14 @@ def test_exactly_the_calls_of_the_parts_are_allowed(objects):
         for rule in policy["spec"].get("ingress", []):
             for source in rule.get("from", []):
                 if "podSelector" in source:
-                    for port in rule["ports"]:
+                    for port in rule.get("ports", [{"port": "any"}]):
                         key = role_of(policy), port["port"]
                         callers.setdefault(key, set()).update(
                             role_of(p) for p in every if selects(source["podSelector"], p)
                         )
     assert callers["verifier", "grpc"] == {"gateway"}
+    spread = {key: called for key, called in callers.items() if key[1] == "any"}
+    assert spread == ({("verifier", "any"): {"verifier"}} if of_kind(objects, "LeaderWorkerSet") else {})
     if any(role_of(pod) == "drafter" for pod in every):
         assert callers["drafter", "grpc"] == {"verifier"}
     if any(role_of(pod) == "redis" for pod in every):
@@ -129,7 +134,10 @@ def test_exactly_the_calls_of_the_parts_are_allowed(objects):
         (role_of(pod), port["name"]) for pod in every for c in pod["spec"]["containers"] for port in c.get("ports", [])
     }
     opened = {
-        (role_of(p), port["port"]) for p in policies for rule in p["spec"].get("ingress", []) for port in rule["ports"]
+        (role_of(p), port["port"])
+        for p in policies
+        for rule in p["spec"].get("ingress", [])
+        for port in rule.get("ports", [])
     }
     assert named - {("test", "grpc")} <= opened | {(role, port) for role, port in named if role == "test"}
 

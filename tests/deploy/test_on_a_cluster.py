@@ -391,6 +391,7 @@ VALUE_SETS = {
     "downloads": DOWNLOADED,
     "downloads from a bucket": "drafter: {pools: {default: {model: {source: url, url: 's3://m/d'}}}}",
     "two models": "models: [{name: a, verifier: {model: {source: hf, repo: x/a}}, drafter: {pools: {p: {}}}}, {name: b}]",
+    "a model over two machines": "verifier: {nodes: 2, settings: {tensor_parallel: 2}}",
     "discovery by the API server": "discovery: {mode: kubernetes}\nnetworkPolicy: {apiServerPorts: [443, 16443]}",
 }
 
@@ -415,6 +416,8 @@ def needed(name: str) -> Iterator[Connection]:
             yield Connection("drafter", 443, "")
         case "downloads" | "two models":
             yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
+        case "a model over two machines":
+            yield from (Connection("verifier", port, "verifier") for port in (29500, 41234))
         case "discovery by the API server":
             yield from (Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 16443))
 
@@ -434,6 +437,7 @@ def test_policies_refuse_what_nobody_needs(helm):
         ("drafter", 50052, "verifier"),
         ("drafter", 443, ""),
         ("gateway", 4317, ""),
+        ("verifier", 29500, "verifier"),
     ]
     assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
 
@@ -489,8 +493,9 @@ def allowed(objects, connection: Connection) -> bool:
 
 def admitted(objects, source, target, port: int) -> bool:
     """Whether egress of the source and ingress of the target admit it, as NetworkPolicies are defined. target None: an address outside."""
+    every = [{"port": port}]  # of a rule that names none
     leaves = any(
-        admits(rule.get("to"), target) and any(p["port"] == port for p in rule["ports"])
+        admits(rule.get("to"), target) and any(p["port"] == port for p in rule.get("ports", every))
         for policy in policies_of(objects, source)
         for rule in policy["spec"].get("egress", [])
     )
@@ -498,7 +503,8 @@ def admitted(objects, source, target, port: int) -> bool:
         return leaves
     names = {p["name"]: p["containerPort"] for c in target["spec"]["containers"] for p in c.get("ports", [])}
     enters = any(
-        admits(rule.get("from"), source) and any(names.get(p["port"], p["port"]) == port for p in rule["ports"])
+        admits(rule.get("from"), source)
+        and any(names.get(p["port"], p["port"]) == port for p in rule.get("ports", every))
         for policy in policies_of(objects, target)
         for rule in policy["spec"].get("ingress", [])
     )

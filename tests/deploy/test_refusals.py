@@ -40,6 +40,10 @@ BY_TEMPLATE = {
         "drafter: {defaults: {autoscaling: {minReplicas: 0}}, pools: {default: {autoscaling: {mode: hpa}}}}",
         "drafter.pools.default.autoscaling.minReplicas",
     ),
+    "GPUs that machines cannot share": (
+        "verifier: {nodes: 2, settings: {tensor_parallel: 3}}",
+        "verifier.settings.tensor_parallel",
+    ),
     "push without a port": ("drafter: {pools: {default: {autoscaling: {mode: keda-push}}}}", "gateway.scaler.port"),
     "a drain that nobody waits for": ("verifier: {drain: {timeoutSeconds: 900}}", "verifier.drain"),
     "gateways' bounds": (

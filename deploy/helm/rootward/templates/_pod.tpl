@@ -203,7 +203,7 @@ tls_peers: [{{ include "rootward.identity" (dict "root" .root "role" "verifier")
 {{- if eq .v.autoscaling.mode "none" }}
 replicas: {{ .v.replicas }}
 {{- else if .root.Release.IsUpgrade }}
-{{- with lookup "apps/v1" "Deployment" .root.Release.Namespace .name }}
+{{- with lookup (include "rootward.controllerVersion" .v) (include "rootward.controller" .v) .root.Release.Namespace .name }}
 replicas: {{ .spec.replicas }}
 {{- end }}
 {{- end }}

@@ -1,5 +1,5 @@
 {{/*
-The autoscaler of a Deployment: (root, role, pool, a: values, signals: list of (name, type of target, target), labels: of the signals). The
+The autoscaler of a workload: (root, role, pool, v: values, a: those of autoscaling, signals: list of (name, type of target, target), labels: of the signals). The
 signals are series of the rules, or what the gateway's scaler answers.
 */}}
 {{- define "rootward.scaling" -}}
@@ -17,7 +17,7 @@ kind: HorizontalPodAutoscaler
 metadata:
   {{- include "rootward.metadata" $part | nindent 2 }}
 spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ include "rootward.part" $part }}}
+  scaleTargetRef: {apiVersion: {{ include "rootward.controllerVersion" .v }}, kind: {{ include "rootward.controller" .v }}, name: {{ include "rootward.part" $part }}}
   minReplicas: {{ $a.minReplicas }}
   maxReplicas: {{ $a.maxReplicas }}
   behavior:
@@ -40,7 +40,7 @@ kind: ScaledObject
 metadata:
   {{- include "rootward.metadata" $part | nindent 2 }}
 spec:
-  scaleTargetRef: {apiVersion: apps/v1, kind: Deployment, name: {{ include "rootward.part" $part }}}
+  scaleTargetRef: {apiVersion: {{ include "rootward.controllerVersion" .v }}, kind: {{ include "rootward.controller" .v }}, name: {{ include "rootward.part" $part }}}
   minReplicaCount: {{ $a.minReplicas }}
   maxReplicaCount: {{ $a.maxReplicas }}
   pollingInterval: {{ $a.pollingIntervalSeconds }}
