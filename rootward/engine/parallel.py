@@ -10,19 +10,22 @@ Sharding is that of transformers (`DistributedConfig`, the network's own `tp_pla
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from rootward.engine.atoms import reduced
 from rootward.engine.kv_tree import Moves
 from rootward.engine.passes import ForwardPass
+from rootward.engine.probe import ProbeReport
+from rootward.engine.rank_messages import AnyMessage, Done, Move, Probed, Run, decode, encode
 from rootward.engine.slots import Entry
 from rootward.errors import ConfigurationError, ModelLost
 from rootward.ports import Reduction
@@ -33,6 +36,7 @@ T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 IDLE = timedelta(days=365)  # a rank may wait as long for the next step; a rank that is gone closes its socket
+LONGEST = 1 << 28  # bytes of a message: far above that of the largest forward
 STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading included
 
 
@@ -79,11 +83,31 @@ class Group:
     def leads(self) -> bool:
         return self.index == 0
 
-    def agreed(self, value: T) -> T:
-        """Rank 0's value, on every rank. All of them call it at the same point."""
-        box: list[Any] = [value]
-        dist.broadcast_object_list(box, src=0, group=self._control)
-        return box[0]  # type: ignore[no-any-return]
+    def tell(self, message: AnyMessage) -> None:
+        """Rank 0: to the others, each of whom waits in `hear`."""
+        data = np.frombuffer(encode(message), np.uint8)
+        for part in (np.array([len(data)], np.int64), data):
+            dist.broadcast(torch.from_numpy(part.copy()), src=0, group=self._control)
+
+    def hear(self) -> AnyMessage:
+        """A rank other than 0. RuntimeError if rank 0 is gone; ValueError for what is no message of ours."""
+        size = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._control)
+        if not 0 < int(size) <= LONGEST:
+            raise ValueError(f"rank 0 announces {int(size)} bytes; a message has at most {LONGEST}")
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._control)
+        return decode(data.numpy().tobytes())
+
+    def agreed(self, report: ProbeReport) -> ProbeReport:
+        """Rank 0's, on every rank. All of them call it at the same point."""
+        if self.leads:
+            self.tell(Probed(report=report))
+            return report
+        told = self.hear()
+        if not isinstance(told, Probed):
+            raise RuntimeError(f"rank 0 is out of step: it sent {told.do!r} while the model is loaded")
+        return told.report
 
     def lose(self) -> None:
         with suppress(InvalidStateError):  # found by its process, or by the next step
@@ -91,7 +115,7 @@ class Group:
 
     def dismiss(self) -> None:
         """Rank 0: the others, who wait for the next step, may end."""
-        self.agreed(None)
+        self.tell(Done())
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -114,11 +138,11 @@ class LeadingPass:
         self._own, self._group = own, group
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
-        return reduced(self._led("run", entries, kept), reduction)
+        return reduced(self._led(Run.of(entries, kept), lambda: self._own.run(entries, kept)), reduction)
 
     def move(self, moves: Moves) -> None:
         if len(moves.source):
-            self._led("move", moves)
+            self._led(Move.of(moves), lambda: self._own.move(moves))
 
     def expose(self, states: Sequence[int]) -> None:
         self._own.expose(states)  # every rank has whole hidden states
@@ -127,12 +151,12 @@ class LeadingPass:
     def states(self) -> torch.Tensor:
         return self._own.states
 
-    def _led(self, name: str, *args: Any) -> Any:
+    def _led(self, message: Run | Move, call: Callable[[], T]) -> T:
         if self._group.lost.done():
             raise ModelLost("the ranks of the model have been lost; start this process again")
         try:
-            self._group.agreed((name, args))
-            return getattr(self._own, name)(*args)
+            self._group.tell(message)
+            return call()
         except Exception as wrong:
             self._group.lose()
             line = (str(wrong).strip() or "no message").splitlines()[0]
@@ -143,11 +167,12 @@ class LeadingPass:
 def follow(own: ForwardPass | LeadingPass, group: Group) -> None:
     """A rank other than 0: run what rank 0 runs until it says that it is done (or is gone: RuntimeError)."""
     while True:
-        told: tuple[str, Any] | None = group.agreed(None)
-        if told is None:
+        told = group.hear()
+        if isinstance(told, Done):
             return
-        name, args = told
-        getattr(own, name)(*args)
+        if isinstance(told, Probed):
+            raise RuntimeError("rank 0 is out of step: it loads its model once more")
+        getattr(own, told.do)(*told.arguments())
 
 
 def check_shape(config: Any, size: int) -> None:

@@ -139,7 +139,7 @@ def run_rank(place: Place, load: Load, device: str) -> None:
         sys.exit(wrong.exit_code)  # rank 0 says the same
     try:
         model.follow()
-    except RuntimeError as wrong:
+    except (RuntimeError, ValueError) as wrong:
         line = str(wrong).strip().splitlines()[0]
         sys.exit(f"rootward rank {place.index}: rank 0 is gone or out of step ({line})")
     group.close()

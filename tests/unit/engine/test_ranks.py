@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import Future
 
 from rootward.engine.ranks import Ranks
 
@@ -12,6 +13,9 @@ class Deaf:
     """A group of which a rank has just ended."""
 
     closed = False
+
+    def __init__(self) -> None:
+        self.lost: Future[None] = Future()
 
     def dismiss(self) -> None:
         raise RuntimeError("Connection closed by peer")
