@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.contexts import continued, prefill, random_prompts, read_prompts, tokenised
+from benchmarks.contexts import continued, prefill, random_prompts, tokenised
 from benchmarks.results import described
 from benchmarks.rows import quantise_top
 from rootward import demo
@@ -311,7 +311,7 @@ def load_pair(given: argparse.Namespace) -> tuple[LanguageModel, LanguageModel, 
         raise ConfigurationError(f"--draft: its tokenizer is not the target's: {fix}", 3)
     if specs[0].startswith("tabular:"):
         return target, draft, random_prompts(64, sizes[0], 8, given.seed)
-    texts = read_prompts(given.prompts) if given.prompts else demo.prompts()
+    texts = demo.read_prompts(given.prompts) if given.prompts else demo.prompts()
     return target, draft, tokenised(texts, load_tokenizer(specs[0]), LONGEST_PROMPT)
 
 

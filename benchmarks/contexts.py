@@ -5,9 +5,7 @@ Legend: C contexts, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,21 +18,6 @@ from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, Rows
 
 PREFILL_ROWS = 2048  # rows of one prefill forward
-
-
-def read_prompts(path: Path) -> list[str]:
-    """One prompt a line: JSON objects with `text`, or plain text."""
-    if not path.is_file():
-        raise ConfigurationError(f"prompts: no file at {str(path)!r}; give JSON lines with `text`, or plain lines")
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ConfigurationError(f"prompts: {str(path)!r} is empty; give one prompt a line")
-    if path.suffix not in (".json", ".jsonl"):
-        return lines
-    try:
-        return [str(json.loads(line)["text"]) for line in lines]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigurationError(f"prompts: {str(path)!r} has a line that is no object with `text`") from None
 
 
 def tokenised(prompts: Sequence[str], tokenizer: Any, longest: int) -> list[list[int]]:

@@ -84,8 +84,8 @@ def measure(
 
 def texts_of(model: str, prompts: Path | None, temperature: float, num: int, length: int, seed: int) -> list[Any]:
     """(prompt, output) of so many prompts, continued by the model itself for up to `length` tokens."""
-    from benchmarks.contexts import continued, random_prompts, read_prompts, tokenised
-    from rootward.demo import prompts as demo_prompts
+    from benchmarks.contexts import continued, random_prompts, tokenised
+    from rootward import demo
     from rootward.engine.loading import load_model
     from rootward.engine.tokenizers import load_tokenizer
 
@@ -93,7 +93,7 @@ def texts_of(model: str, prompts: Path | None, temperature: float, num: int, len
     if model.startswith("tabular:"):
         given = random_prompts(num, target.info.vocab_size, 8, seed)
     else:
-        texts = read_prompts(prompts) if prompts else demo_prompts()
+        texts = demo.read_prompts(prompts) if prompts else demo.prompts()
         given = tokenised(texts, load_tokenizer(model), LONGEST_PROMPT)
     made = continued(target, given, temperature, range(num), length, seed)
     heads = [given[i % len(given)] for i in range(num)]
@@ -121,9 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _results(given: argparse.Namespace, recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
     """All rows, printed as they come."""
-    from rootward.demo import paths
+    from rootward import demo
 
-    model, results = given.model or str(paths().target), []
+    model, results = given.model or str(demo.paths().target), []
     print("| temperature | drafter | nodes | tokens per round | nodes per round |\n|---|---|---|---|---|")
     for temperature in given.temperatures:
         texts = texts_of(model, given.prompts, temperature, given.num_texts, given.length, given.seed)

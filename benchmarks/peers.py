@@ -30,10 +30,10 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from benchmarks.contexts import read_prompts
 from benchmarks.peers_report import as_markdown, print_tables, write_readme
 from benchmarks.results import described
 from benchmarks.services import free_port, service
+from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
 
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")

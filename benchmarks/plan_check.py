@@ -30,7 +30,7 @@ from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
 from rootward.wire.clients import RemoteVerifier
-from verifier_service.plan.__main__ import LONGEST_PROMPT, is_head, prompt_ids, read_prompts
+from verifier_service.plan.__main__ import LONGEST_PROMPT, is_head, prompt_ids
 
 LOADS = (1, 4, 8)
 GOAL = 0.15
@@ -78,7 +78,7 @@ class Workers:
 
 async def measured(given: argparse.Namespace, threads: int) -> list[dict[str, float]]:
     """Tokens per second by temperature and load: of each mode the median of the repetitions, which take turns."""
-    texts = read_prompts(given.prompts) if given.prompts is not None else demo.chats()
+    texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
     prompts = prompt_ids(load_tokenizer(given.target), texts, raw=given.raw, longest=LONGEST_PROMPT)
     found = []
     async with AsyncExitStack() as stack:

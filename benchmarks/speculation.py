@@ -23,7 +23,6 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from benchmarks.contexts import read_prompts
 from benchmarks.inflate import save_inflated
 from benchmarks.results import described
 from benchmarks.services import generated, service
@@ -135,10 +134,7 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
             save_inflated(paths.target, target, options.layers, options.width)
     models = target, paths.draft
     encode = Tokenizer.from_file(str(paths.target / "tokenizer.json")).encode
-    texts = [
-        tuple(encode(prompt, add_special_tokens=False).ids[-128:])
-        for prompt in read_prompts(demo.paths().target.parent / "prompts.jsonl")
-    ]
+    texts = [tuple(encode(prompt, add_special_tokens=False).ids[-128:]) for prompt in demo.prompts()]
     async with AsyncExitStack() as stack:
         client = await started(stack, models, options, None)
         modes = {"plain": (client, Speculation(SpeculationMode.DISABLED))}

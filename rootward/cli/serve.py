@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import typer
 
+from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
@@ -102,3 +103,4 @@ for _role, _program in SERVICES.items():
 for _name, _help in BENCHMARKS.items():
     _benchmark = Program(f"benchmarks.{_name}", ("worker",), _help)
     bench.command(_name, help=_help, context_settings=OWN_FLAGS)(runs(f"bench {_name}", _benchmark))
+bench.command("serve")(bench_serve)

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from rootward.errors import ConfigurationError
+
 _HERE = Path(__file__).resolve().parent
 
 
@@ -30,14 +32,25 @@ def smollm2_head() -> Path:
 
 def prompts() -> list[str]:
     """Prompts from files that neither model nor tokenizer ever saw; see `prompts.jsonl` for the source of each."""
-    return _texts("prompts.jsonl")
+    return read_prompts(_HERE / "prompts.jsonl")
 
 
 def chats() -> list[str]:
     """First messages of conversations, for chat models."""
-    return _texts("chats.jsonl")
+    return read_prompts(_HERE / "chats.jsonl")
 
 
-def _texts(name: str) -> list[str]:
-    lines = (_HERE / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines]
+def read_prompts(path: Path) -> list[str]:
+    """One prompt a line: JSON objects with `text`, or plain text. ConfigurationError if there is none."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"--prompts: {str(path)!r} cannot be read ({error}); give one prompt a line") from None
+    if not lines:
+        raise ConfigurationError(f"--prompts: {str(path)!r} is empty; give one prompt a line")
+    if path.suffix not in (".json", ".jsonl"):
+        return lines
+    try:
+        return [str(json.loads(line)["text"]) for line in lines]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigurationError(f"--prompts: {str(path)!r} has a line that is no object with `text`") from None

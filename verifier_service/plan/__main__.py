@@ -159,22 +159,6 @@ def _random_prompts(vocab_size: int, seed: int) -> list[list[int]]:
     return [list(map(int, row)) for row in rng.integers(vocab_size, size=(16, 8))]
 
 
-def read_prompts(path: Path) -> list[str]:
-    """One prompt a line: JSON objects with `text`, or plain text. ConfigurationError if there is none."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"--prompts: {str(path)!r} cannot be read ({error}); give one prompt a line") from None
-    if not lines:
-        raise ConfigurationError(f"--prompts: {str(path)!r} is empty; give one prompt a line")
-    if path.suffix not in (".json", ".jsonl"):
-        return lines
-    try:
-        return [str(json.loads(line)["text"]) for line in lines]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigurationError(f"--prompts: {str(path)!r} has a line that is no object with `text`") from None
-
-
 def _name(spec: str) -> str:
     """A model's name without the folders above it."""
     return spec if ":" in spec else Path(spec).name or spec
@@ -182,7 +166,7 @@ def _name(spec: str) -> str:
 
 def _check(given: argparse.Namespace) -> None:
     """Fill in threads and texts; ConfigurationError names the option that is wrong."""
-    given.texts = read_prompts(given.prompts) if given.prompts is not None else demo.chats()
+    given.texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
     if given.threads is None:  # as `serve all` shares them out
         own = given.draft == NGRAM or is_head(given.draft)
         given.threads = max(1, available_cores() // (1 if own else 2))

@@ -7,10 +7,11 @@ import json
 import pytest
 
 from benchmarks.plan_check import as_markdown, compared
+from rootward.demo import read_prompts
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
 from rootward.errors import ConfigurationError
-from verifier_service.plan.__main__ import is_head, main, read_prompts
+from verifier_service.plan.__main__ import is_head, main
 from verifier_service.plan.forecast import Change, acceptance, acceptance_by_depth, forecast, forecasts
 from verifier_service.plan.measurement import Bench, Cell, Measured, Verdict
 from verifier_service.plan.report import answer, as_json
