@@ -24,8 +24,8 @@ from pydantic import TypeAdapter
 from redis.asyncio import Redis, RedisCluster
 
 from rootward.clock import Clock, SystemClock
-from rootward.discovery.static import polled
-from rootward.errors import Unavailable
+from rootward.discovery.static import join, polled
+from rootward.errors import ConfigurationError, Unavailable
 from rootward.ports import Peer
 from rootward.redis_client import KEY_PREFIX, answering, open_redis
 
@@ -179,11 +179,20 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
 
 
 def advertised(address: str) -> str:
-    """The address that peers dial for a listening address: itself, or this machine's own for a wildcard address."""
+    """The address that peers dial for a listening address: itself, or this machine's own for a wildcard address, by IPv4 if it has one.
+    ConfigurationError if it has none."""
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("0.0.0.0", "::", ""):
         return address
-    return f"{socket.gethostbyname(socket.gethostname())}:{port}"
+    name = socket.gethostname()
+    family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
+    try:
+        found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise ConfigurationError(
+            f"advertise: is empty, and this machine's name {name} has no address for {address} ({error}); name what peers dial"
+        ) from error
+    return join(min((str(info[4][0]) for info in found), key=lambda own: ":" in own), int(port))
 
 
 class RegistryDiscovery:
