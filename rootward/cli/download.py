@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -15,12 +16,14 @@ from rootward.errors import ConfigurationError
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 HUB = "hf://"
+PAUSE_S = 30.0
 
 
 def download(
     url: Annotated[str, typer.Argument(help="hf://ORG/NAME@REVISION, or a folder at s3://, gs://, file:// …")],
     folder: Annotated[Path, typer.Argument(help="New folder. If it is there, nothing is downloaded.")],
     tokenizer_only: Annotated[bool, typer.Option("--tokenizer-only", help="No weights.")] = False,
+    attempts: Annotated[int, typer.Option(min=1, help="How often to try, half a minute apart.")] = 1,
 ) -> None:
     """Download a model into a folder that appears when it is complete.
 
@@ -34,23 +37,33 @@ def download(
             return
         partial = folder.with_name(f"{folder.name}.partial")
         patterns = TOKENIZER_FILES if tokenizer_only else ("*",)
-        try:
-            if url.startswith(HUB):
-                _from_hub(url, partial, patterns)
-            else:
-                _from_store(url, partial, patterns)
-        except ImportError as error:
-            raise ConfigurationError(
-                f"url: {url} needs a package ({error}); run pip install 'rootward[gateway]'"
-            ) from error
-        except ConfigurationError:
-            raise
-        except Exception as error:  # hub and stores raise kinds of their own
-            raise ConfigurationError(
-                f"url: {url} was not downloaded ({error}); check address, credentials and disk"
-            ) from error
+        for left in reversed(range(attempts)):
+            try:
+                _fetch(url, partial, patterns)
+                break
+            except ConfigurationError as error:
+                if not left:
+                    raise
+                typer.echo(f"{error}; attempts left: {left}", err=True)
+                time.sleep(PAUSE_S)
         partial.rename(folder)
     typer.echo(f"downloaded {url} to {folder}", err=True)
+
+
+def _fetch(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
+    try:
+        if url.startswith(HUB):
+            _from_hub(url, partial, patterns)
+        else:
+            _from_store(url, partial, patterns)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"url: {url} needs a package ({error}); run pip install 'rootward[gateway]'"
+        ) from error
+    except ConfigurationError:
+        raise
+    except Exception as error:  # hub and stores raise kinds of their own
+        raise ConfigurationError(f"url: {url} was not downloaded ({error}); check address, credentials and disk") from error
 
 
 @contextmanager

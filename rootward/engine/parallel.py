@@ -37,6 +37,7 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 IDLE = timedelta(days=365)  # a rank may wait as long for the next step; a rank that is gone closes its socket
 LONGEST = 1 << 28  # bytes of a message: far above that of the largest forward
+START = timedelta(days=1)  # for all ranks to be started; machines may download first. What starts them bounds it, as a startup probe does
 STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading included
 
 
@@ -76,6 +77,7 @@ class Group:
             store = _store(place.host, place.port, place.size, is_master=False)
         self.index, self.size = place.index, place.size
         self.lost: Future[None] = Future()  # done when a rank is known to be gone
+        assemble(store, place.index, place.size)
         dist.init_process_group(BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP)
         self._control = dist.new_group(backend="gloo", timeout=IDLE)
 
@@ -128,7 +130,14 @@ def meeting_point(nodes: Nodes, size: int) -> Any:
 
 def _store(host: str, port: int, size: int, *, is_master: bool) -> Any:
     store = dist.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
-    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=STEP)
+    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=START)
+
+
+def assemble(store: Any, index: int, size: int) -> None:
+    """Wait until every rank has been started; from then on none may keep the others for longer than a step."""
+    store.set(f"started/{index}", "")
+    store.wait([f"started/{other}" for other in range(size)], START)
+    store.set_timeout(STEP)
 
 
 class LeadingPass:

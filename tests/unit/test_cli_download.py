@@ -112,6 +112,30 @@ def test_a_broken_download_is_no_folder_and_is_continued(store, tmp_path, capsys
     assert before  # what the first had fetched was kept
 
 
+def test_a_download_is_tried_again_in_place(store, tmp_path, monkeypatch, capsys):
+    """A container that ends and is started again would count as a failure of its pod, and of the pods of its group."""
+    store.broken = {"model.safetensors"}
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            store.broken = set()
+
+    monkeypatch.setattr(module.time, "sleep", pause)
+    assert main(["download", URL, str(tmp_path / "m"), "--attempts", "3"]) == 0
+    assert files_of(tmp_path / "m") == FILES
+    assert len(pauses) == 2
+    assert "connection reset" in capsys.readouterr().err
+
+
+def test_attempts_end(store, tmp_path, monkeypatch):
+    store.broken = {"model.safetensors"}
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    assert main(["download", URL, str(tmp_path / "m"), "--attempts", "2"]) == 2
+    assert not (tmp_path / "m").exists()
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [
