@@ -12,7 +12,7 @@ from verifier_service.settings import VerifierSettings
 def image(meaning: str, name: str, tag: str = "") -> Schema:
     return group(
         meaning,
-        repository=text("Image without tag; `global.imageRegistry` stands before ours.", name, minLength=1),
+        repository=text("Image without tag.", name, minLength=1),
         tag=text("Tag." if tag else "Tag; empty is the chart's appVersion.", tag),
         digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
         pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
@@ -51,7 +51,7 @@ def tokenizer() -> Schema:
     schema = model("target", "")
     schema["description"] = (
         "Where gateways read the tokenizer; empty source: where verifiers read weights (`hf` and `url` download tokenizer files alone). "
-        "With `pvc`, `image` or `host` weights name a small folder here, and gateways mount no weights."
+        "Required with `pvc`, `image` or `host` weights: name a small folder, or the folder of the weights if gateways may mount them."
     )
     schema["properties"]["source"].update(default="", enum=["", "spec", "hf", "url", "pvc", "image", "host"])
     return schema
@@ -66,9 +66,15 @@ def drain(pre_stop: int, timeout: int, margin: int) -> Schema:
     )
 
 
+def addresses(meaning: str, before: str) -> Schema:
+    """Of workers outside the release. Each ends with a port, which NetworkPolicies open."""
+    pattern = rf"^{before}((dns|static):)?([^\s:=/\[\]]+|\[[0-9A-Fa-f:.]+\]):[1-9][0-9]{{0,4}}$"
+    return {**listed(meaning), "items": {"type": "string", "pattern": pattern}}
+
+
 def lifetime(drain: Schema, pdb: Schema, startup_failures: int) -> dict[str, Schema]:
     """How pods of a part start, run somewhere, and go."""
-    return {"drain": drain, "pdb": pdb, "probes": probes(startup_failures), **placement()}
+    return {"drain": drain, "pdb": pdb, "probes": probes(startup_failures), **fit()}
 
 
 def on_gpus() -> dict[str, Schema]:
@@ -96,16 +102,28 @@ def probes(failures: int) -> Schema:
 
 
 def placement() -> dict[str, Schema]:
+    """Where pods run, and as whom."""
     return {
         "nodeSelector": free("Labels of nodes."),
         "tolerations": listed("Taints that are tolerated."),
         "affinity": free("Affinity, as in a pod."),
         "priorityClassName": text("Priority class."),
-        "runtimeClassName": text("Runtime class, as `nvidia`."),
-        "resourceClaims": listed("Dynamic resource claims of the pod (Kubernetes 1.34+)."),
         "schedulerName": text("Scheduler, if not the cluster's."),
         "podAnnotations": free("Annotations of pods."),
         "podLabels": free("More labels of pods."),
+        "podSecurityContext": free("What differs from `global.podSecurityContext`, as {supplementalGroups: [44]}."),
+        "securityContext": free(
+            "What differs from `global.containerSecurityContext`, as {capabilities: {add: [IPC_LOCK]}}."
+        ),
+    }
+
+
+def fit() -> dict[str, Schema]:
+    """What a platform adds to pods of a service."""
+    return {
+        **placement(),
+        "runtimeClassName": text("Runtime class, as `nvidia`."),
+        "resourceClaims": listed("Dynamic resource claims of the pod (Kubernetes 1.34+)."),
         "image": free(
             "What differs from the part's image, as {repository, tag, digest}: a build for another accelerator."
         ),
@@ -183,7 +201,11 @@ def redis() -> Schema:
             "rw",
             pattern="^[A-Za-z0-9._-]{1,64}$",
         ),
-        image=image("Image of our own.", "docker.io/library/redis", "7.4-alpine"),
+        image=image(
+            "Image of our own; `global.imageRegistry` stands before a repository that names no registry.",
+            "docker.io/library/redis",
+            "7.4-alpine",
+        ),
         auth=group(
             "Users gateway, verifier and drafter, each with rights on its own keys.",
             existingSecret=text(
@@ -191,6 +213,7 @@ def redis() -> Schema:
             ),
         ),
         resources=cpu("100m", "256Mi"),
+        **placement(),
         maxmemory=text(
             "`single`: Redis refuses writes beyond it; keep it below the memory limit, or the kernel ends Redis first.",
             "192mb",
@@ -310,10 +333,13 @@ def verifier() -> Schema:
         "The target model.",
         replicas=whole("Verifiers.", 1, 1),
         nodes=whole(
-            "Machines that share one model: above 1 a verifier is a group of a LeaderWorkerSet (install its controller), and "
+            "Machines that share one model: above 1 a verifier is a group of a LeaderWorkerSet (install its controller, 0.9 or newer), and "
             "`settings.tensor_parallel` the GPUs of all its machines.",
             1,
             1,
+        ),
+        exclusiveTopology=text(
+            "With several `nodes`: label of nodes, as a rack's or a node pool's, whose value all machines of a group share, and no other group."
         ),
         model=model("target", "/opt/rootward/demo/target"),
         rows=whole("Rows of one target forward (`max_num_batched_tokens`).", 256, 2),
@@ -369,7 +395,9 @@ def monitoring() -> Schema:
     return group(
         "For the Prometheus operator and Grafana.",
         podMonitor=switch("PodMonitor: it also scrapes pods that drain.", interval=text("Between scrapes.", "15s")),
-        rules=switch("PrometheusRule with the tested recording and alert rules."),
+        rules=switch(
+            "PrometheusRule with the tested recording and alert rules, for series of this namespace and `release` (the label that the PodMonitor adds)."
+        ),
         dashboards=switch("ConfigMaps with dashboards."),
         prometheus=group(
             "Used by `keda`.",
@@ -394,15 +422,35 @@ def values() -> Schema:
                 ipv6=flag("Listen on [::], as clusters with IPv6 alone need; nodes without IPv6 cannot.", False),
                 tmpSizeLimit=text("Most disk of a pod's /tmp.", "2Gi"),
                 downloadEnv=listed(
-                    "Variables of the container that downloads models (`source: hf`, `url`): HTTPS_PROXY, HF_ENDPOINT, as in a container."
+                    "Variables of the container that downloads models (`source: hf`, `url`): HTTPS_PROXY, HF_ENDPOINT, AWS_ENDPOINT_URL, as "
+                    "in a container. NetworkPolicies open the ports of URLs given here as values."
+                ),
+                podSecurityContext=free(
+                    "Of all pods. Clusters that give out users (OpenShift): runAsUser, runAsGroup and fsGroup null.",
+                    {
+                        "runAsNonRoot": True,
+                        "runAsUser": 10001,
+                        "runAsGroup": 10001,
+                        "fsGroup": 10001,
+                        "fsGroupChangePolicy": "OnRootMismatch",
+                        "seccompProfile": {"type": "RuntimeDefault"},
+                    },
+                ),
+                containerSecurityContext=free(
+                    "Of all containers.",
+                    {
+                        "allowPrivilegeEscalation": False,
+                        "readOnlyRootFilesystem": True,
+                        "capabilities": {"drop": ["ALL"]},
+                    },
                 ),
                 logLevel=choice("Least severity that is logged.", "info", "debug", "warning", "error"),
             )
         },
         image=group(
             "Images.",
-            slim=image("Gateway, SDK, command line.", "rootward/slim"),
-            worker=image("Verifier and drafter.", "rootward/worker"),
+            slim=image("Gateway, SDK, command line; `global.imageRegistry` stands before it.", "rootward/slim"),
+            worker=image("Verifier and drafter; `global.imageRegistry` stands before it.", "rootward/worker"),
         ),
         discovery=group(
             "How gateways find verifiers and verifiers find drafters.",
@@ -411,8 +459,8 @@ def values() -> Schema:
                 "`static`: the lists below alone.",
                 *("redis", "kubernetes", "dns", "static"),
             ),
-            verifiers=listed("More verifiers, as host:port, in any mode.", "string"),
-            drafters=listed("More drafters, as pool=host:port, in any mode.", "string"),
+            verifiers=addresses("More verifiers, as host:port, in any mode.", ""),
+            drafters=addresses("More drafters, as pool=host:port, in any mode.", "[^=:]+="),
         ),
         models={
             "type": "array",
@@ -458,6 +506,7 @@ def values() -> Schema:
             "`helm test`.",
             enabled=flag("Render the test pod.", True),
             apiKeySecret=text("With `gateway.auth`: Secret with an API key, itself, under `key`."),
+            **placement(),
         ),
         extraManifests=listed("More objects; strings are templates.", "string"),
     )

@@ -53,10 +53,11 @@ def test_api_tokens_are_mounted_only_where_discovery_needs_them(objects, name):
 
 def test_grace_is_pre_stop_and_drain_and_a_margin(objects):
     settings = {o["metadata"]["name"]: o["data"].get("settings.yaml") for o in of_kind(objects, "ConfigMap")}
-    for deployment in of_kind(objects, "Deployment"):
-        spec = deployment["spec"]["template"]["spec"]
+    served = [(name, pod["spec"]) for name, pod in pods(objects).items() if name.startswith(("Deployment/", "Leader"))]
+    assert len({name.split("/")[1] for name, _ in served}) == len(workloads(objects))
+    for name, spec in served:
         sleep = spec["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-        timeout = yaml.safe_load(settings[deployment["metadata"]["name"]])["shutdown_timeout_s"]
+        timeout = yaml.safe_load(settings[name.split("/")[1]])["shutdown_timeout_s"]
         assert spec["terminationGracePeriodSeconds"] > sleep + timeout
 
 
@@ -68,7 +69,8 @@ def test_selectors_meet_the_pods_they_mean(objects):
         *of_kind(objects, "PodDisruptionBudget"),
     ]:
         own = [pod for pod in every if selects(o["spec"]["selector"], pod)]
-        assert [role_of(pod) for pod in own] == [role_of(o)], o["metadata"]["name"]
+        machines = 2 if len(of_kind(objects, "LeaderWorkerSet")) and role_of(o) == "verifier" else 1
+        assert [role_of(pod) for pod in own] == [role_of(o)] * machines, o["metadata"]["name"]
     for service in of_kind(objects, "Service"):
         meant = [pod for pod in every if selects(service["spec"]["selector"], pod)]
         ports = {port["name"] for pod in meant for c in pod["spec"]["containers"] for port in c["ports"]}
@@ -150,6 +152,15 @@ def test_images_follow_registry_and_digest(objects, name):
                 assert "@sha256:" in container["image"]
             else:
                 assert container["image"].rpartition(":")[2] not in ("", "latest")
+
+
+def test_shared_memory_fits_the_memory_limit(objects):
+    """What is written there counts as memory of the container."""
+    for where, pod in pods(objects).items():
+        memory = pod["spec"]["containers"][0]["resources"]["limits"]["memory"]
+        for volume in pod["spec"].get("volumes", []):
+            if volume.get("emptyDir", {}).get("medium") == "Memory":
+                assert int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) < int(memory.removesuffix("Gi")), where
 
 
 def test_no_secret_is_in_a_config_map(objects):

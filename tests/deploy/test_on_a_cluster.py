@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,6 +49,16 @@ def test_gateways_mount_a_tokenizer_and_no_weights(helm):
     }
     assert claims == {"gateway": ["tokenizer"], "verifier": ["weights"]}
     assert settings(objects, "gateway")["served_model_name"] == settings(objects, "verifier")["served_model_name"]
+
+
+@pytest.mark.parametrize("weights", ["source: pvc, claim: w", "source: host, hostPath: /w", "source: image, image: x/w:1"])
+def test_weights_are_mounted_in_gateways_only_where_that_is_said(helm, weights):
+    done = helm.template(f"verifier: {{model: {{{weights}}}}}")
+    assert "gateway.tokenizer.source" in done.stderr
+    both = helm.rendered(f"verifier: {{model: {{{weights}}}}}\ngateway: {{tokenizer: {{{weights}}}}}")
+    assert [v for v in volumes(both, "gateway") if v["name"] == "model"] == [
+        v for v in volumes(both, "verifier") if v["name"] == "model"
+    ]
 
 
 S3 = "verifier: {model: {source: url, url: 's3://models/llama-70b/', secret: s3%s}}\n"
@@ -275,10 +286,15 @@ def test_images_come_from_a_named_registry(helm):
 
 
 def test_ipv6_listens_on_every_address(helm):
-    objects = helm.rendered("global: {ipv6: true}", *REGISTRY)
-    assert {settings(objects, part)["admin_listen"] for part in ("gateway", "verifier", "drafter-default")} == {
-        "[::]:9090"
+    objects = helm.rendered(f"global: {{ipv6: true}}\n{KEDA}", *REGISTRY)
+    listened = {
+        (part, key): value
+        for part in ("gateway", "verifier", "drafter-default")
+        for key, value in settings(objects, part).items()
+        if key.endswith("listen")
     }
+    assert len(listened) == 8  # gRPC and metrics of each, and the gateway's HTTP and scaler
+    assert {value.rpartition(":")[0] for value in listened.values()} == {"[::]"}
 
 
 # -- fit --------------------------------------------------------------------------------------------------------------
@@ -300,6 +316,94 @@ def test_pods_take_what_a_platform_adds(helm):
     amd, default = (container_of(objects, f"drafter-{pool}") for pool in ("amd", "default"))
     assert amd["image"] == default["image"].rpartition(":")[0] + ":rocm"
     assert amd["resources"]["limits"]["amd.com/gpu"] == 1
+
+
+def test_every_pod_is_placed_as_its_platform_asks(helm):
+    """Redis and the test pod too: taints, nodes, a scheduler, a priority; users and groups that a cluster gives out itself."""
+    placed = (
+        "{schedulerName: volcano, priorityClassName: high, nodeSelector: {pool: cpu}, podLabels: {team: ml}, podAnnotations: {cost: a},"
+        " tolerations: [{key: cpu, operator: Exists}], podSecurityContext: {supplementalGroups: [44]},"
+        " securityContext: {capabilities: {add: [IPC_LOCK]}}}"
+    )
+    openshift = "global: {podSecurityContext: {runAsUser: null, runAsGroup: null, fsGroup: null}}\n"
+    objects = helm.rendered(
+        f"{openshift}gateway: {placed}\nverifier: {placed}\nredis: {placed}\ntests: {placed}\ndrafter: {{defaults: {placed}}}"
+    )
+    assert len(pods(objects)) == 5
+    for where, pod in pods(objects).items():
+        spec, metadata = pod["spec"], pod["metadata"]
+        assert (spec["schedulerName"], spec["priorityClassName"], spec["nodeSelector"]) == ("volcano", "high", {"pool": "cpu"}), where
+        assert {"key": "cpu", "operator": "Exists"} in spec["tolerations"], where
+        assert (metadata["labels"]["team"], metadata["annotations"]["cost"]) == ("ml", "a"), where
+        given = {
+            "runAsNonRoot": True,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "supplementalGroups": [44],
+        }
+        assert spec["securityContext"] == given, where
+        for container in containers(pod):
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}, where
+
+
+@pytest.mark.parametrize(
+    ("repository", "reference"),
+    [
+        ("docker.io/library/redis", "docker.io/library/redis"),
+        ("mirror/redis", "registry.example.com/rootward/mirror/redis"),
+    ],
+)
+def test_redis_comes_from_the_registry_of_the_release_unless_it_names_one(helm, repository, reference):
+    digest = f"sha256:{7:064x}"
+    objects = helm.rendered(f"redis: {{image: {{repository: {repository}, digest: '{digest}'}}}}", *REGISTRY)
+    pod = named(objects, "StatefulSet", "rw-rootward-redis")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == f"{reference}@{digest}"
+
+
+# -- a model over several machines ------------------------------------------------------------------------------------
+
+SPREAD = "verifier: {nodes: 2, replicas: 2, settings: {tensor_parallel: 2}, %s}\ngateway: {tokenizer: {source: hf, repo: o/t}}"
+GROUP = "leaderworkerset.sigs.k8s.io"
+
+
+def test_a_download_that_is_slow_or_retried_does_not_end_its_group(helm):
+    """The operator counts a container that was started again as a failure, before all pods of a group run as well (LeaderWorkerSet 0.9)."""
+    (group,) = of_kind(helm.rendered(SPREAD % "model: {source: hf, repo: o/t}"), "LeaderWorkerSet")
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "RecreateGroupAfterStart"
+    arguments = template["workerTemplate"]["spec"]["initContainers"][0]["args"]
+    assert int(arguments[arguments.index("--attempts") + 1]) > 1
+
+
+def test_machines_of_one_model_are_not_spread(helm):
+    (group,) = of_kind(helm.rendered(SPREAD % "exclusiveTopology: cloud.google.com/gke-nodepool"), "LeaderWorkerSet")
+    assert "topologySpreadConstraints" not in group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
+    assert group["metadata"]["annotations"] == {f"{GROUP}/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    (plain,) = of_kind(helm.rendered(SPREAD % ""), "LeaderWorkerSet")
+    assert "annotations" not in plain["metadata"]
+
+
+def test_a_drain_of_nodes_ends_one_group_at_a_time(helm):
+    """Whichever of its pods is evicted, a group ends; so every pod counts, and all of a group that starts again are away."""
+    objects = helm.rendered(SPREAD % "")
+    (budget,) = [o for o in of_kind(objects, "PodDisruptionBudget") if o["metadata"]["name"].endswith("-verifier")]
+    machines = [pod for name, pod in pods(objects).items() if name.startswith("LeaderWorkerSet/")]
+    assert len(machines) == 2
+    assert all(matches(budget["spec"]["selector"], pod) for pod in machines)
+    assert budget["spec"]["maxUnavailable"] == 1
+
+
+def test_only_machines_of_one_model_reach_all_ports_of_each_other(helm):
+    objects = helm.rendered(
+        "models: [{name: a, verifier: {nodes: 2, settings: {tensor_parallel: 2}}}, {name: b, verifier: {nodes: 2, settings:"
+        " {tensor_parallel: 2}}}, {name: c}]"
+    )
+    machine = {name[-3:]: pod for name, pod in pods(objects).items() if "-verifier-" in name}
+    machine["c"] = next(pod for name, pod in pods(objects).items() if name.endswith("-verifier-c"))
+    assert admitted(objects, machine["a/0"], machine["a/1"], 41234)
+    assert admitted(objects, machine["b/1"], machine["b/0"], 29500)
+    for source, target in itertools.permutations(("a/0", "b/0", "c"), 2):
+        assert not admitted(objects, machine[source], machine[target], 41234), (source, target)
 
 
 # -- several models ---------------------------------------------------------------------------------------------------
@@ -360,6 +464,29 @@ def test_each_release_scales_by_its_own_series(helm):
         assert 'release="rw"' in trigger["metadata"]["query"]
 
 
+def test_another_prefix_restarts_redis(helm):
+    """It reads its users once, when it starts: with the old ones services would be refused their new keys."""
+    usual, blue = (named(helm.rendered(v), "StatefulSet", "rw-rootward-redis")["spec"]["template"] for v in ("", "redis: {keyPrefix: blue}"))
+    assert usual["metadata"] != blue["metadata"]
+    assert "annotations" not in usual["metadata"]  # an upgrade from a chart that had none restarts nothing
+
+
+def test_rules_record_and_watch_their_own_release_alone(helm):
+    """Two releases of one Prometheus would record the same series twice."""
+    rules = [
+        rule
+        for o in of_kind(helm.objects("hpa"), "PrometheusRule")
+        for group in o["spec"]["groups"]
+        for rule in group["rules"]
+    ]
+    assert len(rules) > 20
+    for rule in rules:
+        series = re.findall(r"rootward[_:][a-z0-9_]+(\{[^}]*\})?", rule["expr"])
+        assert all('namespace="llm"' in selector and 'release="rw"' in selector for selector in series), rule["expr"]
+        if not series:
+            assert "rw-rootward-" in rule["expr"]
+
+
 def test_releases_that_share_a_redis_have_keys_of_their_own(helm):
     objects = helm.rendered("redis: {mode: external, keyPrefix: blue, external: {existingSecret: u}}")
     assert {settings(objects, part)["redis_prefix"] for part in ("gateway", "verifier", "drafter-default")} == {"blue"}
@@ -389,6 +516,9 @@ VALUE_SETS = {
     "drafter: {defaults: {settings: {tracing_endpoint: 'http://[fd00::1]:14317'}}}",
     "workers of another release": "discovery: {verifiers: ['other-verifier:7001'], drafters: ['big=other-drafter:7002']}",
     "downloads": DOWNLOADED,
+    "downloads through a proxy": DOWNLOADED + "global: {downloadEnv: [{name: HTTPS_PROXY, value: 'http://proxy:3128'},"
+    " {name: https_proxy, value: 'proxy:3129'}, {name: NO_PROXY, value: 'localhost:1'}, {name: AWS_ENDPOINT_URL, value: 'http://minio:9000/'},"
+    " {name: HF_ENDPOINT, value: 'http://[fd00::1]'}, {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: s, key: token}}}]}",
     "downloads from a bucket": "drafter: {pools: {default: {model: {source: url, url: 's3://m/d'}}}}",
     "two models": "models: [{name: a, verifier: {model: {source: hf, repo: x/a}}, drafter: {pools: {p: {}}}}, {name: b}]",
     "a model over two machines": "verifier: {nodes: 2, settings: {tensor_parallel: 2}}",
@@ -414,6 +544,8 @@ def needed(name: str) -> Iterator[Connection]:
             yield from (Connection("gateway", 7001, ""), Connection("verifier", 7002, ""))
         case "downloads from a bucket":
             yield Connection("drafter", 443, "")
+        case "downloads through a proxy":
+            yield from (Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 3128, 3129, 9000, 80))
         case "downloads" | "two models":
             yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
         case "a model over two machines":
@@ -440,6 +572,8 @@ def test_policies_refuse_what_nobody_needs(helm):
         ("verifier", 29500, "verifier"),
     ]
     assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
+    proxied = helm.rendered(VALUE_SETS["downloads through a proxy"])
+    assert [c for c in (("drafter", 3128, ""), ("gateway", 1, "")) if allowed(proxied, Connection(*c))] == []
 
 
 def test_operators_of_the_cluster_reach_what_they_ask(helm):

@@ -21,6 +21,8 @@ BY_SCHEMA = {
     "an unknown key of a model": ("models: [{name: a, verifier: {replica: 2}}]", "models", "replica"),
     "a digest that is none": ("image: {slim: {digest: latest}}", "image", "digest"),
     "a pool name that no object could have": ("drafter: {pools: {L4_pool: {}}}", "drafter", "L4_pool"),
+    "a verifier that has no port": ("discovery: {verifiers: ['redis:x']}", "verifiers"),
+    "a drafter without its pool": ("discovery: {drafters: ['host:7002']}", "drafters"),
     "a password in values": (
         "redis: {mode: external, external: {url: 'redis://user:pw@host:6379/0'}}",
         "external",
@@ -44,6 +46,26 @@ BY_TEMPLATE = {
         "verifier: {nodes: 2, settings: {tensor_parallel: 3}}",
         "verifier.settings.tensor_parallel",
     ),
+    "a draft head beside tensor parallel": (
+        "verifier: {settings: {tensor_parallel: 2, draft_head: /models/head}}",
+        "verifier.settings.draft_head",
+    ),
+    "a head that drafts beside tensor parallel": (
+        "verifier: {settings: {tensor_parallel: 2, local_draft: 'head:/models/head'}}",
+        "verifier.settings.local_draft",
+    ),
+    "two models of one name": ("models: [{name: a}, {name: a, servedModelName: b}]", "models.a"),
+    "two models that clients call the same": ("models: [{name: a, servedModelName: b}, {name: b}]", "models.b", "servedModelName"),
+    "pools of two models that are named the same": (
+        "models: [{name: a, drafter: {pools: {b-c: {}}}}, {name: a-b, drafter: {pools: {c: {}}}}]",
+        "models.a-b.drafter.pools.c",
+        "a-b-c",
+    ),
+    "gateways that would mount weights": ("verifier: {model: {source: pvc, claim: weights}}", "gateway.tokenizer.source"),
+    "gateways that would mount the weights of one of several models": (
+        "models: [{name: a, verifier: {model: {source: image, image: x/y:1}}}]",
+        "models.a.tokenizer.source",
+    ),
     "push without a port": ("drafter: {pools: {default: {autoscaling: {mode: keda-push}}}}", "gateway.scaler.port"),
     "a drain that nobody waits for": ("verifier: {drain: {timeoutSeconds: 900}}", "verifier.drain"),
     "gateways' bounds": (
@@ -62,7 +84,7 @@ BY_TEMPLATE = {
     "an external Redis nowhere": ("redis: {mode: external}", "redis.external.url"),
     "a test that would be turned away": ("gateway: {auth: {existingSecret: keys}}", "tests.apiKeySecret"),
     "nobody to find": ("discovery: {mode: static}", "discovery.verifiers"),
-    "a claim without a name": ("verifier: {model: {source: pvc}}", "model.claim"),
+    "a claim without a name": ("drafter: {pools: {default: {model: {source: pvc}}}}", "model.claim"),
     "a certificate that is missing": ("tls: {mode: existingSecret}", "tls.existingSecrets."),
     "a route to no Gateway": ("gateway: {route: {enabled: true}}", "gateway.route.parentRefs"),
 }

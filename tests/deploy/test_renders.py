@@ -69,7 +69,10 @@ def test_every_supported_kubernetes_knows_every_field(helm, version):
 def test_an_image_volume_needs_a_newer_kubernetes(helm):
     """That the validation can fail at all."""
     validate = pytest.importorskip("kubernetes_validate")
-    objects = helm.rendered("verifier: {model: {source: image, image: registry.example.com/weights:1}}")
+    objects = helm.rendered(
+        "verifier: {model: {source: image, image: registry.example.com/weights:1}}\n"
+        "gateway: {tokenizer: {source: hf, repo: o/t}}"
+    )
     verifier = next(o for o in objects if o["kind"] == "Deployment" and o["metadata"]["name"].endswith("verifier"))
     validate.validate(verifier, "1.31", strict=True)
     with pytest.raises(validate.ValidationError):

@@ -76,3 +76,29 @@ def test_a_selector_that_changes_is_noticed(releases):
     changed = {key: {**o, "spec": {**o["spec"], "selector": {}}} for key, o in after.items() if key[0] == "Deployment"}
     with pytest.raises(AssertionError, match="selector"):
         test_no_immutable_field_changes((before, {**after, **changed}))
+
+
+def upgraded(helm, before: str, after: str) -> list[dict]:
+    """The objects of this chart for values before and after, as {(kind, name): object}."""
+    flags = ("--namespace", "llm", "--set", f"global.imageRegistry={REGISTRY}", "-f", "-")
+    done = [helm.run("template", "rw", str(CHART), *flags, stdin=values) for values in (before, after)]
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    return [{(o["kind"], o["metadata"]["name"]): o for o in parsed(one.stdout)} for one in done]
+
+
+def test_a_second_machine_replaces_the_verifiers_and_nothing_else(helm):
+    kept = "redis: {auth: {existingSecret: u}}\nverifier: {replicas: 2, settings: {tensor_parallel: 2}"
+    before, after = upgraded(helm, f"{kept}}}", f"{kept}, nodes: 2}}")
+    gone = ("Deployment", "rw-rootward-verifier")
+    assert set(before) - set(after) == {gone}
+    test_no_immutable_field_changes((before, after))
+    was, now = (pods(list(objects.values())) for objects in (before, after))
+    assert {name for name, pod in was.items() if now.get(name) != pod} == {"/".join(gone)}
+
+
+def test_another_key_prefix_restarts_redis_and_all_that_use_it(helm):
+    kept = "redis: {auth: {existingSecret: u}, keyPrefix: %s}"
+    before, after = upgraded(helm, kept % "rw", kept % "blue")
+    test_no_immutable_field_changes((before, after))
+    was, now = (pods(list(objects.values())) for objects in (before, after))
+    assert {name for name in was if was[name] != now[name]} == {name for name in was if not name.startswith("Pod/")}

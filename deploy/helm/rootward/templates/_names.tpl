@@ -45,10 +45,21 @@ labels:
   {{- include "rootward.labels" . | nindent 2 }}
 {{- end }}
 
-{{/* Port of the URL of a collector; 443 for https without one, else 4317 (OTLP over gRPC) */}}
+{{/* Port of a URL: (url, plain: that of http without one) */}}
 {{- define "rootward.port" -}}
-{{- $port := regexFind ":[0-9]+$" (urlParse .).host | trimPrefix ":" -}}
-{{ $port | default (ternary "443" "4317" (hasPrefix "https://" .)) }}
+{{- $port := regexFind ":[0-9]+$" (urlParse .url).host | trimPrefix ":" -}}
+{{ $port | default (ternary "443" .plain (hasPrefix "https://" .url)) }}
+{{- end }}
+
+{{/* Ports that downloads call, as JSON: 443, and those of proxies and endpoints in their variables */}}
+{{- define "rootward.downloadPorts" -}}
+{{- $ports := list 443 -}}
+{{- range .Values.global.downloadEnv -}}
+{{- $url := .value | default "" -}}
+{{- if and $url (regexMatch "(?i)^(https?|all)_proxy$" .name) (not (contains "://" $url)) }}{{ $url = printf "http://%s" $url }}{{ end -}}
+{{- if contains "://" $url }}{{ $ports = append $ports (include "rootward.port" (dict "url" $url "plain" "80") | int) }}{{ end -}}
+{{- end -}}
+{{- $ports | uniq | toJson -}}
 {{- end }}
 
 {{/* appProtocol of a gRPC port: plain HTTP/2, or TLS, where HTTP/2 is agreed on in the handshake */}}
@@ -73,6 +84,7 @@ tokenizer: where gateways read it, pools: name → pool}. The pools of one of se
 {{- $one := dict "name" "" "servedModelName" .Values.servedModelName "drafter" .Values.drafter "tokenizer" .Values.gateway.tokenizer -}}
 {{- if and .Values.models (or .Values.discovery.verifiers .Values.discovery.drafters) }}{{ fail "discovery.verifiers, discovery.drafters: belong to one model, and models has several; leave one of them empty" }}{{ end -}}
 {{- $models := list -}}
+{{- $taken := dict "name" dict "served" dict "pool" dict -}}
 {{- range $m := .Values.models | default (list $one) -}}
 {{- $verifier := mustMergeOverwrite (deepCopy $root.Values.verifier) (deepCopy ($m.verifier | default dict)) -}}
 {{- $w := $verifier.model -}}
@@ -80,12 +92,20 @@ tokenizer: where gateways read it, pools: name → pool}. The pools of one of se
 {{- range $pool, $given := dig "drafter" "pools" dict $m -}}
 {{- $full := ternary (printf "%s-%s" $m.name $pool) $pool (not (empty $m.name)) -}}
 {{- if gt (len $full) 22 }}{{ fail (printf "models.%s.drafter.pools.%s: model and pool have %d letters together; objects of Kubernetes take 21" $m.name $pool (sub (len $full) 1)) }}{{ end -}}
+{{- if hasKey $taken.pool $full }}{{ fail (printf "models.%s.drafter.pools.%s: objects would be named %s, as those of models.%s; rename one" $m.name $pool $full (get $taken.pool $full)) }}{{ end -}}
+{{- $_ := set $taken.pool $full (printf "%s.drafter.pools.%s" $m.name $pool) -}}
 {{- $where := ternary (printf "models.%s.drafter.pools.%s" $m.name $pool) (printf "drafter.pools.%s" $pool) (not (empty $m.name)) -}}
 {{- $_ := set $pools $full (include "rootward.pool" (dict "root" $root "where" $where "given" $given) | fromYaml) -}}
 {{- end -}}
 {{- $last := get (dict "hf" $w.repo "url" (trimSuffix "/" $w.url)) $w.source | default (include "rootward.modelPath" $w) | base -}}
 {{- $served := $m.servedModelName | default $m.name | default $last -}}
+{{- if hasKey $taken.name $m.name }}{{ fail (printf "models.%s: two models have this name; rename one" $m.name) }}{{ end -}}
+{{- if hasKey $taken.served $served }}{{ fail (printf "models.%s: clients call it %s, as models.%s; give it another servedModelName" $m.name $served (get $taken.served $served)) }}{{ end -}}
+{{- $_ := set $taken.name $m.name true -}}
+{{- $_ := set $taken.served $served $m.name -}}
 {{- $own := mustMergeOverwrite (deepCopy $root.Values.gateway.tokenizer) (deepCopy ($m.tokenizer | default dict)) -}}
+{{- $at := ternary (printf "models.%s.tokenizer" $m.name) "gateway.tokenizer" (not (empty $m.name)) -}}
+{{- if and (empty $own.source) (has $w.source (list "pvc" "image" "host")) }}{{ fail (printf "%s.source: is empty, and gateways would mount the weights (verifier.model.source is %s); name a folder or repository of tokenizer files, or the weights themselves" $at $w.source) }}{{ end -}}
 {{- $tokenizer := ternary $w $own (empty $own.source) -}}
 {{- $models = append $models (dict "name" $m.name "served" $served "verifier" $verifier "tokenizer" $tokenizer "pools" $pools) -}}
 {{- end -}}

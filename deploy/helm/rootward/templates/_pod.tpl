@@ -1,20 +1,28 @@
 {{/* What every pod of ours has in common. */}}
 
+{{/* (root, v: values of the part) */}}
 {{- define "rootward.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile:
-  type: RuntimeDefault
+{{- mustMergeOverwrite (deepCopy .root.Values.global.podSecurityContext) (deepCopy .v.podSecurityContext) | toYaml -}}
 {{- end }}
 
+{{/* (root, v: values of the part) */}}
 {{- define "rootward.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities:
-  drop: [ALL]
+{{- mustMergeOverwrite (deepCopy .root.Values.global.containerSecurityContext) (deepCopy .v.securityContext) | toYaml -}}
+{{- end }}
+
+{{/* Where pods of a part run: (its values) */}}
+{{- define "rootward.placement" -}}
+{{- $v := . -}}
+{{- range $key := list "nodeSelector" "affinity" "priorityClassName" "schedulerName" "runtimeClassName" "resourceClaims" }}
+{{- with get $v $key }}
+{{ $key }}:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+{{- with include "rootward.tolerations" $v | fromYamlArray }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{/* (root, port) → address to listen on */}}
@@ -83,20 +91,20 @@ livenessProbe:
 {{- end }}
 {{- end }}
 
-{{/* An init container, if the source is downloaded: (model, volume, image, tokenizerOnly) */}}
+{{/* An init container, if the source is downloaded: (root, v: values of the part, model, volume, image, tokenizerOnly, attempts) */}}
 {{- define "rootward.download" -}}
 {{- if include "rootward.modelUrl" .model }}
 {{- $kept := and (not .tokenizerOnly) (or .model.cache.claim .model.cache.hostPath) }}
 - name: {{ .volume | replace "model" "download" }}
   image: {{ .image }}
   imagePullPolicy: {{ .pullPolicy }}
-  args: [download, {{ include "rootward.modelUrl" .model | quote }}, /models/{{ include "rootward.modelFolder" .model }}{{ if .tokenizerOnly }}, --tokenizer-only{{ end }}]
+  args: [download, {{ include "rootward.modelUrl" .model | quote }}, /models/{{ include "rootward.modelFolder" .model }}{{ if .tokenizerOnly }}, --tokenizer-only{{ end }}{{ with .attempts }}, --attempts, {{ . | quote }}{{ end }}]
   env:
     - {name: HOME, value: /tmp}
     - {name: HF_HOME, value: /tmp/hf}
     - {name: HF_HUB_OFFLINE, value: "0"}  # the image says 1: services never download
     - {name: HF_XET_CHUNK_CACHE_SIZE_BYTES, value: "0"}  # chunks of a download would be kept in /tmp, beyond its limit
-    {{- with .downloadEnv }}
+    {{- with .root.Values.global.downloadEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
     {{- if and .model.secret (eq .model.source "hf") }}

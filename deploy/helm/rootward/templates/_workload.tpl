@@ -39,6 +39,10 @@ apiVersion: {{ include "rootward.controllerVersion" $v }}
 kind: {{ include "rootward.controller" $v }}
 metadata:
   {{- include "rootward.metadata" . | nindent 2 }}
+  {{- if and (gt $nodes 1) $v.exclusiveTopology }}
+  annotations:
+    leaderworkerset.sigs.k8s.io/exclusive-topology: {{ $v.exclusiveTopology }}
+  {{- end }}
 spec:
   {{- if hasKey $v "autoscaling" }}
   {{- include "rootward.replicas" (dict "root" $root "v" $v "name" $name) | trim | nindent 2 }}
@@ -54,7 +58,7 @@ spec:
   networkConfig: {subdomainPolicy: UniquePerReplica}  # the service of this name is ours, and lists machines that are ready
   leaderWorkerTemplate:
     size: {{ $nodes }}
-    restartPolicy: RecreateGroupOnPodRestart
+    restartPolicy: RecreateGroupAfterStart  # while a machine still downloads, another that failed is started alone
     workerTemplate:
       {{- include "rootward.podTemplate" $pod | trim | nindent 6 }}
   {{- else }}
@@ -81,10 +85,7 @@ spec:
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
-      {{- include "rootward.selector" . | nindent 6 }}
-      {{- with include "rootward.leads" $v }}
-      {{- . | nindent 6 }}
-      {{- end }}
+      {{- include "rootward.selector" . | nindent 6 }}  # of several machines that share a model all: losing one ends the group
 {{- end }}
 {{- end }}
 
@@ -121,20 +122,17 @@ spec:
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- range $key := list "nodeSelector" "affinity" "priorityClassName" "schedulerName" "runtimeClassName" "resourceClaims" }}
-  {{- with get $v $key }}
-  {{ $key }}:
-    {{- toYaml . | nindent 4 }}
+  {{- with include "rootward.placement" $v | trim }}
+  {{- . | nindent 2 }}
   {{- end }}
-  {{- end }}
-  {{- with include "rootward.tolerations" $v | fromYamlArray }}
-  tolerations:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- if eq (int .nodes) 1 }}
   topologySpreadConstraints:
     {{- include "rootward.spread" . | nindent 4 }}
+  {{- end }}
+  {{- /* A LeaderWorkerSet would take a container that was started again for a failure of the whole group. */}}
+  {{- $attempts := ternary 100 0 (gt (int .nodes) 1) }}
   {{- $downloads := list }}
-  {{- range .weights }}{{ $downloads = append $downloads (include "rootward.download" (merge (dict "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" $.tokenizerOnly "downloadEnv" $root.Values.global.downloadEnv) .)) }}{{ end }}
+  {{- range .weights }}{{ $downloads = append $downloads (include "rootward.download" (merge (dict "root" $root "v" $v "image" $ref "pullPolicy" $image.pullPolicy "tokenizerOnly" $.tokenizerOnly "attempts" $attempts) .)) }}{{ end }}
   {{- with join "" $downloads | trim }}
   initContainers:
     {{- . | nindent 4 }}
