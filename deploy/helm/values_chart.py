@@ -333,13 +333,14 @@ def verifier() -> Schema:
         "The target model.",
         replicas=whole("Verifiers.", 1, 1),
         nodes=whole(
-            "Machines that share one model: above 1 a verifier is a group of a LeaderWorkerSet (install its controller, 0.9 or newer), and "
-            "`settings.tensor_parallel` the GPUs of all its machines.",
+            "Machines that share one model: above 1 a verifier is a group of a LeaderWorkerSet (install its controller, 0.9 or "
+            "newer), and `settings.tensor_parallel` the GPUs of all its machines.",
             1,
             1,
         ),
         exclusiveTopology=text(
-            "With several `nodes`: label of nodes, as a rack's or a node pool's, whose value all machines of a group share, and no other group."
+            "With several `nodes`: label of nodes, as a rack's or a node pool's, whose value all machines of a group share, "
+            "and no other group."
         ),
         model=model("target", "/opt/rootward/demo/target"),
         rows=whole("Rows of one target forward (`max_num_batched_tokens`).", 256, 2),
@@ -396,7 +397,8 @@ def monitoring() -> Schema:
         "For the Prometheus operator and Grafana.",
         podMonitor=switch("PodMonitor: it also scrapes pods that drain.", interval=text("Between scrapes.", "15s")),
         rules=switch(
-            "PrometheusRule with the tested recording and alert rules, for series of this namespace and `release` (the label that the PodMonitor adds)."
+            "PrometheusRule with the tested recording and alert rules, for series of this namespace and `release` (the label "
+            "that the PodMonitor adds)."
         ),
         dashboards=switch("ConfigMaps with dashboards."),
         prometheus=group(
@@ -422,8 +424,8 @@ def values() -> Schema:
                 ipv6=flag("Listen on [::], as clusters with IPv6 alone need; nodes without IPv6 cannot.", False),
                 tmpSizeLimit=text("Most disk of a pod's /tmp.", "2Gi"),
                 downloadEnv=listed(
-                    "Variables of the container that downloads models (`source: hf`, `url`): HTTPS_PROXY, HF_ENDPOINT, AWS_ENDPOINT_URL, as "
-                    "in a container. NetworkPolicies open the ports of URLs given here as values."
+                    "Variables of the container that downloads models (`source: hf`, `url`): HTTPS_PROXY, HF_ENDPOINT, "
+                    "AWS_ENDPOINT_URL, as in a container. NetworkPolicies open the ports of URLs given here as values."
                 ),
                 podSecurityContext=free(
                     "Of all pods. Clusters that give out users (OpenShift): runAsUser, runAsGroup and fsGroup null.",

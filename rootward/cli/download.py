@@ -63,7 +63,9 @@ def _fetch(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
     except ConfigurationError:
         raise
     except Exception as error:  # hub and stores raise kinds of their own
-        raise ConfigurationError(f"url: {url} was not downloaded ({error}); check address, credentials and disk") from error
+        raise ConfigurationError(
+            f"url: {url} was not downloaded ({error}); check address, credentials and disk"
+        ) from error
 
 
 @contextmanager

@@ -37,7 +37,9 @@ T = TypeVar("T")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 IDLE = timedelta(days=365)  # a rank may wait as long for the next step; a rank that is gone closes its socket
 LONGEST = 1 << 28  # bytes of a message: far above that of the largest forward
-START = timedelta(days=1)  # for all ranks to be started; machines may download first. What starts them bounds it, as a startup probe does
+START = timedelta(
+    days=1
+)  # for all ranks to be started; machines may download first. What starts them bounds it, as a startup probe does
 STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading included
 
 

@@ -51,7 +51,9 @@ def test_gateways_mount_a_tokenizer_and_no_weights(helm):
     assert settings(objects, "gateway")["served_model_name"] == settings(objects, "verifier")["served_model_name"]
 
 
-@pytest.mark.parametrize("weights", ["source: pvc, claim: w", "source: host, hostPath: /w", "source: image, image: x/w:1"])
+@pytest.mark.parametrize(
+    "weights", ["source: pvc, claim: w", "source: host, hostPath: /w", "source: image, image: x/w:1"]
+)
 def test_weights_are_mounted_in_gateways_only_where_that_is_said(helm, weights):
     done = helm.template(f"verifier: {{model: {{{weights}}}}}")
     assert "gateway.tokenizer.source" in done.stderr
@@ -332,7 +334,11 @@ def test_every_pod_is_placed_as_its_platform_asks(helm):
     assert len(pods(objects)) == 5
     for where, pod in pods(objects).items():
         spec, metadata = pod["spec"], pod["metadata"]
-        assert (spec["schedulerName"], spec["priorityClassName"], spec["nodeSelector"]) == ("volcano", "high", {"pool": "cpu"}), where
+        assert (spec["schedulerName"], spec["priorityClassName"], spec["nodeSelector"]) == (
+            "volcano",
+            "high",
+            {"pool": "cpu"},
+        ), where
         assert {"key": "cpu", "operator": "Exists"} in spec["tolerations"], where
         assert (metadata["labels"]["team"], metadata["annotations"]["cost"]) == ("ml", "a"), where
         given = {
@@ -466,7 +472,10 @@ def test_each_release_scales_by_its_own_series(helm):
 
 def test_another_prefix_restarts_redis(helm):
     """It reads its users once, when it starts: with the old ones services would be refused their new keys."""
-    usual, blue = (named(helm.rendered(v), "StatefulSet", "rw-rootward-redis")["spec"]["template"] for v in ("", "redis: {keyPrefix: blue}"))
+    usual, blue = (
+        named(helm.rendered(v), "StatefulSet", "rw-rootward-redis")["spec"]["template"]
+        for v in ("", "redis: {keyPrefix: blue}")
+    )
     assert usual["metadata"] != blue["metadata"]
     assert "annotations" not in usual["metadata"]  # an upgrade from a chart that had none restarts nothing
 
@@ -545,7 +554,9 @@ def needed(name: str) -> Iterator[Connection]:
         case "downloads from a bucket":
             yield Connection("drafter", 443, "")
         case "downloads through a proxy":
-            yield from (Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 3128, 3129, 9000, 80))
+            yield from (
+                Connection(part, port, "") for part in ("gateway", "verifier") for port in (443, 3128, 3129, 9000, 80)
+            )
         case "downloads" | "two models":
             yield from (Connection("gateway", 443, ""), Connection("verifier", 443, ""))
         case "a model over two machines":

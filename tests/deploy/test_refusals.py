@@ -55,13 +55,20 @@ BY_TEMPLATE = {
         "verifier.settings.local_draft",
     ),
     "two models of one name": ("models: [{name: a}, {name: a, servedModelName: b}]", "models.a"),
-    "two models that clients call the same": ("models: [{name: a, servedModelName: b}, {name: b}]", "models.b", "servedModelName"),
+    "two models that clients call the same": (
+        "models: [{name: a, servedModelName: b}, {name: b}]",
+        "models.b",
+        "servedModelName",
+    ),
     "pools of two models that are named the same": (
         "models: [{name: a, drafter: {pools: {b-c: {}}}}, {name: a-b, drafter: {pools: {c: {}}}}]",
         "models.a-b.drafter.pools.c",
         "a-b-c",
     ),
-    "gateways that would mount weights": ("verifier: {model: {source: pvc, claim: weights}}", "gateway.tokenizer.source"),
+    "gateways that would mount weights": (
+        "verifier: {model: {source: pvc, claim: weights}}",
+        "gateway.tokenizer.source",
+    ),
     "gateways that would mount the weights of one of several models": (
         "models: [{name: a, verifier: {model: {source: image, image: x/y:1}}}]",
         "models.a.tokenizer.source",
