@@ -14,7 +14,11 @@ from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
-MARKS = {"gateway": "orjson", "worker": "torch", "training": "matplotlib"}  # a package that only this extra installs
+MARKS = {
+    "gateway": "orjson",
+    "worker": "torch",
+    "training": "matplotlib",
+}  # a package that shows whether the extra is there
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,12 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rootward import demo
 from rootward.engine.threads import on_passing_thread
 from rootward.errors import ConfigurationError
+from rootward.ports import LanguageModel
 from rootward.settings import ask_for_huge_pages, available_cores
 from verifier_service.local_drafts import HEAD
 from verifier_service.plan.forecast import forecasts
 from verifier_service.plan.measurement import Bench, Measured
-from verifier_service.plan.report import answer, as_json, draw, tables
+from verifier_service.plan.report import answer, as_json, check_picture, draw, tables
 from verifier_service.settings import VerifierSettings
 
 LONGEST_PROMPT = 512  # tokens; of a longer one the end is read
@@ -40,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = forecasts(measured, loads=loads, rtts_ms=sorted({0.0, *RTTS_MS, given.rtt}))
         at_rtt = [one for one in found if one.rtt_ms == (given.rtt if measured.remote else 0.0)]
         title = f"{_name(given.target)} with {_name(given.draft)}"
-        if given.out is not None:
-            draw(measured, found, given.out, title)
         if given.json:
             about = {"target": _name(given.target), "draft": _name(given.draft), "threads": given.threads}
             print(json.dumps(as_json(measured, found, about=about), indent=1))
@@ -59,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"speed-up by distance at temperature {given.temperatures[0]:g}, {given.load} sessions: {by_distance}"
                 )
             console.print(f"\n[bold]{answer(at_rtt)}[/bold]")
+        if given.out is not None:
+            draw(measured, found, given.out, title)
     except ConfigurationError as wrong:
         print(f"rootward: {str(wrong).splitlines()[0]}", file=sys.stderr)
         return wrong.exit_code
@@ -113,11 +114,7 @@ def _bench(given: argparse.Namespace) -> Bench:
     if local == "none":
         longer = min(room, target.info.max_positions)
         draft = load_model(given.draft, device=given.device, dtype=given.dtype, max_slots=given.load, max_len=longer)
-        hashes, sizes = zip(
-            *((model.info.tokenizer_hash, model.info.vocab_size) for model in (target, draft)), strict=True
-        )
-        if hashes[0] != hashes[1] if all(hashes) else sizes[0] != sizes[1]:
-            raise ConfigurationError("draft: its tokenizer is not the target's; see rootward check-pair", 3)
+        draft = _in_vocabulary_of(target, draft)
     tokenizer, longest = getattr(target, "tokenizer", None), min(LONGEST_PROMPT, longest)
     if tokenizer is None:
         prompts = _random_prompts(target.info.vocab_size, given.seed)
@@ -125,6 +122,22 @@ def _bench(given: argparse.Namespace) -> Bench:
         prompts = prompt_ids(tokenizer, given.texts, raw=given.raw, longest=longest)
     head = load_local_head(settings, target)
     return Bench(settings, target, prompts=prompts, num_tokens=given.tokens, head=head, draft=draft, seed=given.seed)
+
+
+def _in_vocabulary_of(target: LanguageModel, draft: LanguageModel) -> LanguageModel:
+    """The draft as `serve all` serves it: of two tokenizers, in the tokens that both have. ConfigurationError if that cannot be."""
+    from rootward.engine.other_vocabulary import in_vocabulary_of
+
+    tokenizers = [getattr(model, "tokenizer", None) for model in (draft, target)]
+    if None not in tokenizers:
+        return in_vocabulary_of(draft, *tokenizers)
+    sizes = [model.info.vocab_size for model in (draft, target)]
+    if sizes[0] != sizes[1]:
+        reason = (
+            f"draft: {sizes[0]} tokens, the target {sizes[1]}, and no tokenizers to map one vocabulary to the other"
+        )
+        raise ConfigurationError(f"{reason}; see rootward check-pair", 3)
+    return draft
 
 
 def is_head(draft: str) -> bool:
@@ -167,9 +180,13 @@ def _name(spec: str) -> str:
 def _check(given: argparse.Namespace) -> None:
     """Fill in threads and texts; ConfigurationError names the option that is wrong."""
     given.texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
+    local = "ngram" if given.draft == NGRAM else "a draft head" if is_head(given.draft) else ""
+    if given.rtt and local:
+        raise ConfigurationError(f"--rtt: {given.rtt}: {local} drafts in the verifier, at no distance; leave it out")
     if given.threads is None:  # as `serve all` shares them out
-        own = given.draft == NGRAM or is_head(given.draft)
-        given.threads = max(1, available_cores() // (1 if own else 2))
+        given.threads = max(1, available_cores() // (1 if local else 2))
+    if given.out is not None:
+        check_picture(given.out)
     for name, ok, fix in (
         ("temperatures", all(0 <= t <= 100 for t in given.temperatures), "use numbers from 0 to 100"),
         ("load", 1 <= given.load <= 256, "use 1 to 256 sessions"),
@@ -195,7 +212,12 @@ def _parser() -> argparse.ArgumentParser:
     add("draft", metavar="DRAFT", help="draft model, folder of a draft head, or ngram (looked up in the text)")
     add("--prompts", type=Path, help="one prompt a line, or JSON lines with `text` (default: chat prompts of the demo)")
     add("--raw", action="store_true", help="prompts as they are, without the chat template of the target")
-    add("--rtt", type=float, default=0.0, help="round trip between verifier and drafter in ms (default 0)")
+    add(
+        "--rtt",
+        type=float,
+        default=0.0,
+        help="round trip between verifier and drafter in ms, for a draft model (default 0)",
+    )
     add("--load", type=int, default=8, help="most sessions at once (default 8)")
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="default 0 1")
     add(
@@ -210,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="cpu", help="torch device (default cpu)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
     add("--seed", type=int, default=1)
-    add("--out", type=Path, help="picture with the curves: a .png or .svg file")
+    add("--out", type=Path, help="picture with the curves: a .png, .svg or .pdf file (needs matplotlib)")
     add("--json", action="store_true", help="everything as one JSON object")
     return parser
 

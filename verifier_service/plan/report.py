@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from verifier_service.plan.forecast import Forecast, acceptance, acceptance_by_d
 from verifier_service.plan.measurement import Measured
 
 SHOWN_NUMBERS = (1, 2, 4, 8, 16, 32, 64)
+PICTURES = (".png", ".svg", ".pdf")
 
 
 def as_json(measured: Measured, found: Sequence[Forecast], *, about: dict[str, Any]) -> dict[str, Any]:
@@ -77,12 +79,20 @@ def answer(found: Sequence[Forecast]) -> str:
     return f"Yes: {best.speedup:.2f} x at {where}, with {best.nodes} nodes a round{but}."
 
 
+def check_picture(path: Path) -> None:
+    """ConfigurationError if `draw` could not write this file; asked before minutes of measuring."""
+    if find_spec("matplotlib") is None:
+        raise ConfigurationError("--out: the picture needs matplotlib; run pip install matplotlib")
+    if path.suffix not in PICTURES:
+        raise ConfigurationError(f"--out: {str(path)!r}: name a .png, .svg or .pdf file")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--out: no folder {str(path.parent)!r}; make it, or name another file")
+
+
 def draw(measured: Measured, found: Sequence[Forecast], path: Path, title: str) -> None:
     """Speed-up by load and by distance, and acceptance, as a picture in the format of the suffix (png, svg, pdf)."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigurationError("out: matplotlib is missing; run pip install 'rootward[training]'") from None
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(13, 4), layout="constrained")
     by_load, by_distance, by_depth = figure.subplots(1, 3)
     nearest = min(one.rtt_ms for one in found)
@@ -109,7 +119,7 @@ def draw(measured: Measured, found: Sequence[Forecast], path: Path, title: str) 
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(f"out: {str(path)!r} cannot be written ({error}); name a .png or .svg file") from None
+        raise ConfigurationError(f"--out: {str(path)!r} cannot be written ({error}); name another file") from None
 
 
 def _place(one: Forecast) -> str:

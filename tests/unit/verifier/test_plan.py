@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from benchmarks.plan_check import as_markdown, compared
-from rootward.demo import read_prompts
+from rootward.demo import paths, read_prompts, smollm2_head
 from rootward.engine.loading import load_model
 from rootward.engine.tabular import TabularModel
 from rootward.errors import ConfigurationError
@@ -195,23 +197,68 @@ def test_plan_of_tables_as_a_command(capsys: pytest.CaptureFixture[str]) -> None
         (["--temperatures", "-1"], "--temperatures"),
         (["--prompts", "/nowhere"], "--prompts"),
         (["--nodes", "999"], "--nodes: 999"),
+        (["--rtt", "5"], "--rtt: 5.0: ngram drafts in the verifier"),
+        (["--out", "/nowhere/plan.png"], "--out: no folder '/nowhere'"),
+        (["--out", "plan.txt"], "--out: 'plan.txt': name a .png, .svg or .pdf file"),
     ],
 )
 def test_wrong_options_are_refused_by_name(flags: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from rootward.demo import paths
-
     assert main([str(paths().target), "ngram", *flags]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_a_draft_of_another_vocabulary_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_distance_to_a_draft_head_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tabular:vocab=24,seed=1", str(smollm2_head()), "--rtt", "5"]) == 2
+    assert "--rtt: 5.0: a draft head drafts in the verifier" in capsys.readouterr().err
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("verifier_service.plan.report.find_spec", lambda name: None)
+    assert main(["/no/model", "/no/draft", "--out", str(tmp_path / "plan.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_what_was_measured_is_printed_although_the_picture_fails(
+    form: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    pair = ["tabular:vocab=24,seed=1,sharpness=3,step_ms=3", "tabular:vocab=24,seed=1,sharpness=3"]
+    small = ["--load", "1", "--seconds", "1", "--tokens", "16", "--nodes", "2", "--temperatures", "0"]
+    assert main([*pair, *small, "--out", str(tmp_path / "plan.png"), *form]) == 2
+    printed = capsys.readouterr()
+    assert "speedup" in printed.out if form else "speed-up" in printed.out
+    assert "no space left" in printed.err
+
+
+def test_a_draft_with_another_tokenizer_drafts_the_tokens_that_both_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "draft"
+    shutil.copytree(paths().draft, other)
+    file = other / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    vocab = content["model"]["vocab"]
+    rarest, second = sorted(vocab, key=vocab.__getitem__)[-2:]
+    vocab[rarest], vocab[second] = vocab[second], vocab[rarest]
+    file.write_text(json.dumps(content), encoding="utf-8")
+    small = ["--load", "1", "--seconds", "2", "--tokens", "24", "--nodes", "2", "--temperatures", "0"]
+    assert main([str(paths().target), str(other), *small, "--json"]) == 0
+    rounds = json.loads(capsys.readouterr().out)["rounds"]
+    assert max(one["tokens_per_round"] for one in rounds if one["nodes"] == 2) > 1.2
+
+
+def test_a_draft_of_another_vocabulary_without_a_tokenizer_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tabular:vocab=24,seed=1", "tabular:vocab=25,seed=1"]) == 3
     assert "check-pair" in capsys.readouterr().err
 
 
 def test_tells_heads_from_models() -> None:
-    from rootward.demo import paths, smollm2_head
-
     assert is_head(str(smollm2_head()))
     assert not is_head(str(paths().draft))
     assert not is_head("ngram")
@@ -230,6 +277,4 @@ def test_prompts_are_lines_or_json_lines(tmp_path) -> None:
 
 def test_the_demo_pair_loads_for_a_plan() -> None:
     """What `plan` asks of a model beyond the port: its tokenizer."""
-    from rootward.demo import paths
-
     assert getattr(load_model(str(paths().draft), max_slots=1, max_len=64), "tokenizer", None) is not None
