@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeGuard, Unpack
 
 import grpc
 
@@ -16,6 +16,7 @@ from rootward.client.types import (
     GenerationResult,
     KeepAlive,
     Load,
+    Messages,
     Prompt,
     RequestOptions,
     ServerInfo,
@@ -91,18 +92,23 @@ class AsyncClient:
             return await stream.get_final_result()
 
     async def generate_many(
-        self, prompts: Sequence[Prompt], *, at_once: int = 32, **options: Unpack[RequestOptions]
+        self, prompts: Sequence[Prompt | Messages], *, at_once: int = 32, **options: Unpack[RequestOptions]
     ) -> list[GenerationResult]:
         """The texts of several prompts, in their order, with the same options. At most `at_once` are asked for at one time.
 
-        The first generation that fails ends the others and raises. ValueError for a `request_id`: one id is of one request.
+        A prompt is text, token ids, or the messages of a chat. The first generation that fails ends the others and raises. ValueError for
+        a `request_id`, because one id is of one request, and for `at_once` below 1.
         """
+        if at_once < 1:
+            raise ValueError(f"at_once: {at_once} is below 1; use at least 1")
         if options.get("request_id"):
             raise ValueError(f"request_id: {options['request_id']!r} is of one request; leave it out")
         gate = asyncio.Semaphore(at_once)
 
-        async def one(prompt: Prompt) -> GenerationResult:
+        async def one(prompt: Prompt | Messages) -> GenerationResult:
             async with gate:
+                if _is_chat(prompt):
+                    return await self.generate(**{**options, "messages": prompt})
                 return await self.generate(prompt, **options)
 
         tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
@@ -289,6 +295,10 @@ class AsyncStream:
     def _interrupted(self, error: APIError) -> APIError:
         lost = isinstance(error, APIConnectionError | UnavailableError) and not isinstance(error, APITimeoutError)
         return StreamInterruptedError(str(error), self._result()) if lost else error
+
+
+def _is_chat(prompt: Prompt | Messages) -> TypeGuard[Messages]:
+    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 async def _read(call: Any) -> Chunk | None:

@@ -11,7 +11,16 @@ from contextlib import suppress
 from typing import Any, Self, TypeVar, Unpack
 
 from rootward.client.asynchronous import DEFAULT_TARGET, AsyncClient, AsyncStream
-from rootward.client.types import GenerationResult, Load, Prompt, RequestOptions, ServerInfo, SessionEvent, TokenDelta
+from rootward.client.types import (
+    GenerationResult,
+    Load,
+    Messages,
+    Prompt,
+    RequestOptions,
+    ServerInfo,
+    SessionEvent,
+    TokenDelta,
+)
 from rootward.errors import APIError
 
 T = TypeVar("T")
@@ -143,7 +152,7 @@ class Client:
         return self._thread.run(self._client.generate(prompt, **options))
 
     def generate_many(
-        self, prompts: Sequence[Prompt], *, at_once: int = 32, **options: Unpack[RequestOptions]
+        self, prompts: Sequence[Prompt | Messages], *, at_once: int = 32, **options: Unpack[RequestOptions]
     ) -> list[GenerationResult]:
         """The texts of several prompts, in their order. See `AsyncClient.generate_many`."""
         return self._thread.run(self._client.generate_many(prompts, at_once=at_once, **options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, TypeVar
@@ -36,6 +36,8 @@ from rootward.wire.columns import unpack_logprobs, unpack_u32
 from rootward.wire.records import Conversion, Record, u32
 
 T = TypeVar("T")
+
+MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
 
 USAGE = Record(Usage, generate_pb2.Usage)
 STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
@@ -187,11 +189,32 @@ def event_from_pb(message: control_pb2.SessionEvent) -> SessionEvent:
 
 
 def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
-    parts = [
-        generate_pb2.ChatMessage(role=m.get("role", ""), content=m.get("content", ""), name=m.get("name", ""))
-        for m in messages
-    ]
-    return generate_pb2.ChatPrompt(messages=parts)
+    chat = generate_pb2.ChatPrompt()
+    for i, message in enumerate(messages):
+        at = f"messages[{i}]"
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{at}: {message!r} is no mapping; send one with role and content")
+        if other := [key for key in message if key not in MESSAGE_KEYS]:
+            fix = "send it over HTTP (/v1/chat/completions), or leave it out"
+            raise ValueError(f"{at}.{other[0]}: is not carried by gRPC, only {', '.join(MESSAGE_KEYS)}; {fix}")
+        fields = {key: value for key, value in message.items() if key != "content"}
+        fields["content"] = _text_of(message.get("content"), f"{at}.content")
+        target = chat.messages.add()
+        for key, value in fields.items():
+            _set_named(target, key, value, f"{at}.{key}")
+    return chat
+
+
+def _text_of(content: object, at: str) -> object:
+    """The text of a message: itself, or its parts joined."""
+    if content is None:
+        raise ValueError(f"{at}: is missing; send a text or a list of text parts")
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return content
+    for i, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'{at}[{i}]: {part!r} is no text part; send {{"type": "text", "text": ...}}')
+    return "".join(part["text"] for part in content)
 
 
 def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
@@ -229,7 +252,11 @@ def _set_form(params: SamplingParams, decoding: generate_pb2.Decoding) -> None:
 def _set(message: Message, name: str, value: object) -> None:
     """Set a field unless the value is None."""
     if value is not None:
-        _checked(name, value, lambda v: setattr(message, name, v))
+        _set_named(message, name, value, name)
+
+
+def _set_named(message: Message, name: str, value: object, told: str) -> None:
+    _checked(told, value, lambda v: setattr(message, name, v))
 
 
 def _checked(name: str, value: T, put: Callable[[T], None]) -> None:

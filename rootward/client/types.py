@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from rootward.values import SpeculationStats as SpeculationStats
 from rootward.values import TokenLogprob as TokenLogprob
 
 Prompt = str | Sequence[int]  # text or token ids
-Messages = Sequence[Mapping[str, str]]  # of a conversation: role, content, and perhaps name
+Messages = Sequence[Mapping[str, Any]]  # of a conversation: role, content (a text, or text parts), and perhaps name
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from rootward import errors
 from rootward.client import AsyncClient, Client, Round, SamplingParams, Speculation
+from rootward.client.codec import request_to_pb
 from rootward.client.connection import parse_target
 from rootward.core.requests import DraftMode, Rule, SpeculationMode, VerifiedTree
 from rootward.v1 import generate_pb2, generate_pb2_grpc
@@ -62,6 +63,55 @@ async def test_many_prompts_give_their_results_in_order():
         assert await client.generate_many([]) == []
         with pytest.raises(ValueError, match="request_id: 'r' is of one request"):
             await client.generate_many(["a", "b"], request_id="r")
+
+
+async def test_many_chats_go_through_the_template(monkeypatch):
+    asked = []
+
+    async def generate(self, prompt=None, **options):
+        asked.append(request_to_pb(prompt, **options))
+        return asked[-1]
+
+    monkeypatch.setattr(AsyncClient, "generate", generate)
+    chats = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    async with AsyncClient("127.0.0.1:1") as client:
+        await client.generate_many([*chats, "three", [4, 5]], model="demo")
+    assert [[m.content for m in one.chat.messages] for one in asked[:2]] == [["one"], ["two"]]
+    assert (asked[2].text, list(asked[3].token_ids.ids)) == ("three", [4, 5])
+    assert {one.model for one in asked} == {"demo"}
+
+
+@pytest.mark.parametrize("at_once", [0, -1])
+async def test_many_prompts_none_at_once_are_refused(at_once):
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(ValueError, match=f"at_once: {at_once} is below 1"):
+            await client.generate_many(["a"], at_once=at_once)
+
+
+def test_text_parts_of_a_message_are_joined():
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    chat = request_to_pb(messages=[{"role": "user", "content": parts, "name": "ada"}]).chat
+    assert [(m.role, m.content, m.name) for m in chat.messages] == [("user", "one two", "ada")]
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": []}, r"messages\[1\].tool_calls: is not carried by gRPC"),
+        ({"role": "tool", "content": "5", "tool_call_id": "x"}, r"messages\[1\].tool_call_id: .* over HTTP"),
+        ({"role": "assistant", "content": "a", "reasoning_content": "b"}, r"messages\[1\].reasoning_content: "),
+        ({"role": "assistant", "content": None}, r"messages\[1\].content: is missing"),
+        ({"role": "assistant"}, r"messages\[1\].content: is missing"),
+        ({"role": "user", "content": 3}, r"messages\[1\].content: 3 is out of range or of the wrong type"),
+        ({"role": None, "content": "a"}, r"messages\[1\].role: None"),
+        ({"role": "user", "content": ["a"]}, r"messages\[1\].content\[0\]: 'a' is no text part"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"content\[0\]: .*is no text part"),
+        ("hello", r"messages\[1\]: 'hello' is no mapping"),
+    ],
+)
+def test_what_a_chat_message_cannot_carry_is_refused_by_name(message, words):
+    with pytest.raises(ValueError, match=words):
+        request_to_pb(messages=[{"role": "user", "content": "x"}, message])
 
 
 async def test_one_failure_among_many_prompts_ends_the_others():
