@@ -134,9 +134,9 @@ async def load(settings: DrafterSettings) -> LanguageModel:
     if not settings.target_tokenizer:
         return model
     from rootward.engine.other_vocabulary import in_vocabulary_of
-    from rootward.engine.tokenizers import find_tokenizer, load_tokenizer
+    from rootward.engine.tokenizers import load_tokenizer
 
-    own = find_tokenizer(settings.model)  # a model without one has the target's vocabulary, or is refused by verifiers
+    own = getattr(model, "tokenizer", None)  # without one it has the target's vocabulary, or verifiers refuse it
     return model if own is None else in_vocabulary_of(model, own, load_tokenizer(settings.target_tokenizer))
 
 

@@ -221,9 +221,11 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
 def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Deployment:
     pair = paths()
     target, draft = settings.model or str(pair.target), settings.draft_model or str(pair.draft)
+    name = settings.served_model_name
     if target.endswith(".gguf"):
         from rootward.engine.checkpoint import local_model  # imports torch
 
+        name = name or Path(target).stem  # not that of the folder with the converted weights
         target = local_model(target)
     count = 0 if draft == "none" else settings.num_drafters
     ports = _free_ports(count + 2)
@@ -245,9 +247,10 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     if draft.startswith("head:"):
         of_drafters += ["--target", target]
     of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
+    of_verifier += ["--served-model-name", name]
     of_verifier += ["--draft-head", draft.removeprefix("head:")] if draft.startswith("head:") else []
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
-    of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", settings.served_model_name]
+    of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", name]
     of_gateway += [] if redis_url == "none" else ["--redis-url", redis_url]
     own_redis = [] if settings.redis_url else redis_command(redis_port, folder)
     return Deployment(

@@ -188,15 +188,22 @@ class GatewaySettings(ProcessSettings):
 class LocalSettings(ServiceSettings):
     """Rootward on one machine: Redis, drafter, verifier and gateway as processes on loopback. Default: the demo pair."""
 
-    model: str = Field("", description="target model: folder, hub name or tabular:… (default: the demo target)")
-    draft_model: str = Field("", description="draft model (default: the demo draft; none: plain decoding)")
+    model: str = Field(
+        "", description="target model: folder, hub name, GGUF file or tabular:… (default: the demo target)"
+    )
+    draft_model: str = Field(
+        "",
+        description="draft model, or head:FOLDER (default: the demo draft; none: no drafters, drafts are n-grams of the text)",
+    )
     num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of each model (default: the cores, shared among verifier and drafters)"
     )
     listen: Address = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one")
-    served_model_name: str = Field("", description="name clients use (default: the last part of --model)")
+    served_model_name: str = Field(
+        "", description="name clients use (default: the last part of --model, of a GGUF file its name without .gguf)"
+    )
     redis_url: str = Field(
         "", description="a Redis that runs already; none: keep sessions in memory (default: start one)"
     )

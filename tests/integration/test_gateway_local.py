@@ -156,13 +156,17 @@ async def test_a_stop_is_clean_and_complete():
     ("flags", "code", "words"),
     [
         (["--model", "/nowhere"], 2, "model: '/nowhere' is not a folder"),
+        (["--model", "nobody/no-such-model"], 2, "tokenizer: none at 'nobody/no-such-model' (We couldn't connect"),
         (["--redis-url", "redis://me:p/w@127.0.0.1:1/0"], 2, "redis_url: 'redis://…' is no Redis URL"),
         (["--verifier-flags=--nope"], 2, "rootward verifier: --nope: unknown flag"),
         (["--nope"], 2, "rootward all: --nope: unknown flag"),
     ],
 )
 async def test_what_cannot_start_ends_with_one_line_and_its_code(flags, code, words):
-    done = await asyncio.to_thread(subprocess.run, local(*flags), capture_output=True, text=True, timeout=120)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = await asyncio.to_thread(
+        subprocess.run, local(*flags), env=offline, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == code
     assert words in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,0 +1,83 @@
+"""`serve all`: the command lines of the processes, for every way to name a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from drafter_service.settings import DrafterSettings
+from gateway.local import _deployment
+from gateway.settings import GatewaySettings, LocalSettings
+from rootward.demo import paths
+from rootward.engine import checkpoint
+from rootward.errors import ConfigurationError
+from verifier_service.settings import VerifierSettings
+
+
+def started(*flags: str) -> tuple[GatewaySettings, VerifierSettings, list[DrafterSettings]]:
+    """What the processes make of their command lines."""
+    deployment = _deployment(LocalSettings.load(["--redis-url", "none", *flags]), "/tmp", None)
+    gateway, verifier, *drafters = (child._command[3:] for child in deployment.services)
+    found = [DrafterSettings.load(flags) for flags in drafters]
+    return GatewaySettings.load(gateway), VerifierSettings.load(verifier), found
+
+
+def test_the_demo_pair_is_the_default() -> None:
+    gateway, verifier, drafters = started()
+    assert (gateway.model, verifier.model) == (str(paths().target),) * 2
+    assert [(one.model, one.target_tokenizer) for one in drafters] == [(str(paths().draft), str(paths().target))]
+    assert gateway.served[0].name == "target"
+
+
+@pytest.mark.parametrize("model", ["/models/Some-Model", "owner/Some-Model"])
+def test_folders_and_hub_names_are_served_under_their_last_part(model: str) -> None:
+    gateway, verifier, drafters = started("--model", model, "--draft-model", "owner/draft", "--num-drafters", "2")
+    assert (gateway.model, verifier.model) == (model, model)
+    assert [(one.model, one.target_tokenizer) for one in drafters] == [("owner/draft", model)] * 2
+    assert gateway.served[0].name == verifier.name == "Some-Model"
+
+
+def test_a_gguf_file_is_served_under_its_stem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "Some-Model.Q8_0.gguf"
+    file.write_bytes(b"GGUF")
+    converted = checkpoint.local_model(str(file))
+    gateway, verifier, drafters = started("--model", str(file), "--draft-model", "none")
+    assert (gateway.model, verifier.model, drafters) == (converted, converted, [])
+    assert gateway.served[0].name == verifier.name == "Some-Model.Q8_0"
+    gateway, verifier, _ = started("--model", str(file), "--draft-model", "none", "--served-model-name", "mine")
+    assert gateway.served[0].name == verifier.name == "mine"
+    with pytest.raises(ConfigurationError, match="no file at"):
+        started("--model", str(tmp_path / "other.gguf"))
+
+
+def test_without_a_draft_model_the_verifier_keeps_its_own_drafts() -> None:
+    _, verifier, drafters = started("--model", "owner/name", "--draft-model", "none")
+    assert drafters == []
+    assert (verifier.drafters, verifier.local_draft) == ([], VerifierSettings(model="x").local_draft)
+
+
+async def test_a_gguf_draft_with_another_tokenizer_drafts_in_the_vocabulary_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from drafter_service.__main__ import load
+    from rootward.engine.other_vocabulary import TranslatedModel
+
+    def convert(_: Path, folder: Path) -> None:
+        shutil.copytree(paths().draft, folder, dirs_exist_ok=True)
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = content["model"]["vocab"]
+        rarest, second = sorted(vocab, key=vocab.__getitem__)[-2:]
+        vocab[rarest], vocab[second] = vocab[second], vocab[rarest]
+        (folder / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+
+    monkeypatch.setattr(checkpoint, "_convert", convert)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "draft.gguf"
+    file.write_bytes(b"GGUF")
+    _, _, (drafter,) = started("--draft-model", str(file))
+    assert isinstance(await load(drafter), TranslatedModel)
