@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self, TypeGuard, Unpack
+from typing import Any, Self, TypeGuard, Unpack, cast
 
 import grpc
 
@@ -108,8 +108,9 @@ class AsyncClient:
         async def one(prompt: Prompt | Messages) -> GenerationResult:
             async with gate:
                 if _is_chat(prompt):
-                    return await self.generate(**{**options, "messages": prompt})
-                return await self.generate(prompt, **options)
+                    chat: RequestOptions = {**options, "messages": prompt}
+                    return await self.generate(**chat)
+                return await self.generate(cast(Prompt, prompt), **options)
 
         tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
         try:
