@@ -115,7 +115,7 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
             beside_others=several,
         )
         services.append(await stack.enter_async_context(service))
-    return Models(services)
+    return Models(services, by_model=bool(settings.models))
 
 
 async def _keep_ready(models: Models, server: RpcServer) -> None:

@@ -18,13 +18,14 @@ from rootward.metrics import ByModel
 class Models:
     """Running services by the names that clients use. Their order is that of /v1/models."""
 
-    def __init__(self, services: Sequence[GatewayService]):
+    def __init__(self, services: Sequence[GatewayService], *, by_model: bool = False):
+        """by_model: metrics have the label `model_name`, as those of several models do."""
         self._services = {service.served_model: service for service in services}
         self.registry = CollectorRegistry()
-        if len(services) == 1:
-            self.registry = services[0].metrics.registry
-        else:
+        if by_model or len(services) > 1:
             self.registry.register(ByModel({name: s.metrics.registry for name, s in self._services.items()}))
+        else:
+            self.registry = services[0].metrics.registry
         self.watching = services[0].watching  # one for all
         self.drained = asyncio.Event()  # by a drain that was asked for over the network
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -165,6 +165,11 @@ class GatewaySettings(ProcessSettings):
         """Clients need a certificate only where tls_peers names those admitted."""
         files = self.certificates
         return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers)) if files else None
+
+    @property
+    def scaler_tls(self) -> ServerTls | None:
+        """Whom KEDA calls: always with a certificate of the authority, since nothing else tells it apart."""
+        return replace(tls, mutual=True) if (tls := self.server_tls) else None
 
     @property
     def http_hosts(self) -> frozenset[str] | None:

@@ -11,8 +11,10 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 # title, unit, [(expression, legend)]
 Panel = tuple[str, str, list[tuple[str, str]]]
-OF_POOLS = 'namespace=~"$namespace"'  # the pools of one of several models have its name before their own
-N = f'{OF_POOLS}, model_name=~"$model_name"'  # without several models there is no such label, and ".*" matches that
+OF_POOLS = (
+    'namespace=~"$namespace", release=~"$release"'  # the pools of one of several models have its name before their own
+)
+N = f'{OF_POOLS}, model_name=~"$model_name"'  # ".*" matches series without the label, as where no models are listed
 
 SPECULATION: list[Panel] = [
     ("Does speculation pay? (above 1: yes)", "none", [(f"rootward_spec_decode_speedup_estimate{{{N}}}", "{{pod}}")]),
@@ -138,25 +140,19 @@ def panel(number: int, about: Panel) -> dict[str, Any]:
 def dashboard(name: str, title: str, panels: list[Panel]) -> dict[str, Any]:
     variables = [
         {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"},
-        {
-            "name": "namespace",
-            "type": "query",
-            "datasource": SOURCE,
-            "query": "label_values(rootward_upstream_ready, namespace)",
-            "includeAll": True,
-            "multi": True,
-            "refresh": 2,
-        },
-        {
-            "name": "model_name",
-            "type": "query",
-            "datasource": SOURCE,
-            "query": "label_values(rootward_upstream_ready, model_name)",
-            "includeAll": True,
-            "allValue": ".*",
-            "multi": True,
-            "refresh": 2,
-        },
+        *(
+            {
+                "name": label,
+                "type": "query",
+                "datasource": SOURCE,
+                "query": f"label_values(rootward_upstream_ready, {label})",
+                "includeAll": True,
+                **({} if label == "namespace" else {"allValue": ".*"}),  # those without the label, too
+                "multi": True,
+                "refresh": 2,
+            }
+            for label in ("namespace", "release", "model_name")
+        ),
     ]
     return {
         "uid": f"rootward-{name}",

@@ -1,5 +1,6 @@
 """Recording, alert and adapter rules: valid, right on the golden cases, and about metrics that exist."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
-from support.helm import CHART, ROOT, of_kind
+from support.helm import CHART, REGISTRY, ROOT, of_kind, parsed
 
 from drafter_service.metrics import GAUGES as OF_DRAFTER
 from drafter_service.metrics import Metrics as DrafterMetrics
@@ -52,6 +53,56 @@ def test_rules_are_valid(promtool):
 @pytest.mark.parametrize("cases", ["drafter_test.yaml", "alerts_test.yaml"])
 def test_rules_compute_what_they_must(promtool, cases):
     done = run(promtool, "test", "rules", str(CASES / cases))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+RELEASES = "monitoring: {rules: {enabled: true}}"
+
+
+@pytest.mark.parametrize(("release", "sessions"), [("a", 60), ("b", 0)])
+def test_rules_of_a_release_record_its_series_alone(helm, promtool, tmp_path, release, sessions):
+    """As rendered, with two releases in the namespace and one of the same name elsewhere."""
+    done = helm.run(
+        "template",
+        release,
+        str(CHART),
+        "-n",
+        "n",
+        "-f",
+        "-",
+        "--set",
+        f"global.imageRegistry={REGISTRY}",
+        stdin=RELEASES,
+    )
+    rendered = [o["spec"] for o in parsed(done.stdout) if o["kind"] == "PrometheusRule"]
+    files = [tmp_path / f"{n}.yaml" for n in range(len(rendered))]
+    for path, spec in zip(files, rendered, strict=True):
+        path.write_text(yaml.safe_dump(spec), encoding="utf-8")
+    checked = run(promtool, "check", "rules", "--lint=all", *map(str, files))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    series = {'namespace="n",release="a"': 60, 'namespace="n",release="b"': 0, f'namespace="o",release="{release}"': 7}
+    test = {
+        "interval": "15s",
+        "input_series": [
+            {"series": f'rootward_speculating_sessions{{{labels},pool="p"}}', "values": f"{value}x9"}
+            for labels, value in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": "rootward:speculating_sessions",
+                "eval_time": "1m",
+                "exp_samples": [
+                    {
+                        "labels": f'rootward:speculating_sessions{{namespace="n",release="{release}",pool="p"}}',
+                        "value": sessions,
+                    }
+                ],
+            }
+        ],
+    }
+    suite = {"rule_files": [str(path) for path in files], "evaluation_interval": "15s", "tests": [test]}
+    (tmp_path / "test.yaml").write_text(yaml.safe_dump(suite), encoding="utf-8")
+    done = run(promtool, "test", "rules", str(tmp_path / "test.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -165,6 +216,16 @@ def test_every_metric_that_is_asked_for_is_exported(helm):
     }
     assert asked == given
     assert rule["resources"] == {"namespaced": False}
+
+
+def test_every_panel_can_be_of_one_release():
+    for path in (ROOT / "deploy" / "dashboards").glob("*.json"):
+        dashboard = json.loads(path.read_text(encoding="utf-8"))
+        assert "release" in {variable["name"] for variable in dashboard["templating"]["list"]}
+        for target in (target for panel in dashboard["panels"] for target in panel["targets"]):
+            selectors = re.findall(r"rootward[_:]\w+(\{[^}]*\})?", target["expr"])
+            assert selectors
+            assert all('release=~"$release"' in selector for selector in selectors), target["expr"]
 
 
 def test_dashboards_are_what_their_script_writes():

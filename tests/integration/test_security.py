@@ -13,13 +13,16 @@ import openai
 import pytest
 from support.certificates import Authority, spiffe
 from support.fake_clock import FakeClock
+from support.processes import free_port
 from unit.gateway.service_for_tests import serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.app import build_app
 from gateway.auth import Access, Keys
+from gateway.autoscaling import scaler_port
 from gateway.models import Models
 from gateway.servicer import register
+from gateway.settings import GatewaySettings
 from rootward.cli import main as cli
 from rootward.client import AsyncClient
 from rootward.errors import (
@@ -33,6 +36,8 @@ from rootward.errors import (
     Unavailable,
 )
 from rootward.keys import digest, new_key
+from rootward.v1.external_scaler_pb2 import ScaledObjectRef
+from rootward.v1.external_scaler_pb2_grpc import ExternalScalerStub
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
 from rootward.wire.server import RpcServer
@@ -85,6 +90,29 @@ async def test_a_verifier_takes_gateways_only(authority: Authority, tmp_path: Pa
         assert await answer(address, Certificates(foreign.certificate, foreign.key, authority.file)) == "no handshake"
         assert await answer(address, expired) == "no handshake"
         assert await answer(address, None) == "no handshake"
+
+
+async def test_the_scaler_asks_for_a_certificate_where_clients_need_none(authority: Authority) -> None:
+    gateway, keda = authority.issue("gateway"), authority.issue("keda")
+    port = free_port()
+    settings = GatewaySettings(
+        model="m",
+        redis_url="redis://127.0.0.1:1/0",
+        scaler_listen=f"127.0.0.1:{port}",
+        tls_certificate=gateway.certificate,
+        tls_key=gateway.key,
+        tls_authority=gateway.authority,
+    )
+    root = authority.file.read_bytes()
+    with_key = grpc.ssl_channel_credentials(root, keda.key.read_bytes(), keda.certificate.read_bytes())
+    async with scaler_port(settings):
+        for credentials, admitted in ((with_key, True), (grpc.ssl_channel_credentials(root), False)):
+            async with grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
+                asked = ScaledObjectRef(name="d", scalerMetadata={"pool": "p"})
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await ExternalScalerStub(channel).IsActive(asked, timeout=10)
+            said = refused.value.details() or ""
+            assert ("demand is unknown" in said) is admitted, said
 
 
 async def test_renewed_certificates_are_taken_up_on_both_ends(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rootward.wire.server import RpcServer
 
 @asynccontextmanager
 async def several(**verifiers):
-    """Models of one gateway, by name."""
+    """Models of one gateway, by name, as a list in its settings gives them."""
     store, services = MemoryStore(), []
     async with AsyncExitStack() as stack:
         for name, verifier in verifiers.items():
@@ -37,7 +37,7 @@ async def several(**verifiers):
             services.append(await stack.enter_async_context(service))
             if verifier:
                 assert await upstreams.wait_ready(5.0)
-        yield Models(services)
+        yield Models(services, by_model=True)
 
 
 async def test_a_request_runs_on_the_model_that_it_names():
@@ -102,6 +102,14 @@ async def test_metrics_and_load_are_by_model_and_together():
         await models.drain(1.0)
         assert models.load.draining
         assert not models.ready
+
+
+async def test_a_list_of_one_model_is_labelled_too():
+    """The autoscaler and the alerts of a model ask for its label, whatever the number of models."""
+    async with several(only=SpellingVerifier()) as models:
+        assert 'rootward_num_requests_waiting{model_name="only"} 0.0' in generate_latest(models.registry).decode()
+        unlabelled = generate_latest(Models(list(models)).registry).decode()
+        assert "rootward_num_requests_waiting 0.0" in unlabelled
 
 
 async def test_a_key_for_one_model_does_not_open_another(monkeypatch):
