@@ -68,7 +68,12 @@ async def serve(settings: GatewaySettings) -> None:
         await stack.enter_async_context(scaler_port(settings))
         async with asyncio.TaskGroup() as group:
             app = RequestGuard(
-                build_app(models, stored=stored, reasoning_content=settings.reasoning_content),
+                build_app(
+                    models,
+                    stored=stored,
+                    reasoning_content=settings.reasoning_content,
+                    call_formats=settings.call_formats,
+                ),
                 max_body_bytes=settings.max_request_bytes,
                 in_flight=in_flight,
                 hosts=settings.http_hosts,

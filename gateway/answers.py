@@ -15,7 +15,7 @@ from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.tokenizer import REPLACEMENT, Span, Tokenizer
-from gateway.tools import CallFormat, CallParser
+from gateway.tools import CallParser, CallPart
 from rootward.client.types import Round, Usage
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
@@ -204,27 +204,19 @@ class CompletionAnswer(Answer):
         return [{"text": text_of(spans), "logprobs": logprobs, **finish(ending)}]
 
 
-@dataclass(frozen=True, slots=True)
-class ChatParts:
-    """What a text of a chat is made of."""
-
-    reasoning: str
-    text: str
-    calls: list[Json]  # of functions
-
-
 @dataclass(slots=True, kw_only=True)
 class ChatAnswer(Answer):
-    """/v1/chat/completions. The first chunk has the role, the last one how it ended and nothing else; tool calls come whole, in a chunk
-    of their own before the last."""
+    """/v1/chat/completions. The first chunk has the role, the last one how it ended and nothing else. A tool call is told by a chunk with
+    its id and name, then by pieces of its arguments."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    call_format: CallFormat | None = None  # None: there are no tools
-    function: str = ""  # the only one that may be called: its arguments are the whole text
-    reasoning: bool = False  # thoughts in tags are told apart, unless the output has a form
+    calls: Callable[[], CallParser] | None = None  # finds the calls of an output; None: there are no tools
+    named: bool = False  # the request names the function that is called
+    reasoning: bool = False  # thoughts in tags are told apart
     _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
     _thoughts: dict[int, ThoughtParser] = field(default_factory=dict)  # by output
+    _calling: set[int] = field(default_factory=set)  # outputs with calls
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -232,58 +224,60 @@ class ChatAnswer(Answer):
 
     @property
     def resumable(self) -> bool:
-        return self.num_outputs == 1 and self.call_format is None and not self.reasoning
+        return self.num_outputs == 1 and self.calls is None and not self.reasoning
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
-        parts = self._parts(index, spans, ending)
-        content = None if parts.calls and not parts.text else parts.text
+        reasoning, parts = self._parts(index, spans, ended=True)
+        text = "".join(part for part in parts if isinstance(part, str))
+        calls: list[Json] = []
+        for part in parts:
+            if isinstance(part, CallPart) and part.name:
+                pieces = (p.arguments for p in parts if isinstance(p, CallPart) and p.index == part.index)
+                function = {"name": part.name, "arguments": "".join(pieces)}
+                calls.append({"id": call_id(), "type": "function", "function": function})
+        content = None if calls and not text else text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
-        if parts.reasoning:
-            message["reasoning_content"] = parts.reasoning
-        if parts.calls:
-            message["tool_calls"] = parts.calls
-        return {"message": message, "logprobs": self._logprobs(spans), **self._finish(ending, parts.calls)}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message, "logprobs": self._logprobs(spans), **self._finish(index, ending)}
 
     def _chunk_choices(
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
     ) -> list[Json]:
-        parts = self._parts(index, spans, ending)
-        text, calls = parts.text, parts.calls
-        choices: list[Json] = []
+        reasoning, parts = self._parts(index, spans, ended=ending is not None)
+        deltas: list[Json] = [{"reasoning_content": reasoning}] if reasoning else []
+        deltas += [{"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]} for part in parts]
         details = self.logprobs or self.body.return_token_ids or self.body.return_trees
-        held_back = self.call_format is not None or self.reasoning
-        if first or parts.reasoning or (spans and (text or details or not held_back)):
-            delta: Json = {"role": "assistant"} if first else {}
-            if parts.reasoning:
-                delta["reasoning_content"] = parts.reasoning
-            if text or not parts.reasoning:
-                delta["content"] = text
-            choices.append({"delta": delta, "logprobs": self._logprobs(spans), **finish(None)})
-        if calls:
-            numbered = [{"index": i, **call} for i, call in enumerate(calls)]
-            choices.append({"delta": {"tool_calls": numbered}, "logprobs": None, **finish(None)})
+        told_as_it_comes = self.calls is None and not self.reasoning
+        if not deltas and (first or (spans and (details or told_as_it_comes))):
+            deltas = [{"content": ""}]
+        if first:
+            deltas[0] = {"role": "assistant", **deltas[0]}
+        choices: list[Json] = [{"delta": delta, "logprobs": None, **finish(None)} for delta in deltas]
+        if choices:
+            choices[0]["logprobs"] = self._logprobs(spans)
         if ending is not None:
-            choices.append({"delta": {}, "logprobs": None, **self._finish(ending, calls)})
+            choices.append({"delta": {}, "logprobs": None, **self._finish(index, ending)})
         return choices
 
-    def _parts(self, index: int, spans: Sequence[Span], ending: Ending | None) -> ChatParts:
-        """Thoughts and text as far as they are known, and the calls, at the end."""
-        reasoning, text = self._without_thoughts(index, spans, ended=ending is not None)
-        if self.call_format is None:
-            return ChatParts(reasoning, text, [])
-        parser = self._parsers.setdefault(index, CallParser(self.call_format, function=self.function))
-        text = parser.push(text)
-        if ending is None:
-            return ChatParts(reasoning, text, [])
-        rest, calls = parser.finish()
-        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
-        # Nine letters and digits, which the templates of all models accept.
-        numbered: list[Json] = [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
-        return ChatParts(reasoning, text + rest, numbered)
+    def _parts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, list[str | CallPart]]:
+        """(thoughts, text and calls), as far as they are known."""
+        reasoning, text = self._without_thoughts(index, spans, ended=ended)
+        if self.calls is None:
+            return reasoning, [text] if text else []
+        if index not in self._parsers:
+            self._parsers[index] = self.calls()
+        parser = self._parsers[index]
+        parts = [*parser.push(text), *(parser.finish() if ended else ())]
+        if any(isinstance(part, CallPart) for part in parts):
+            self._calling.add(index)
+        return reasoning, parts
 
     def _without_thoughts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, str]:
         """(thoughts, the rest of the text)"""
-        if not self.reasoning or self.request.structure is not None:
+        if not self.reasoning:
             return "", text_of(spans)
         if index not in self._thoughts:
             end = "".join(self.names(token).text for token in self.tally.prompts[index][-OPENING_TOKENS:])
@@ -294,13 +288,25 @@ class ChatAnswer(Answer):
             pieces.append(parser.finish())
         return "".join(thoughts for thoughts, _ in pieces), "".join(text for _, text in pieces)
 
-    def _finish(self, ending: Ending, calls: list[Json]) -> Json:
+    def _finish(self, index: int, ending: Ending) -> Json:
         """OpenAI says "tool_calls" of calls that the model chose."""
-        chosen = calls and not self.function and ending.reason is FinishReason.STOP
+        chosen = index in self._calling and not self.named and ending.reason is FinishReason.STOP
         return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:
         return chat_logprobs(spans, self.names) if self.logprobs else None
+
+
+def call_id() -> str:
+    """Of nine letters and digits, which the templates of all models accept."""
+    return uuid.uuid4().hex[:9]
+
+
+def call_delta(part: CallPart) -> Json:
+    """A piece of a call in a stream of chats."""
+    beginning: Json = {"id": call_id(), "type": "function"} if part.name else {}
+    function = {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
+    return {"index": part.index, **beginning, "function": function}
 
 
 def text_of(spans: Sequence[Span]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from gateway.planning import check_name
 from gateway.response_answers import ResponseAnswer
 from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
-from gateway.tools import CallFormat
+from gateway.tools import CallFormat, CallParser, Tools, call_format_of
+from rootward.core.requests import Structure
 from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
@@ -47,11 +49,19 @@ EVENTS = {
 }  # of Completion or ChatChunk, then [DONE]; of events of a Response
 
 
-def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_content: bool = False) -> FastAPI:
+def build_app(
+    models: Models,
+    *,
+    stored: ResponseStore | None = None,
+    reasoning_content: bool = False,
+    call_formats: Mapping[str, CallFormat] | None = None,
+) -> FastAPI:
     """The ASGI application of a gateway.
 
-    stored: answers of /v1/responses (default: in memory). reasoning_content: thoughts in tags are told apart in chats.
+    stored: answers of /v1/responses (default: in memory). reasoning_content: thoughts in tags are told apart in chats. call_formats: how
+    models write tool calls, by their served names (default: as their chat templates do).
     """
+    call_formats = call_formats or {}
     responses = stored or ResponseStore()
     names, created = {service.served_model: token_names(service.tokenizer) for service in models}, int(time.time())
     app = FastAPI(
@@ -68,24 +78,40 @@ def build_app(models: Models, *, stored: ResponseStore | None = None, reasoning_
     for kind in (HTTPException, RequestValidationError, ServiceError, Exception):
         app.add_exception_handler(kind, _refused)
 
-    def generation(request: Request, body: schemas.GenerationBody, kind: Callable[..., Answer]) -> Response:
+    def generation(
+        request: Request, body: schemas.GenerationBody, kind: Callable[..., Answer], structure: Structure | None = None
+    ) -> Response:
         headers = {**request.headers, "x-request-id": _request_id(request)}
         wanted = body.request(headers)
         check_name("request_id", wanted.request_id)
+        if structure is not None:
+            wanted = replace(wanted, structure=structure)
         service = models.of(body.model)
         return GenerationResponse(service, names[service.served_model], body=body, request=wanted, kind=kind)
 
     def chat(request: Request, body: schemas.ChatRequest, kind: Callable[..., ChatAnswer]) -> Response:
-        form = body.call_format(
-            CallFormat.of_template(models.of(body.model).tokenizer.special_texts.get("chat_template"))
-        )
+        service = models.of(body.model)
+        known = call_format_of(service.tokenizer)
+        form = body.call_format(known if known is Tools.NONE else call_formats.get(service.served_model, known))
+        thoughts = reasoning_content and not body.has_form
         if "last-event-id" in request.headers and (form is not None or reasoning_content or kind is not ChatAnswer):
             fix = "is of no stream that can be resumed: those of plain text can; send the request again"
             raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
+        calls = None
+        if form is not None:
+            calls = partial(
+                CallParser,
+                form,
+                names=[tool.function.name for tool in body.tools],
+                function=body.function,
+                forced=body.forces_calls,
+                parallel=body.parallel_tool_calls,
+            )
+        structure = body.structure(form, marked=service.tokenizer.is_token(CallFormat.HERMES.value))
         if form is CallFormat.MISTRAL:  # calls begin with a special token
             body = body.model_copy(update={"skip_special_tokens": False})
-        answer = partial(kind, call_format=form, function=body.function, reasoning=reasoning_content)
-        return generation(request, body, answer)
+        answer = partial(kind, calls=calls, named=bool(body.function), reasoning=thoughts)
+        return generation(request, body, answer, structure)
 
     @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
@@ -260,6 +286,7 @@ async def _refused(request: Request, error: Exception) -> Response:
                 "bytes are no JSON, or nested too deeply; send a JSON object",
             )
         else:
-            known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {error.detail}")
+            fix = "is not served; GET /openapi.json lists what is" if error.status_code == 404 else error.detail
+            known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {fix}")
             return json_response(known.body, status=known.status, headers=headers)
     return error_response(error, headers, path=request.url.path)

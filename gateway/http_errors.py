@@ -62,6 +62,7 @@ _NAMES_AT = {
         "response_format.json_schema.schema": "text.format.schema",
     }
 }
+_NOT_FOUND = (404, "invalid_request_error", "not_found")  # of something that is no model
 _BUG = (500, "internal_server_error", "internal_error")
 
 # pydantic's error type -> the fix, with the bounds that pydantic gives.
@@ -102,6 +103,8 @@ def http_error(error: Exception, *, path: str = "") -> HttpError:
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
     kind = _KINDS.get(error.reason, _BUG)
     field = (error.field if isinstance(error, InvalidRequest) else error.metadata.get("field")) or ""
+    if error.reason == "NOT_FOUND" and field != "model":
+        kind = _NOT_FOUND
     param, message = _NAMES_AT.get(path, _NAMES).get(field) or _NAMES.get(field, field), str(error)
     if message.startswith(f"{field}:"):
         message = param + message[len(field) :]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from gateway.answers import ChatAnswer, Json, token_logprobs
+from gateway.answers import ChatAnswer, Json, call_id, token_logprobs
 from gateway.requests import Delta, Ending
 from gateway.response_schemas import ResponseRequest, items_of, messages_of
 from gateway.schemas import Message
@@ -17,9 +17,10 @@ from gateway.stored_responses import ID_PREFIX, StoredResponse
 from gateway.tokenizer import Span
 from rootward.core.requests import FinishReason
 
-Kind: TypeAlias = Literal["message", "reasoning"]
+Kind: TypeAlias = Literal["message", "reasoning", "function_call"]
 
-STATUSES = {FinishReason.STOP: "completed", FinishReason.LENGTH: "incomplete", FinishReason.ABORTED: "cancelled"}
+# Why an answer is incomplete. An abort is the operator's or the client's; OpenAI's server has no such reason.
+INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORTED: "aborted"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,8 +58,7 @@ class ResponseAnswer(ChatAnswer):
         return events + self._grow(delta.spans, delta.ending)
 
     def last(self) -> Json:
-        name = "completed" if self._status == "completed" else "incomplete"
-        return self._event(f"response.{name}", response=self._response(self._status))
+        return self._event(f"response.{self._status}", response=self._response(self._status))
 
     async def settled(self, final: Json) -> Json:
         """The response, or its last event, which says whether it was stored."""
@@ -83,26 +83,29 @@ class ResponseAnswer(ChatAnswer):
     @property
     def _status(self) -> str:
         """At the end."""
-        return STATUSES[self.tally.endings[0].reason]
+        return "incomplete" if self.tally.endings[0].reason in INCOMPLETE else "completed"
 
     def _grow(self, spans: Sequence[Span], ending: Ending | None) -> list[Json]:
         """The output with these spans more, and the events that tell of them."""
         num_thoughts = self.num_reasoning_tokens
-        parts = self._parts(0, spans, ending)
+        reasoning, parts = self._parts(0, spans, ended=ending is not None)
         if self.logprobs:
             answer = spans[self.num_reasoning_tokens - num_thoughts :]
             self._new_logprobs += token_logprobs(answer, self.names)
-        events = self._say("reasoning", parts.reasoning)
-        events += self._say("message", parts.text)
+        events = self._say("reasoning", reasoning)
+        for part in parts:
+            if isinstance(part, str):
+                events += self._say("message", part)
+            elif part.name:
+                events += [*self._close("completed"), *self._open_call(part.name)]
+            else:
+                self._text.append(part.arguments)
+                events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
         if ending is None:
             return events
-        status = "completed" if ending.reason is FinishReason.STOP else "incomplete"
-        if not self._output and not parts.calls:
+        if not self._output:
             events += self._open("message")
-        events += self._close(status)
-        for call in parts.calls:
-            events += self._call(call, status)
-        return events
+        return events + self._close(self._status)
 
     def _say(self, kind: Kind, text: str) -> list[Json]:
         if not text:
@@ -121,37 +124,29 @@ class ResponseAnswer(ChatAnswer):
         added = self._add(self._growing_item("in_progress", []))
         return [added, self._item_event("response.content_part.added", content_index=0, part=self._part())]
 
+    def _open_call(self, name: str) -> list[Json]:
+        self._growing, self._text = "function_call", []
+        item: Json = {"id": self._item_id("fc"), "type": "function_call", "status": "in_progress"}
+        return [self._add(item | {"call_id": call_id(), "name": name, "arguments": ""})]
+
     def _close(self, status: str) -> list[Json]:
         """The growing item, if there is one, is complete."""
         if self._growing is None:
             return []
-        part = self._part()
-        told = self._part_event("done", text=part["text"], logprobs=self._logprobs_told)
-        done = self._item_event("response.content_part.done", content_index=0, part=part)
-        self._output.pop()
-        self._output.append(self._growing_item(status, [part]))
+        if self._growing == "function_call":
+            arguments, item = "".join(self._text), self._output[-1]
+            told = [self._item_event("response.function_call_arguments.done", name=item["name"], arguments=arguments)]
+            self._output[-1] = item | {"arguments": arguments, "status": status}
+        else:
+            part = self._part()
+            told = [
+                self._part_event("done", text=part["text"], logprobs=self._logprobs_told),
+                self._item_event("response.content_part.done", content_index=0, part=part),
+            ]
+            self._output.pop()
+            self._output.append(self._growing_item(status, [part]))
         self._growing = None
-        return [told, done, self._done()]
-
-    def _call(self, call: Json, status: str) -> list[Json]:
-        function = call["function"]
-        assert isinstance(function, dict)
-        arguments = function["arguments"]
-        item: Json = {
-            "id": self._item_id("fc"),
-            "type": "function_call",
-            "status": "in_progress",
-            "call_id": call["id"],
-            "name": function["name"],
-            "arguments": "",
-        }
-        events = [
-            self._add(item),
-            self._item_event("response.function_call_arguments.delta", delta=arguments),
-            self._item_event("response.function_call_arguments.done", name=function["name"], arguments=arguments),
-        ]
-        self._output[-1] = item | {"arguments": arguments, "status": status}
-        return [*events, self._done()]
+        return [*told, self._done()]
 
     def _item_id(self, prefix: str) -> str:
         """Of the next item."""
@@ -210,7 +205,9 @@ class ResponseAnswer(ChatAnswer):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": INCOMPLETE[self.tally.endings[0].reason]}
+            if status == "incomplete"
+            else None,
             "instructions": wanted.instructions or None,
             "max_output_tokens": wanted.max_output_tokens,
             "metadata": wanted.metadata,

@@ -44,6 +44,7 @@ from gateway.schemas import (
     ToolChoice,
     at_most,
     refused,
+    text_of,
     typed_choice,
 )
 from rootward.errors import InvalidRequest
@@ -168,6 +169,12 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
             else:
                 messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=thoughts))
                 thoughts, open_answer = "", True
+        elif (
+            item.role == "assistant" and open_answer and messages[-1].tool_calls
+        ):  # text after calls of the same answer
+            before = messages.pop()
+            text = text_of(before.content or "") + _text(item.content)
+            messages.append(before.model_copy(update={"content": text}))
         else:
             open_answer = item.role == "assistant"
             reasoning = thoughts if open_answer else ""
@@ -207,6 +214,12 @@ class ResponseToolChoice(Body):
     type: Literal["none", "auto", "required", "function"]
     name: str = ""
 
+    @model_validator(mode="after")
+    def _names_what_it_says(self) -> ResponseToolChoice:
+        if self.name and self.type != "function":
+            raise refused(f"has a name beside the type {self.type!r}; use the type 'function' or leave it out")
+        return self
+
 
 class TextFormat(Body):
     """A form of the output, as `response_format` of a chat."""
@@ -221,6 +234,8 @@ class TextFormat(Body):
     def _has_schema(self) -> TextFormat:
         if self.type == "json_schema" and self.schema_ is None:
             raise refused("has no schema; send a schema object")
+        if self.type != "json_schema" and self.schema_ is not None:
+            raise refused(f"has a schema beside the type {self.type!r}; use the type 'json_schema' or leave it out")
         return self
 
     @property
@@ -276,7 +291,6 @@ class ResponseRequest(CommonFields):
     metadata: Annotated[
         dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(16, "entries")
     ] = Field(default={})
-    prompt_cache_key: str = ""  # a label, as `user`
     chat_template_kwargs: dict[str, Any] = Field(default={})
 
     @property
@@ -334,7 +348,7 @@ class Response(Object):
     id: str
     object: Literal["response"]
     created_at: Count
-    status: Literal["in_progress", "completed", "incomplete", "cancelled"]
+    status: Literal["in_progress", "completed", "incomplete"]
     model: str
     output: list[OutputItem]
     store: bool

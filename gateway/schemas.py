@@ -28,7 +28,7 @@ from pydantic_core import PydanticCustomError
 from gateway.auth import tenant
 from gateway.planning import refusing
 from gateway.requests import VERIFICATIONS, Chat, GenerateRequest, Resume
-from gateway.tools import CallFormat, forced_schema
+from gateway.tools import CallFormat, Tools, forced_schema, grammar_of_choice
 from rootward.core.requests import (
     MAX_BIASES,
     MAX_LOGPROBS,
@@ -153,6 +153,7 @@ class CallInMessage(Body):
     id: str = ""
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: Count = 0  # of a stream's chunks, which clients put together
 
 
 class Message(Body):
@@ -164,11 +165,12 @@ class Message(Body):
     tool_calls: Annotated[list[CallInMessage], Field(fail_fast=True)] = []
     tool_call_id: str = ""
     reasoning_content: str = ""  # of an earlier answer
+    refusal: str = ""  # of an earlier answer of another server: its text, where there is no other
 
     def for_template(self, at: str) -> Mapping[str, object]:
         """As chat templates read it: they know the role "system" only, and arguments as objects. InvalidRequest names the field, whose
         path begins with `at`."""
-        if self.content is None and not self.tool_calls:
+        if self.content is None and not self.tool_calls and not self.refusal:
             raise InvalidRequest(f"{at}.content", None, "is missing; send a text or a list of parts")
         role = "system" if self.role == "developer" else self.role
         named = {
@@ -176,7 +178,7 @@ class Message(Body):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content,
         }
-        message: dict[str, object] = {"role": role, "content": text_of(self.content or "")}
+        message: dict[str, object] = {"role": role, "content": text_of(self.content or self.refusal)}
         message |= {name: value for name, value in named.items() if value}
         if self.tool_calls:
             message["tool_calls"] = [
@@ -251,6 +253,10 @@ class ResponseFormat(Body):
     def _has_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise refused("has no json_schema.schema; send a schema object")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise refused(
+                f"has a json_schema beside the type {self.type!r}; use the type 'json_schema' or leave it out"
+            )
         return self
 
     @property
@@ -302,7 +308,7 @@ class FunctionTool(Body):
     name: FunctionName
     description: str = ""
     parameters: dict[str, Any] = {}
-    strict: bool = False  # forced calls are always valid, others are as the model writes them
+    strict: bool = False  # calls that the model chooses are valid as well; forced ones always are
 
 
 class Tool(Body):
@@ -317,6 +323,12 @@ class NamedFunction(Body):
 class ToolChoice(Body):
     type: Literal["none", "auto", "required", "function"]
     function: NamedFunction | None = None
+
+    @model_validator(mode="after")
+    def _names_what_it_says(self) -> ToolChoice:
+        if self.function is not None and self.type != "function":
+            raise refused(f"has a function beside the type {self.type!r}; use the type 'function' or leave it out")
+        return self
 
 
 def typed_choice(value: object) -> object:
@@ -383,6 +395,7 @@ class CommonFields(Body):
     # Labels of the client for its own records; nothing depends on them.
     user: str = ""
     safety_identifier: str = ""
+    prompt_cache_key: str = ""
 
 
 class GenerationBody(CommonFields):
@@ -615,10 +628,7 @@ class ChatRequest(GenerationBody, Conversation):
             raise InvalidRequest("tool_choice", kind, "needs tools; send at least one")
         if kind == "function" and self.function not in names:
             raise InvalidRequest("tool_choice", self.function[:64], "is no function of tools; name one of them")
-        forced = self.tools and kind in ("required", "function")
-        if forced and (
-            self.structured_outputs is not None or (self.response_format and self.response_format.structure)
-        ):
+        if self.tools and kind in ("required", "function") and super()._structure() is not None:
             fix = "cannot be combined with another form of the output (response_format, structured_outputs, text.format); send one of them"
             raise InvalidRequest("tool_choice", kind, fix)
         return self
@@ -629,28 +639,66 @@ class ChatRequest(GenerationBody, Conversation):
         named = self.tool_choice.function if self.tool_choice else None
         return named.name if named else ""
 
-    def call_format(self, template: CallFormat | None) -> CallFormat | None:
-        """How calls are written in the answer; None where there are none. UnsupportedParameter if the model's template has no tools."""
-        kind = self.tool_choice.type if self.tool_choice else "auto"
-        if not self.tools or kind == "none":
+    @property
+    def forces_calls(self) -> bool:
+        """The whole output is calls."""
+        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.type in ("required", "function")
+
+    @property
+    def has_form(self) -> bool:
+        """The output has a form, whether it calls or not."""
+        return self.forces_calls or super()._structure() is not None
+
+    def call_format(self, known: CallFormat | Tools) -> CallFormat | None:
+        """How calls are written in the answer; None where there are none.
+
+        known: that of the model. UnsupportedParameter if the model's template has no tools, or a format that is not known here."""
+        if not self.tools or (self.tool_choice and self.tool_choice.type == "none"):
             return None
-        if kind != "auto":
+        if self.forces_calls:
             return CallFormat.JSON
-        if template is None:
-            fix = "functions are not in this model's chat template; use tool_choice 'required' or a function's name"
+        if isinstance(known, Tools):
+            fix = f"functions {known.value}; use tool_choice 'required' or a function's name"
+            if known is Tools.UNKNOWN:
+                fix += ", or set tool_call_format of the gateway"
             raise UnsupportedParameter("tools", len(self.tools), fix)
-        return template
+        return known
+
+    def structure(self, form: CallFormat | None, *, marked: bool) -> Structure | None:
+        """The form of an output that may have calls in this format. marked: as in `grammar_of_choice`. UnsupportedParameter where
+        calls cannot be kept valid, or cannot stand beside the form that is asked for."""
+        own = self._structure()
+        strict = next((i for i, tool in enumerate(self.tools) if tool.function.strict), None)
+        if form is None or self.forces_calls or (own is None and strict is None):
+            return own
+        if own is not None and (form is not CallFormat.HERMES or own.form not in (Form.JSON_SCHEMA, Form.JSON_OBJECT)):
+            fix = "functions beside this form of the output cannot be told from it; use tool_choice 'none' or 'required', or leave it out"
+            raise UnsupportedParameter("tools", len(self.tools), fix)
+        if form is CallFormat.MISTRAL:
+            fix = "is not kept in the format of this model's calls; use tool_choice 'required' or a function's name"
+            raise UnsupportedParameter(f"tools[{strict}].function.strict", True, fix)
+        functions, parallel = [tool.function for tool in self.tools], self.parallel_tool_calls
+        try:
+            output = None if own is None else json.loads(own.text or '{"type": "object"}')
+            text = grammar_of_choice(form, functions, parallel=parallel, output=output, marked=marked)
+        except RecursionError:
+            raise InvalidRequest("tools", "a schema", "is nested too deeply; make it flatter") from None
+        except (TypeError, ValueError):  # of the text that `structured_outputs.json` may be
+            raise InvalidRequest("structured_outputs.json", "a text", "is no JSON object") from None
+        return Structure(Form.GRAMMAR, text)
 
     def _structure(self) -> Structure | None:
-        kind = self.tool_choice.type if self.tool_choice else "auto"
-        if not self.tools or kind not in ("required", "function"):
+        if not self.forces_calls:
             return super()._structure()
         functions = [tool.function for tool in self.tools]
-        if self.function:
-            (named,) = [function for function in functions if function.name == self.function]
-            schema = named.parameters or {"type": "object"}
-        else:
-            schema = forced_schema(functions, parallel=self.parallel_tool_calls)
+        try:
+            if self.function:
+                (named,) = [function for function in functions if function.name == self.function]
+                schema = named.parameters or {"type": "object"}
+            else:
+                schema = forced_schema(functions, parallel=self.parallel_tool_calls)
+        except RecursionError:
+            raise InvalidRequest("tools", "a schema", "is nested too deeply; make it flatter") from None
         return Structure(Form.JSON_SCHEMA, schema_text("tools", schema))
 
     def chat(self, messages: list[Message]) -> Chat:
@@ -768,10 +816,23 @@ class CompletionChoice(Choice):
     logprobs: CompletionLogprobs | None
 
 
+class AnsweredFunction(Object):
+    name: str
+    arguments: str  # JSON
+
+
+class AnsweredCall(Object):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
 class AnsweredMessage(Object):
     role: Literal["assistant"]
     content: str | None  # null where there are only tool calls
     refusal: None
+    reasoning_content: str = ""  # where there are thoughts that are told apart
+    tool_calls: list[AnsweredCall] = []
 
 
 class ChatChoice(Choice):
@@ -779,9 +840,23 @@ class ChatChoice(Choice):
     logprobs: ChatLogprobs | None
 
 
+class FunctionDelta(Object):
+    name: str = ""  # in the first chunk of a call
+    arguments: str  # the next piece
+
+
+class CallDelta(Object):
+    index: Count
+    id: str = ""  # with `type` in the first chunk of a call
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class Delta(Object):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
+    tool_calls: list[CallDelta] = []
 
 
 class ChunkChoice(Choice):

@@ -12,6 +12,7 @@ from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
 from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
+from gateway.tools import CallFormat
 from rootward.discovery.sources import Source, SourceList, parse_sources
 from rootward.process_settings import ProcessSettings
 from rootward.settings import ServiceSettings
@@ -29,6 +30,13 @@ def _address(value: str) -> str:
 Address = Annotated[str, AfterValidator(_address)]
 
 
+ToolCallFormat = Literal["auto", "hermes", "mistral", "json"]
+_TOOL_CALL_FORMAT = (
+    "how the model writes tool calls: hermes (<tool_call>), mistral ([TOOL_CALLS]), json (Llama 3) "
+    "or auto (as its chat template does)"
+)
+
+
 class ServedModel(BaseModel):
     """One model of a gateway, where several are served."""
 
@@ -37,6 +45,7 @@ class ServedModel(BaseModel):
     model: str = Field(min_length=1, description="folder or hub name of the target model, for its tokenizer")
     verifiers: SourceList = Field(min_length=1, description="as the setting of this name")
     served_model_name: str = Field("", description="name clients use (default: the last part of model)")
+    tool_call_format: ToolCallFormat = Field("auto", description="in place of the setting of this name")
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -87,6 +96,7 @@ class GatewaySettings(ProcessSettings):
         False,
         description="what chat models write between <think> and </think> first is told apart, as reasoning_content",
     )
+    tool_call_format: ToolCallFormat = Field("auto", description=_TOOL_CALL_FORMAT)
     response_lifetime_s: float = Field(
         LIFETIME_S, ge=0, description="how long answers of /v1/responses are stored; 0: not at all"
     )
@@ -158,7 +168,15 @@ class GatewaySettings(ProcessSettings):
         """All models."""
         if self.models:
             return tuple(self.models)
-        return (ServedModel(model=self.model, verifiers=self.verifiers, served_model_name=self.served_model_name),)
+        names = ("model", "verifiers", "served_model_name", "tool_call_format")
+        return (ServedModel(**{name: getattr(self, name) for name in names}),)
+
+    @property
+    def call_formats(self) -> dict[str, CallFormat]:
+        """By the names of models; without those whose chat template says it."""
+        own = {served.name: served.tool_call_format for served in self.served}
+        chosen = {name: self.tool_call_format if form == "auto" else form for name, form in own.items()}
+        return {name: CallFormat[form.upper()] for name, form in chosen.items() if form != "auto"}
 
     @property
     def server_tls(self) -> ServerTls | None:

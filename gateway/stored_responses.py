@@ -20,7 +20,7 @@ log = structlog.get_logger()
 ID_PREFIX = "resp_"  # before the id of the request
 LIFETIME_S = 3600.0
 MAX_RESPONSES = 256  # of a tenant
-MAX_BYTES = 1 << 16  # of one, with its conversation
+MAX_BYTES = 1 << 20  # of one, with its conversation
 
 
 class ResponseNotFound(NotFound):
@@ -81,21 +81,23 @@ class ResponseStore:
         check_name(field, response_id.removeprefix(ID_PREFIX))
         text = await self._store.response(_space(tenant), of_tenant(tenant, response_id))
         if text is None:
-            raise _not_found(field, response_id)
+            raise self._not_found(field, response_id)
         return StoredResponse.from_json(text)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """ResponseNotFound if this tenant has none of this id."""
         check_name("response_id", response_id.removeprefix(ID_PREFIX))
         if not await self._store.delete_response(_space(tenant), of_tenant(tenant, response_id)):
-            raise _not_found("response_id", response_id)
+            raise self._not_found("response_id", response_id)
+
+    def _not_found(self, field: str, response_id: str) -> ResponseNotFound:
+        fix = (
+            "is not stored; it has expired, was deleted, made room for newer ones, or was not stored at all, as one that has more than "
+            f"{self._max_bytes} bytes with its conversation (max_stored_response_bytes): send the conversation in input"
+        )
+        return ResponseNotFound(f"{field}: {response_id!r} {fix}", metadata={"field": field})
 
 
 def _space(tenant: str) -> str:
     """Where the responses of a tenant count. Clients without keys name their tenants themselves, and share the space of one."""
     return "" if caller() is None else tenant
-
-
-def _not_found(field: str, response_id: str) -> ResponseNotFound:
-    fix = "is not stored; it has expired, was deleted, or was not stored at all: send the conversation in input"
-    return ResponseNotFound(f"{field}: {response_id!r} {fix}", metadata={"field": field})

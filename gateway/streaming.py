@@ -98,8 +98,11 @@ class GenerationResponse(Response):
     async def _events(
         self, answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Chunks, with a comment in every long silence. The id of an event is the output position after it."""
+        """Chunks, with a comment in every long silence: deltas may come and be held back. The id of an event is the output position
+        after it."""
+        now = asyncio.get_running_loop().time
         delta: Delta | None = first
+        last_sent = now()
         pending: asyncio.Future[Delta | None] | None = None
         try:
             while delta is not None:
@@ -107,9 +110,13 @@ class GenerationResponse(Response):
                 for chunk in await self._service.off_loop(long, answer.chunks, delta):
                     event_id = delta.offset + len(delta.spans) if answer.resumable else None
                     yield _event(chunk, event_id, typed=answer.typed_events)
+                    last_sent = now()
                 pending = asyncio.ensure_future(anext(deltas, None))
-                while not (await asyncio.wait({pending}, timeout=SILENCE_S))[0]:
-                    yield KEEP_ALIVE
+                while not pending.done():
+                    await asyncio.wait({pending}, timeout=max(0.0, last_sent + SILENCE_S - now()))
+                    if now() >= last_sent + SILENCE_S:
+                        yield KEEP_ALIVE
+                        last_sent = now()
                 delta = pending.result()
         finally:
             if pending is not None and not pending.done():

@@ -118,11 +118,30 @@ class HuggingFaceTokenizer:
         template_kwargs: Mapping[str, object] | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation, rendered with the model's own template."""
+        messages, cut = self._without_special_tokens(messages)
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        parts = text.split(cut) if cut else [text]
+        return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, object] | None = None,
+    ) -> str:
+        """The text of a conversation in the model's own template. UnsupportedParameter if it has none, InvalidRequest for messages
+        that do not fit it."""
         if not getattr(self._tokenizer, "chat_template", None):
             raise UnsupportedParameter(
                 "messages", len(messages), "messages need a chat template, and this model has none; send text"
             )
-        messages, cut = self._without_special_tokens(messages)
         own = set(template_kwargs or {}) & _TEMPLATE_OPTIONS
         if own:
             raise InvalidRequest("chat.template_kwargs", min(own), "is no variable of the template; leave it out")
@@ -139,8 +158,7 @@ class HuggingFaceTokenizer:
                 "messages", len(messages), f"messages do not fit the chat template: {error}"
             ) from error
         _refuse_lone_surrogates("messages", text)
-        parts = text.split(cut) if cut else [text]
-        return tuple(i for part in parts for i in self._tokenizer.encode(part, add_special_tokens=False))
+        return str(text)
 
     def _without_special_tokens(
         self, messages: Sequence[Mapping[str, object]]
@@ -167,6 +185,10 @@ class HuggingFaceTokenizer:
             known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    def is_token(self, text: str) -> bool:
+        """Whether this text is always one token, which was added to the vocabulary."""
+        return text in getattr(self._tokenizer, "added_tokens_encoder", {})
 
     @property
     def special_texts(self) -> Mapping[str, str | None]:
@@ -228,8 +250,15 @@ class TokenNumbers:
         """Refused."""
         raise UnsupportedParameter("messages", len(messages), "messages need a tokenizer, and this model has none")
 
+    def render_chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> str:
+        """Refused."""
+        raise UnsupportedParameter("messages", len(messages), "messages need a tokenizer, and this model has none")
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"{i} " for i in ids)
+
+    def is_token(self, text: str) -> bool:
+        return False
 
     @property
     def special_texts(self) -> Mapping[str, str | None]:

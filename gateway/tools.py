@@ -1,30 +1,35 @@
 """Tool calls: what a model is asked for, and what it has written.
 
 A call that the request forces (`tool_choice` "required" or a function's name) is a form of the output (`forced_schema`), so it is always
-JSON of the function's parameters. With "auto" the model decides: its chat template says how it writes calls, and a `CallParser` finds
-them in the text. Speculation knows nothing of either.
+JSON of the function's parameters. With "auto" the model decides: its chat template shows how it writes calls (`call_format_of`), and a
+`CallParser` finds them in the text. Where calls must be valid all the same (`strict`), or the rest of the output has a form, a grammar
+says so from the place on where the model begins a call (`grammar_of_choice`). Speculation knows nothing of any of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from gateway.tokenizer import held_back
-from rootward.errors import InvalidRequest
+import regex
+
+from gateway.tokenizer import Tokenizer, held_back
+from rootward.errors import InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
     from gateway.schemas import FunctionTool
 
 
 @dataclass(frozen=True, slots=True)
-class ToolCall:
-    """arguments: JSON text, as OpenAI's clients expect it."""
+class CallPart:
+    """A piece of a call. `name` stands in the first piece alone; `arguments` are JSON text, whose pieces make the whole."""
 
+    index: int  # of the call
     name: str
     arguments: str
 
@@ -36,108 +41,380 @@ class CallFormat(Enum):
     MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": {…}}] or [TOOL_CALLS]name[ARGS]{…}
     JSON = ""  # Llama 3 and others: {"name": …, "parameters": {…}}, several in a list or with ";" between
 
-    @classmethod
-    def of_template(cls, template: str | None) -> CallFormat | None:
-        """The one that a chat template tells the model of; None for a template without tools."""
-        if not template or "tools" not in template:
-            return None
-        return next((one for one in (cls.HERMES, cls.MISTRAL) if one.value in template), cls.JSON)
+
+class Tools(Enum):
+    """What a chat template makes of tools where it shows no `CallFormat`."""
+
+    NONE = "are not in this model's chat template"
+    UNKNOWN = "are called in a format of this model that is not known here"
+
+
+# What a template is asked with. Nine letters and digits are an id that the templates of all models accept.
+_PROBE: dict[str, Any] = {
+    "name": "probe_function",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {}},
+}
+_CALLED = {"id": "probe0001", "type": "function", "function": {"name": "probe_function", "arguments": {"a": "b"}}}
+_SHOWN = {
+    CallFormat.HERMES: regex.compile(r'\s*<tool_call>\s*[\[{]\s*[{"]'),
+    CallFormat.MISTRAL: regex.compile(r"\s*\[TOOL_CALLS\]\s*(?:\[\s*\{|probe_function.*\[ARGS\])", regex.DOTALL),
+    CallFormat.JSON: regex.compile(r'\s*\[?\s*\{\s*"(?:type|id|name)"'),
+}
+
+
+@lru_cache(64)
+def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
+    """The one in which the tokenizer's chat template writes the call of an earlier answer."""
+    user, answered = {"role": "user", "content": "q"}, {"role": "assistant", "content": "probe text"}
+    called = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+    kwargs = {"tools": [{"type": "function", "function": _PROBE}]}
+    try:
+        asked = tokenizer.render_chat([user], template_kwargs=kwargs)
+    except UnsupportedParameter:
+        return Tools.NONE
+    except InvalidRequest:
+        return Tools.UNKNOWN
+    if "probe_function" not in asked:
+        return Tools.NONE
+    try:
+        texts = [
+            tokenizer.render_chat([user, answer], add_generation_prompt=False, template_kwargs=kwargs)
+            for answer in (answered, called)
+        ]
+    except InvalidRequest:
+        return Tools.UNKNOWN
+    begin = next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0)
+    return next((form for form, shown in _SHOWN.items() if shown.match(texts[1], begin)), Tools.UNKNOWN)
+
+
+# -- Forms of the output -----------------------------------------------------------------------------------------------
+
+_DATA = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
+_GUIDANCE = {
+    "whitespace_pattern": r"[ \t\r\n]{1,16}",
+    "lenient": False,
+    "coerce_one_of": False,
+}  # as in rootward.engine.grammar
 
 
 def forced_schema(functions: Sequence[FunctionTool], *, parallel: bool) -> dict[str, Any]:
     """The JSON schema of one or more calls to any of these functions: a list of {"name": …, "arguments": …}."""
-    definitions: dict[str, Any] = {}
-    items = []
-    for function in functions:
-        parameters = dict(function.parameters) or {"type": "object"}
-        for key in ("$defs", "definitions"):  # references begin at the root of the schema
-            for name, definition in parameters.pop(key, {}).items():
-                if definitions.setdefault(key, {}).setdefault(name, definition) != definition:
-                    raise InvalidRequest(
-                        "tools", name, f"is defined twice in {key}, with different meanings; rename one"
-                    )
-        name = {"const": function.name}
-        properties = {"name": name, "arguments": parameters}
-        items.append(
-            {
-                "type": "object",
-                "properties": properties,
-                "required": list(properties),
-                "additionalProperties": False,
-            }
-        )
-    calls: dict[str, Any] = {"type": "array", "minItems": 1, "items": items[0] if len(items) == 1 else {"anyOf": items}}
-    return {**calls, **({} if parallel else {"maxItems": 1}), **definitions}
+    calls = {"type": "array", "minItems": 1, "items": _any_call(functions, keys=("arguments",))}
+    return {**calls, **({} if parallel else {"maxItems": 1}), "$defs": _definitions(functions)}
+
+
+def grammar_of_choice(
+    form: CallFormat,
+    functions: Sequence[FunctionTool],
+    *,
+    parallel: bool,
+    output: Mapping[str, Any] | None,
+    marked: bool,
+) -> str:
+    """A Lark grammar (of llguidance) of outputs in which calls are valid, the arguments of strict functions too.
+
+    output: the schema of outputs that are no calls; None: any text. marked: the tokenizer has the marks of calls as tokens.
+    """
+    keys = ("arguments",) if form is CallFormat.HERMES else ("parameters", "arguments")
+    strict = [one if one.strict else one.model_copy(update={"parameters": {}}) for one in functions]
+    call = {**_any_call(strict, keys=keys), "$defs": _definitions(strict)}
+    rules = [f"call: %json {_guided(call)}", r"BLANKS: /[ \t\r\n]{1,16}/"]
+    if form is CallFormat.HERMES:
+        opening, closing = ("<tool_call>", "</tool_call>") if marked else ('"<tool_call>"', '"</tool_call>"')
+        rules.append(f"body: BLANKS? call BLANKS? {closing}")
+        rules.append(r"text: TEXT")
+        rules.append(r"TEXT: /(.|\n)*/" + ("" if marked else r" & ~/(.|\n)*<tool_call>(.|\n)*/"))
+        if output is not None:
+            more = f"(BLANKS? {opening} body)*" if parallel else ""
+            rules.append(f"start: form | {opening} body {more}")
+        else:
+            rules.append(f"opened: TEXT {opening}" if marked else r"opened[lazy]: /(.|\n)*<tool_call>/")
+            rules.append("start: (opened body)* text" if parallel else "start: (opened body)? text")
+    else:
+        more = '(";" BLANKS? call)*' if parallel else ""
+        rules += [r"TEXT: /([ \t\r\n]*[^\[{ \t\r\n](.|\n)*)?/", "text: TEXT", f"start: text | call {more}"]
+    if output is not None:
+        rules.append(f"form: %json {_guided(output)}")
+    return "\n".join(["%llguidance {}", *rules])
+
+
+def _guided(schema: Mapping[str, Any]) -> str:
+    return json.dumps({**schema, "x-guidance": _GUIDANCE})
+
+
+def _any_call(functions: Sequence[FunctionTool], *, keys: Sequence[str]) -> dict[str, Any]:
+    """keys: names that the arguments may have."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": function.name}, key: {"$ref": f"#/$defs/{function.name}"}},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for function in functions
+        for key in keys
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _definitions(functions: Sequence[FunctionTool]) -> dict[str, Any]:
+    """The parameters of each function under its name. References inside of them begin there instead of at the root."""
+    return {f.name: _moved(f.parameters or {"type": "object"}, f"#/$defs/{f.name}") for f in functions}
+
+
+def _moved(schema: Any, root: str) -> Any:
+    if isinstance(schema, list):
+        return [_moved(item, root) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: root + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else (value if key in _DATA else _moved(value, root))
+        for key, value in schema.items()
+    }
+
+
+# -- Calls in a text ---------------------------------------------------------------------------------------------------
+
+# Between values; bounded, because it is looked for again with every piece of text.
+_BETWEEN = r"[\s;,\[\]}]{0,64}"
+# What may come next where calls are: the end of their region, the beginning of a value, or (Mistral) a name before its arguments.
+_NEXT = {
+    CallFormat.HERMES: regex.compile(_BETWEEN + r"(?:(?P<end></tool_call>)|(?P<again>(?=<tool_call>))|(?=\{))"),
+    CallFormat.MISTRAL: regex.compile(
+        _BETWEEN
+        + r"(?:(?P<again>(?=\[TOOL_CALLS\]))|(?P<name>[\w.-]{1,64})(?:\[CALL_ID\]\w{0,64})?\[ARGS\]\s{0,64}(?=\{)|(?=\{))"
+    ),
+    CallFormat.JSON: regex.compile(_BETWEEN + r"(?=\{)"),
+}
+_KEYS = ("name", "arguments", "parameters", "type", "id")
+_FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:' + "|".join(_KEYS) + r')"\s{0,64}:')
+# A call up to its arguments, where they are an object and come last, as models write it.
+_HEAD = regex.compile(
+    r'\{\s{0,64}(?:"(?:type|id)"\s{0,64}:\s{0,64}"[^"\\]{0,64}"\s{0,64},\s{0,64}){0,2}'
+    r'"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{0,64})"\s{0,64},\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
+)
+_REST = regex.compile(r'\s{0,64}(?:\}|(?P<more>,)(?=\s{0,64}"))')  # after the arguments
+_CLOSING = regex.compile(r"[\s;,\]}]{0,64}")  # what closes a list of calls
+_OUTSIDE, _IN_STRING = re.compile(r'["\[\]{}<]'), re.compile(r'["\\]')
 
 
 class CallParser:
-    """Tells the calls of one text from the rest of it, as the text arrives."""
+    """Tells the calls of one text from the rest of it, as the text arrives: what it returns is certain, and in the order of the text.
 
-    def __init__(self, form: CallFormat, *, function: str = ""):
-        """function: its name, where the whole text is its arguments."""
-        self._form, self._function = form, function
-        self._held = ""  # may be calls or the beginning of one
-        self._calling = bool(function)
-        self._begun = False  # there was text before
+    A call is told from its arguments' first bracket on, and they as the model writes them. What is no call of an offered function stays
+    text, but for blanks and list brackets beside calls.
+    """
 
-    def push(self, text: str) -> str:
-        """The part of the text that is certainly none of a call."""
+    def __init__(
+        self, form: CallFormat, *, names: Iterable[str], function: str = "", forced: bool = False, parallel: bool = True
+    ):
+        """names: functions that may be called. function: the one whose arguments the whole text is. forced: a form makes the whole
+        text calls, so that nothing of it is text, also where it is cut. Without `parallel` the first call alone is told."""
+        self._form, self._names, self._forced, self._parallel = form, frozenset(names), forced, parallel
+        self._held = ""  # text that may be of a call
+        self._blanks = ""  # those at the beginning or after a call: told before other text, dropped before calls
+        self._in_text = False  # other text has been told since the beginning or the last call
+        self._ended = False
+        self._num_calls = 0
+        self._told: list[str | CallPart] = []
+        self._reading = self._arguments_of(function) if function else self._calls_and_text()
+        next(self._reading)
+
+    def push(self, text: str) -> list[str | CallPart]:
+        """Texts and pieces of calls."""
         self._held += text
-        if self._calling:
-            return ""
-        if self._form is CallFormat.JSON:
-            start = self._held.lstrip()
-            if not self._begun and (not start or start[0] in "[{"):
-                self._calling = bool(start)
-                return ""
-            num_free = len(self._held)
+        next(self._reading, None)
+        told, self._told = self._told, []
+        return told
+
+    def finish(self) -> list[str | CallPart]:
+        """What is left at the end of the text. A call whose arguments are cut has been told as far as it came."""
+        self._ended = True
+        return self.push("")
+
+    # The steps are generators: each `yield` waits for more text or its end.
+
+    def _calls_and_text(self) -> Generator[None, None, None]:
+        mark = self._form.value
+        while mark:
+            at = self._held.find(mark)
+            self._say(self._taken(at if at >= 0 else len(self._held) - self._num_held_back(mark)))
+            if at >= 0:
+                yield from self._region()
+            elif self._ended:
+                return
+            else:
+                yield
+        yield from self._region()
+        while True:
+            self._say(self._taken(len(self._held)))
+            if self._ended:
+                return
+            yield
+
+    def _num_held_back(self, mark: str) -> int:
+        return 0 if self._ended else held_back(self._held, [mark])
+
+    def _region(self) -> Generator[None, None, None]:
+        """Calls one after another. At the end `_held` begins with what comes after them; if there are none, their mark is told as text."""
+        at, called = len(self._form.value), False  # nothing is taken before the first call
+        while found := _NEXT[self._form].match(self._held, at, partial=not self._ended):
+            groups = found.groupdict()
+            if found.partial:
+                yield
+                continue
+            if groups.get("end") is not None or groups.get("again") is not None:
+                if not called:
+                    break
+                self._taken(found.end())
+                return
+            if name := groups.get("name"):
+                if name not in self._names:
+                    break
+                self._taken(found.end())
+                self._begin(name)
+                yield from self._object()
+            elif not (yield from self._call(found.end())):
+                break
+            at, called = 0, True
+        if not called:
+            self._say(self._taken(len(self._form.value)))
         else:
-            at = self._held.find(self._form.value)
-            self._calling = at >= 0
-            num_free = at if self._calling else len(self._held) - held_back(self._held, [self._form.value])
-        free, self._held = self._held[:num_free], self._held[num_free:]
-        self._begun = self._begun or bool(free.strip())
-        return free
+            self._taken(_CLOSING.match(self._held).end())
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """What is left at the end of the text: more text, and the calls. Text that is cut or is no call is text."""
-        held, self._held = self._held, ""
-        if self._function:
-            return "", [ToolCall(self._function, held)]
-        calls = _parse(self._form, held) if self._calling else []
-        return ("", calls) if calls else (held, [])
+    def _call(self, at: int) -> Generator[None, None, bool]:
+        """Whether a call begins at this place. It is then taken and told."""
+        brackets, num_seen = _Brackets(), at
+        while _FIRST_KEY.match(self._held, at, partial=True):
+            if head := _HEAD.match(self._held, at):
+                if head["name"] not in self._names:
+                    return False
+                self._taken(head.end())
+                self._begin(head["name"])
+                yield from self._object()
+                yield from self._rest_of_call()
+                return True
+            num_more = brackets.end(self._held[num_seen:])
+            if num_more is not None:
+                known = _known_call(self._held[at : num_seen + num_more])
+                if known is None or known[0] not in self._names:
+                    return False
+                self._taken(num_seen + num_more)
+                self._begin(known[0])
+                self._tell(known[1])
+                return True
+            num_seen = len(self._held)
+            if self._ended:
+                return False
+            yield
+        return False
+
+    def _object(self) -> Generator[None, None, None]:
+        """The arguments of a call, which are told as they come."""
+        brackets = _Brackets()
+        while True:
+            end = brackets.end(self._held)
+            self._tell(self._taken(len(self._held) if end is None else end))
+            if end is not None or self._ended:
+                return
+            yield
+
+    def _rest_of_call(self) -> Generator[None, None, None]:
+        """What stands after the arguments, which changes nothing."""
+        while (found := _REST.match(self._held, partial=not self._ended)) and found.partial:
+            yield
+        if found is None:
+            return
+        self._taken(found.end())
+        brackets = _Brackets(depth=1)
+        while found["more"]:
+            end = brackets.end(self._held)
+            self._taken(len(self._held) if end is None else end)
+            if end is not None or self._ended:
+                return
+            yield
+
+    def _arguments_of(self, function: str) -> Generator[None, None, None]:
+        while not self._held and not self._ended:
+            yield
+        self._begin(function)
+        while True:
+            self._tell(self._taken(len(self._held)))
+            if self._ended:
+                return
+            yield
+
+    def _taken(self, count: int) -> str:
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken
+
+    def _say(self, text: str) -> None:
+        self._blanks += text
+        if not self._forced and (self._in_text or self._blanks.strip() or (self._ended and not self._num_calls)):
+            self._in_text = True
+            self._add(self._blanks)
+            self._blanks = ""
+
+    def _begin(self, name: str) -> None:
+        self._num_calls += 1
+        self._in_text, self._blanks = False, ""
+        if self._parallel or self._num_calls == 1:
+            self._told.append(CallPart(self._num_calls - 1, name, ""))
+
+    def _tell(self, arguments: str) -> None:
+        if arguments and (self._parallel or self._num_calls == 1):
+            self._told.append(CallPart(self._num_calls - 1, "", arguments))
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._told.append(text)
 
 
-def _parse(form: CallFormat, text: str) -> list[ToolCall]:
-    """The calls of a text that begins with one; [] if any of them cannot be read."""
-    if form is CallFormat.HERMES:
-        parts = [part.partition("</tool_call>")[0] for part in text.split("<tool_call>")[1:]]
-    elif form is CallFormat.MISTRAL:
-        parts = []
-        for part in text.split("[TOOL_CALLS]")[1:]:
-            named = re.match(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?\[ARGS\](.*)", part, re.DOTALL)
-            parts.append(part if named is None else f'{{"name": "{named[1]}", "arguments": {named[2]}}}')
-    else:
-        parts = [text]
+class _Brackets:
+    """Finds the end of a JSON object in a text that arrives in pieces: where all brackets are closed, or before a "<", which JSON has in
+    strings only. depth: brackets that are open before the text."""
+
+    def __init__(self, depth: int = 0):
+        self._depth, self._quoted, self._escaped = depth, False, False
+
+    def end(self, text: str) -> int | None:
+        """Where it ends in this piece; None: later."""
+        at = int(self._escaped and bool(text))
+        self._escaped = self._escaped and not text
+        while found := (_IN_STRING if self._quoted else _OUTSIDE).search(text, at):
+            at, mark = found.end(), found[0]
+            if mark == '"':
+                self._quoted = not self._quoted
+            elif mark == "\\":
+                self._escaped = at == len(text)
+                at += 1
+            elif mark == "<":
+                return found.start()
+            else:
+                self._depth += 1 if mark in "[{" else -1
+                if self._depth == 0:
+                    return at
+        return None
+
+
+def _known_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a call as a JSON value; None for any other text."""
     try:
-        found = [value for part in parts for value in _values(part)]
-        return [_call(value) for value in found]
+        value = json.loads(text, parse_constant=_no_constant)
+        if not isinstance(value, dict) or not set(value) <= set(_KEYS) or not isinstance(value.get("name"), str):
+            return None
+        arguments = value.get("arguments", value.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments, parse_constant=_no_constant)
+        if not isinstance(arguments, dict | None):
+            return None
+        return value["name"], json.dumps(arguments or {}, ensure_ascii=False)
     except (ValueError, RecursionError):
-        return []
+        return None
 
 
-def _values(text: str) -> list[object]:
-    """JSON values with blanks or ";" between; a list counts as its entries."""
-    decoder, values, at = json.JSONDecoder(), [], 0
-    while at < len(text.rstrip("; \n\t")):
-        at = len(text) - len(text[at:].lstrip("; \n\t"))
-        value, at = decoder.raw_decode(text, at)
-        values += value if isinstance(value, list) else [value]
-    return values
-
-
-def _call(value: object) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(name := value.get("name"), str):
-        raise ValueError("no call")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+def _no_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")

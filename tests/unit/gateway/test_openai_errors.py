@@ -10,8 +10,8 @@ from unit.gateway.service_for_tests import TEXT, at_rest
 from unit.gateway.test_http_api import real_server
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway.http_errors import _KINDS
-from rootward.errors import ServiceError
+from gateway.http_errors import _KINDS, http_error
+from rootward.errors import NotFound, ServiceError
 
 WANTED = {"model": "demo", "prompt": "a", "max_tokens": 50}
 
@@ -49,6 +49,24 @@ async def test_mistakes_are_not_tried_again(kind, code, more, stream):
             await client.completions.create(**WANTED | more, stream=stream)
         assert (refused.value.code, len(made)) == (code, 1)
         assert refused.value.body["type"] == "invalid_request_error"
+
+
+async def test_what_is_not_served_says_so():
+    async with package() as (_, client, _):
+        for ask in (
+            client.embeddings.create(model="demo", input="a"),
+            client.responses.input_items.list("resp_1"),
+            client.responses.cancel("resp_1"),
+        ):
+            with pytest.raises(openai.NotFoundError, match="is not served") as refused:
+                await ask
+            assert refused.value.code == "not_found"
+
+
+def test_only_a_model_that_is_not_found_is_a_model():
+    for field, code in (("model", "model_not_found"), ("speculation.drafter", "not_found")):
+        error = http_error(NotFound(f"{field}: 'x' is unknown", metadata={"field": field})).body["error"]
+        assert (error["code"], error["param"]) == (code, field)
 
 
 async def test_an_id_that_is_in_use_is_a_mistake_and_not_tried_again():

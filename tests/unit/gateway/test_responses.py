@@ -121,10 +121,44 @@ async def test_calls_that_the_model_chooses():
         message, call = told.output
         assert (message.content[0].text, message.status) == ("Let me see. ", "completed")
         assert (call.name, call.arguments, call.status) == ("weather", '{"city": "Paris"}', "completed")
-        assert prompt_of(verifier) == "<weather>as <tool_call><user>hi"
+        assert prompt_of(verifier) == "<weather><user>hi"
         assert told.tools[0].name == "weather"
         plain = await both_ways(responses, tools=[WEATHER], tool_choice="none")
         assert plain.output_text == "Let me see. " + CALL
+
+
+async def test_text_between_and_after_calls():
+    async with responding(f"One. {CALL}{CALL} Two.") as (responses, verifier, _):
+        told = await both_ways(responses, tools=[WEATHER], store=True)
+        kinds = ["message", "function_call", "function_call", "message"]
+        assert [item.type for item in told.output] == kinds
+        assert told.output_text == "One.  Two."
+        one = await both_ways(responses, tools=[WEATHER], parallel_tool_calls=False)
+        assert [item.type for item in one.output] == ["message", "function_call", "message"]
+        await responses.create(model="demo", input="And?", previous_response_id=told.id)
+        assert prompt_of(verifier) == f"<user>hi<assistant>One.  Two.{CALL}{CALL}<user>And?"
+
+
+async def test_a_call_that_is_cut_is_incomplete():
+    async with responding(CALL) as (responses, _, _):
+        told = await both_ways(responses, tools=[WEATHER], max_output_tokens=len(byte_level().encode(CALL)) - 20)
+        (call,) = told.output
+        assert (told.status, call.status, call.name) == ("incomplete", "incomplete", "weather")
+        assert '{"city": "Paris"}'.startswith(call.arguments)
+
+
+async def test_an_abort_is_incomplete_and_says_so():
+    async with real_server(SpellingVerifier(text="word " * 40, delay_s=0.001)) as (service, http):
+        service.tokenizer = with_tools()
+        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.responses.create(model="demo", input="hi", stream=True)
+            told = []
+            async for event in stream:
+                service.abort([event.response.id.removeprefix("resp_")] if not told else [])
+                told.append(event)
+    last = told[-1]
+    assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
+    assert (last.response.incomplete_details.reason, last.response.output[-1].status) == ("aborted", "incomplete")
 
 
 async def test_forced_calls_are_a_form_of_the_output():
@@ -209,14 +243,14 @@ async def test_a_conversation_goes_on_from_a_stored_response():
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
         wanted = {"model": "demo", "input": [result], "tools": [WEATHER]}
         events = [e async for e in await responses.create(**wanted, previous_response_id=first.id, stream=True)]
-        assert prompt_of(verifier) == "<weather>as <tool_call><user>hi<assistant>Yes. weather:Paris<tool>rain"
+        assert prompt_of(verifier) == f"<weather><user>hi<assistant>Yes. {CALL}<tool>rain"
         second = events[-1].response
         assert second.previous_response_id == first.id
         third = await responses.create(model="demo", input="And?", previous_response_id=second.id)
-        assert prompt_of(verifier).endswith("<tool>rain<assistant>Yes. weather:Paris<user>And?")
+        assert prompt_of(verifier).endswith(f"<tool>rain<assistant>Yes. {CALL}<user>And?")
         stateless = [{"role": "user", "content": "hi"}, *[item.to_dict() for item in first.output], result]
         await responses.create(**wanted | {"input": stateless}, store=False)
-        assert prompt_of(verifier) == "<weather>as <tool_call><user>hi<assistant>Yes. weather:Paris<tool>rain"
+        assert prompt_of(verifier) == f"<weather><user>hi<assistant>Yes. {CALL}<tool>rain"
         assert (await responses.retrieve(third.id)).to_dict() == third.to_dict()
 
 
@@ -259,7 +293,7 @@ async def test_what_cannot_be_stored_says_so(options):
     async with responding(stored=ResponseStore(**options)) as (responses, _, _):
         told = await responses.create(model="demo", input="hi")
         assert told.store is False
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match="max_stored_response_bytes"):
             await responses.retrieve(told.id)
 
 
@@ -361,6 +395,8 @@ IMAGE = {"type": "input_image", "image_url": "data:,"}
         ("invalid_value", "text.format", {"text": {"format": {"type": "json_schema"}}}),
         ("invalid_value", "tool_choice", {"tool_choice": "required"}),
         ("invalid_value", "tool_choice.type", {"tools": [WEATHER], "tool_choice": {"type": "web_search"}}),
+        ("invalid_value", "tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "auto", "name": "weather"}}),
+        ("invalid_value", "text.format", {"text": {"format": {"type": "text", "schema": SCHEMA}}}),
         ("invalid_value", "top_logprobs", {"top_logprobs": 2}),
         ("invalid_value", "metadata", {"metadata": {"a": 1}}),
         ("invalid_value", "previous_response_id", {"previous_response_id": "a b"}),

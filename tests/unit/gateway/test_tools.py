@@ -2,97 +2,177 @@
 
 import json
 from contextlib import asynccontextmanager
+from functools import partial
+from itertools import pairwise
 
 import httpx
 import jsonschema_rs
+import numpy as np
 import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
 from unit.gateway.service_for_tests import serving
 from unit.gateway.test_http_api import real_server
 from unit.gateway.tokenizers_for_tests import END, byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway import streaming
 from gateway.app import build_app
 from gateway.models import Models
 from gateway.schemas import FunctionTool
+from gateway.settings import GatewaySettings
 from gateway.tokenizer import HuggingFaceTokenizer
-from gateway.tools import CallFormat, CallParser, ToolCall, forced_schema
-from rootward.core.requests import Form
-from rootward.errors import InvalidRequest
+from gateway.tools import CallFormat, CallParser, CallPart, Tools, call_format_of, forced_schema, grammar_of_choice
+from rootward.core.requests import Form, Structure
+from rootward.core.tree import root_only
+from rootward.engine.grammar import Grammars, Vocabulary
 
-TEMPLATE = (
-    "{% if tools %}{% for t in tools %}<{{ t.function.name }}>{% endfor %}as <tool_call>{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name }}:{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+CALL_IN_TEMPLATE = (
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>'
 )
+TEMPLATE = (
+    "{% for t in tools or [] %}<{{ t.function.name }}>{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    + CALL_IN_TEMPLATE
+    + "{% endfor %}{% endfor %}"
+)
+
+
+def template_of(call):
+    """TEMPLATE with calls written in another way."""
+    return TEMPLATE.replace(CALL_IN_TEMPLATE, call)
+
+
+NAME, ARGUMENTS = "{{ c.function.name }}", "{{ c.function.arguments | tojson }}"
+LLAMA = template_of(f'{{"name": "{NAME}", "parameters": {ARGUMENTS}}}')
+MISTRAL = template_of(f'[TOOL_CALLS] [{{"name": "{NAME}", "arguments": {ARGUMENTS}, "id": "{{{{ c.id }}}}"}}]')
+NEW_MISTRAL = template_of(f"[TOOL_CALLS]{NAME}[ARGS]{ARGUMENTS}")
+QWEN_CODER = template_of(f"<tool_call>\n<function={NAME}>\n<parameter=a>\nb\n</parameter>\n</function>\n</tool_call>")
+DEEPSEEK = template_of(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{NAME}\n```json\n{ARGUMENTS}\n```")
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+STRICT = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
 CLOCK = {"type": "function", "function": {"name": "clock", "description": "What time is it?"}}
 CHAT = [{"role": "user", "content": "hi"}]
-PARIS, NOON = ToolCall("weather", '{"city": "Paris"}'), ToolCall("clock", "{}")
+PARIS, NOON = ("weather", '{"city": "Paris"}'), ("clock", "{}")
+W, C = '{"name": "weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
+HERMES = CallFormat.HERMES
+TEXTS = [
+    (HERMES, f"Well.<tool_call>{W}</tool_call>", ["Well.", PARIS]),
+    (HERMES, f"<tool_call>\n{W}\n</tool_call>\n<tool_call>\n{C}\n</tool_call>", [PARIS, NOON]),
+    (HERMES, f"<tool_call>{W}</tool_call>\nThat is <all>.", [PARIS, "\nThat is <all>."]),
+    (HERMES, "a <tool_cab> is yellow <", ["a <tool_cab> is yellow <"]),
+    (HERMES, "  ", ["  "]),
+    (HERMES, '<tool_call>{"name": "weather", "argum', ['<tool_call>{"name": "weather", "argum']),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Pa', [("weather", '{"city": "Pa')]),
+    (HERMES, "<tool_call>[1]</tool_call>", ["<tool_call>[1]</tool_call>"]),
+    (HERMES, f"<tool_call>{{bad}}</tool_call><tool_call>{C}</tool_call>", ["<tool_call>{bad}</tool_call>", NOON]),
+    (HERMES, f"<tool_call>{W[:-1]}</tool_call><tool_call>{C}}}</tool_call>", [PARIS, NOON]),  # too few brackets, too many
+    (HERMES, f'<tool_call>{C[:-2]}"a": [1}}</tool_call><tool_call>{W}</tool_call>', [("clock", '{"a": [1}'), PARIS]),
+    (HERMES, '<tool_call>{"name": "clock", "arguments": null}</tool_call>', [NOON]),
+    (HERMES, '<tool_call>{"name": "clock", "arguments": NaN}</tool_call>', ['<tool_call>{"name": "clock", "arguments": NaN}</tool_call>']),
+    (HERMES, '<tool_call>{"arguments": {"a": "</tool_call>\\""}, "name": "clock"}</tool_call>', [("clock", '{"a": "</tool_call>\\""}')]),
+    (HERMES, '<tool_call>{"name": "Alice", "arguments": {}}</tool_call>', ['<tool_call>{"name": "Alice", "arguments": {}}</tool_call>']),
+    (CallFormat.MISTRAL, f"[TOOL_CALLS][{W}, {C}]", [PARIS, NOON]),
+    (CallFormat.MISTRAL, f'So: [TOOL_CALLS] [{W[:-1]}, "id": "abc{{}}xyz"}}]', ["So: ", PARIS]),
+    (CallFormat.MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[CALL_ID]a1[ARGS]{}', [PARIS, NOON]),
+    (CallFormat.MISTRAL, "[TOOL_CALLS]other[ARGS]{}", ["[TOOL_CALLS]other[ARGS]{}"]),
+    (CallFormat.JSON, W.replace("arguments", "parameters"), [PARIS]),
+    (CallFormat.JSON, f'{W}; {{"name": "clock"}}', [PARIS, NOON]),
+    (CallFormat.JSON, f'{{"type": "function", {W[1:]}', [PARIS]),
+    (CallFormat.JSON, '[{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}]', [PARIS]),
+    (CallFormat.JSON, f"[{W}]\n\nDone.", [PARIS, "Done."]),
+    (CallFormat.JSON, "It is [late].", ["It is [late]."]),
+    (CallFormat.JSON, ' {"name": "Alice", "age": 30}', [' {"name": "Alice", "age": 30}']),
+    (CallFormat.JSON, '{"name": "Alice", "arguments": {}}', ['{"name": "Alice", "arguments": {}}']),
+    (CallFormat.JSON, '{"name": "clock", "age": 30}', ['{"name": "clock", "age": 30}']),
+]  # fmt: skip
 
 
-def read(form, text, size, function=""):
-    """(text, calls), the text arriving in pieces of this size."""
-    parser = CallParser(form, function=function)
-    free = "".join(parser.push(text[i : i + size]) for i in range(0, len(text), size))
-    rest, calls = parser.finish()
-    return free + rest, calls
+def parser_of(form, **options):
+    return CallParser(form, names=["weather", "clock"], **options)
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("form", "text", "rest", "calls"),
-    [
-        (CallFormat.HERMES, 'Well.<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>', "Well.", [PARIS]),
-        (
-            CallFormat.HERMES,
-            '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
-            '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
-            "",
-            [PARIS, NOON],
-        ),
-        (CallFormat.HERMES, "a <tool_cab> is yellow <", "a <tool_cab> is yellow <", []),
-        (CallFormat.HERMES, '<tool_call>{"name": "weather", "argum', '<tool_call>{"name": "weather", "argum', []),
-        (CallFormat.HERMES, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
-        (CallFormat.MISTRAL, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]', "", [PARIS]),
-        (CallFormat.MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]clock[ARGS]{}', "", [PARIS, NOON]),
-        (CallFormat.JSON, '{"name": "weather", "parameters": {"city": "Paris"}}', "", [PARIS]),
-        (CallFormat.JSON, '{"name":"weather","parameters":{"city":"Paris"}}; {"name": "clock"}', "", [PARIS, NOON]),
-        (CallFormat.JSON, '[{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}]', "", [PARIS]),
-        (CallFormat.JSON, "It is [late].", "It is [late].", []),
-        (CallFormat.JSON, '{"a": 1}', '{"a": 1}', []),
-    ],
-)  # fmt: skip
-def test_calls_are_found_however_the_text_is_cut(form, text, rest, calls, size):
-    assert read(form, text, size) == (rest, calls)
+def read(parser, text, cuts):
+    """Texts and (name, arguments) of the calls in their order, the text arriving in pieces that end at `cuts`."""
+    parts = [part for begin, end in pairwise([0, *cuts, len(text)]) for part in parser.push(text[begin:end])]
+    told = []
+    for part in [*parts, *parser.finish()]:
+        if isinstance(part, str):
+            told[-1:] = [told[-1] + part] if told and isinstance(told[-1], str) else [*told[-1:], part]
+        elif part.name:
+            assert part.arguments == ""
+            assert part.index == sum(isinstance(one, tuple) for one in told)
+            told.append((part.name, ""))
+        else:
+            told[-1] = (told[-1][0], told[-1][1] + part.arguments)
+    return told
 
 
-@given(st.sampled_from(CallFormat), st.text(st.sampled_from('<tool_call>[]{}":;na{}')), st.integers(1, 9))
-def test_no_text_is_lost_and_no_text_breaks_the_parser(form, text, size):
-    rest, calls = read(form, text, size)
-    assert rest == text or calls
+@pytest.mark.parametrize(("form", "text", "told"), TEXTS)
+def test_calls_are_found_however_the_text_is_cut(form, text, told):
+    for cuts in ([], range(1, len(text)), *([at] for at in range(len(text)))):
+        assert read(parser_of(form), text, cuts) == told
 
 
-def test_the_text_is_the_arguments_of_the_one_function():
-    assert read(CallFormat.JSON, '{"city": "Paris"}', 2, "weather") == ("", [PARIS])
+FRAGMENTS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "weather", W, C, '"arguments": ']
+FRAGMENTS += '{"name":}[]<,; \n\\a'
+
+
+@given(st.sampled_from(CallFormat), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
+def test_a_stream_tells_what_the_whole_tells(form, fragments, data):
+    text = "".join(fragments)
+    whole = read(parser_of(form), text, [])
+    assert read(parser_of(form), text, sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))) == whole
+    if all(isinstance(part, str) for part in whole):
+        assert "".join(whole) == text
+
+
+def test_a_call_is_told_while_it_is_written():
+    parser = parser_of(HERMES)
+    told = parser.push('<tool_call>{"name": "weather", "arguments": {"ci')
+    assert told == [CallPart(0, "weather", ""), CallPart(0, "", '{"ci')]
+    assert parser.push('ty": "Pa') == [CallPart(0, "", 'ty": "Pa')]
+
+
+def test_forced_calls_are_told_as_far_as_they_came():
+    assert read(parser_of(CallFormat.JSON, function="weather"), '{"city":', [2]) == [("weather", '{"city":')]
+    assert read(parser_of(CallFormat.JSON, function="weather"), "", []) == [("weather", "")]
+    assert read(parser_of(CallFormat.JSON, forced=True), f"[{W}, {C[:-2]}", [9]) == [PARIS, ("clock", "{")]
+    assert read(parser_of(CallFormat.JSON, forced=True), '[{"name": "wea', [9]) == []
+
+
+def test_only_the_first_of_calls_that_may_not_be_parallel():
+    for form, text, told in TEXTS:
+        calls = [part for part in told if isinstance(part, tuple)]
+        read_back = read(parser_of(form, parallel=False), text, range(1, len(text)))
+        assert [part for part in read_back if isinstance(part, tuple)] == calls[:1]
 
 
 @pytest.mark.parametrize(
     ("template", "form"),
     [
-        (None, None),
-        ("{{ messages }}", None),
-        ("{% if tools %}<tool_call>", CallFormat.HERMES),
-        ("{% if tools %}[TOOL_CALLS]", CallFormat.MISTRAL),
-        ("{% if tools %}", CallFormat.JSON),
+        (None, Tools.NONE),
+        ("{{ messages }}", Tools.NONE),
+        ("{{ messages[0].content }} no tools are supported here", Tools.NONE),
+        ("{% if tools %}with tools{% endif %}", Tools.NONE),
+        ("{{ tools }}<tool_call>", Tools.UNKNOWN),
+        ("{{ tools }}{% if messages[1] %}{{ raise_exception('no') }}{% endif %}", Tools.UNKNOWN),
+        (TEMPLATE, HERMES),
+        (LLAMA, CallFormat.JSON),
+        (MISTRAL, CallFormat.MISTRAL),
+        (NEW_MISTRAL, CallFormat.MISTRAL),
+        (QWEN_CODER, Tools.UNKNOWN),
+        (DEEPSEEK, Tools.UNKNOWN),
     ],
 )
-def test_the_template_says_how_calls_are_written(template, form):
-    assert CallFormat.of_template(template) is form
+def test_the_template_shows_how_calls_are_written(template, form):
+    assert call_format_of(with_tools(template)) is form
 
 
 def test_the_schema_of_forced_calls():
@@ -117,11 +197,14 @@ def test_the_schema_of_forced_calls():
     ).is_valid
     assert once([call])
     assert not once([call, call])
+    tree = {"type": "object", "properties": {"next": {"$ref": "#"}, "x": {"const": {"$ref": "#"}}}}
     other = nested | {"$defs": {"X": {"type": "string"}}}
-    with pytest.raises(InvalidRequest, match="tools: 'X' is defined twice"):
-        forced_schema(
-            [FunctionTool(name="f", parameters=nested), FunctionTool(name="g", parameters=other)], parallel=True
-        )
+    given = [FunctionTool(name=n, parameters=p) for n, p in zip("fgt", (nested, other, tree), strict=True)]
+    valid = jsonschema_rs.validator_for(forced_schema(given, parallel=True)).is_valid
+    deep = {"name": "t", "arguments": {"next": {"next": {}}, "x": {"$ref": "#"}}}
+    assert valid([call, {"name": "g", "arguments": {"x": "1"}}, deep])
+    assert not valid([{"name": "g", "arguments": {"x": 1}}])
+    assert not valid([{"name": "t", "arguments": {"next": [call]}}])
 
 
 def with_tools(template=TEMPLATE):
@@ -130,11 +213,11 @@ def with_tools(template=TEMPLATE):
 
 
 @asynccontextmanager
-async def chatting(text, template=TEMPLATE):
+async def chatting(text, template=TEMPLATE, *, tokenizer=None, **options):
     """(the openai package's client, the verifier) of a model that writes this text."""
     verifier = SpellingVerifier(text=text)
-    async with real_server(verifier) as (service, http):
-        service.tokenizer = with_tools(template)
+    async with real_server(verifier, build=partial(build_app, **options)) as (service, http):
+        service.tokenizer = tokenizer or with_tools(template)
         async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
             yield client.chat.completions, verifier
 
@@ -149,27 +232,75 @@ async def both_ways(chats, **wanted):
         (part,) = chunk.choices
         text += part.delta.content or ""
         for call in part.delta.tool_calls or []:
-            assert call.index == len(streamed)
-            assert call.id
-            streamed.append((call.function.name, call.function.arguments))
+            if call.id:
+                assert (call.index, call.type, call.function.arguments) == (len(streamed), "function", "")
+                streamed.append((call.function.name, ""))
+            else:
+                assert (call.index, call.function.name) == (len(streamed) - 1, None)
+                streamed[-1] = (streamed[-1][0], streamed[-1][1] + call.function.arguments)
         reason = part.finish_reason
     assert (text, streamed, reason) == (choice.message.content or "", calls, choice.finish_reason)
     return text, calls, reason
 
 
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>'
+CALL = f"<tool_call>{W}</tool_call>"
 
 
-async def test_calls_that_the_model_chooses():
-    async with chatting("Let me see. " + CALL) as (chats, verifier):
-        told = await both_ways(chats, tools=[WEATHER, CLOCK])
-        assert told == ("Let me see. ", [("weather", '{"city": "Paris"}')], "tool_calls")
-        prompt = byte_level().decode(verifier.requests[-1].prompt)
-        assert prompt == "<weather><clock>as <tool_call><user>hi"
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (TEMPLATE, CALL),
+        (MISTRAL, f"[TOOL_CALLS] [{W}]"),
+        (NEW_MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}'),
+        (LLAMA, W.replace("arguments", "parameters")),
+    ],
+)
+async def test_calls_that_the_model_chooses(template, written):
+    before = "" if template == LLAMA else "Let me see. "
+    async with chatting(before + written, template) as (chats, verifier):
+        assert await both_ways(chats, tools=[WEATHER, CLOCK]) == (before, [PARIS], "tool_calls")
+        assert byte_level().decode(verifier.requests[-1].prompt) == "<weather><clock><user>hi"
         assert verifier.requests[-1].structure is None
         text, calls, reason = await both_ways(chats, tools=[WEATHER], tool_choice="none")
-        assert (text, calls, reason) == ("Let me see. " + CALL, [], "stop")
+        assert (text, calls, reason) == (before + written, [], "stop")
         assert byte_level().decode(verifier.requests[-1].prompt) == "<user>hi"
+        text, calls, _ = await both_ways(chats, tools=[CLOCK])
+        assert (text, calls) == (before + written, [])
+
+
+async def test_special_tokens_begin_the_calls_of_mistral(monkeypatch):
+    fast = Fast.from_str(byte_level().backend_json)
+    fast.add_special_tokens(["[TOOL_CALLS]"])
+    own = HuggingFaceTokenizer(PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, chat_template=MISTRAL))
+    monkeypatch.setattr("unit.gateway.verifier_for_tests.byte_level", lambda: own)
+    async with chatting(f"[TOOL_CALLS] [{W}, {C}]", tokenizer=own) as (chats, _):
+        assert await both_ways(chats, tools=[WEATHER, CLOCK]) == ("", [PARIS, NOON], "tool_calls")
+        one = await both_ways(chats, tools=[WEATHER, CLOCK], parallel_tool_calls=False)
+        assert one == ("", [PARIS], "tool_calls")
+
+
+async def test_calls_that_are_cut_are_told_as_far_as_they_came():
+    cut = len(byte_level().encode(CALL)) - 20
+    async with chatting(CALL) as (chats, _):
+        text, ((name, arguments),), reason = await both_ways(chats, tools=[WEATHER], max_tokens=cut)
+        assert (text, name, reason) == ("", "weather", "length")
+        assert PARIS[1].startswith(arguments)
+    async with chatting(f"[{W}]") as (chats, _):
+        wanted = {"tools": [WEATHER], "tool_choice": "required"}
+        assert await both_ways(chats, **wanted, max_tokens=4) == ("", [], "length")
+
+
+async def test_a_silent_stream_has_comments(monkeypatch):
+    """Also while tokens come whose text is held back."""
+    monkeypatch.setattr(streaming, "SILENCE_S", 1e-9)
+    verifier = SpellingVerifier(text='<tool_call>{"arguments": {"city": "Paris"}, "name": "weather"}</tool_call>')
+    async with real_server(verifier) as (service, http):
+        service.tokenizer = with_tools()
+        wanted = {"model": "demo", "messages": CHAT, "max_tokens": 150, "tools": [WEATHER], "stream": True}
+        answer = await http.post("/v1/chat/completions", json=wanted)
+    events = answer.text.split("\n\n")
+    first = next(i for i, event in enumerate(events) if "tool_calls" in event)
+    assert ": keep-alive" in events[1:first]
 
 
 async def test_forced_calls_are_a_form_of_the_output():
@@ -186,13 +317,14 @@ async def test_forced_calls_are_a_form_of_the_output():
 
 
 async def test_results_go_back_to_the_model():
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
-    talk = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    call = {"id": "a", "index": 0, "type": "function", "function": {"name": "weather", "arguments": PARIS[1]}}
+    talk = [*CHAT, {"role": "assistant", "content": None, "refusal": None, "tool_calls": [call]}]
     talk += [{"role": "tool", "content": "rain", "tool_call_id": "a"}]
     async with chatting("It rains.") as (chats, verifier):
-        assert await both_ways(chats, messages=talk, tools=[WEATHER]) == ("It rains.", [], "stop")
+        told = await both_ways(chats, messages=talk, tools=[WEATHER], prompt_cache_key="k")
+        assert told == ("It rains.", [], "stop")
         prompt = byte_level().decode(verifier.requests[-1].prompt)
-        assert prompt == "<weather>as <tool_call><user>hi<assistant>weather:Paris<tool>rain"
+        assert prompt == f"<weather><user>hi<assistant>{CALL}<tool>rain"
 
 
 @pytest.mark.parametrize(
@@ -212,6 +344,10 @@ async def test_results_go_back_to_the_model():
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"messages": [{"role": "function", "content": "x"}]}, "unsupported_parameter", "messages[0].role"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "auto", "function": {"name": "weather"}}}, "invalid_value", "tool_choice"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "invalid_value", "response_format"),
+        ({"tools": [WEATHER], "structured_outputs": {"regex": "a"}}, "unsupported_parameter", "tools"),
+        ({"tools": [WEATHER], "structured_outputs": {"json": "3"}}, "invalid_value", "structured_outputs.json"),
     ],
 )  # fmt: skip
 async def test_refusals_name_the_parameter(body, code, param):
@@ -224,8 +360,81 @@ async def test_refusals_name_the_parameter(body, code, param):
         assert (answer.status_code, error["code"], error["param"]) == (400, code, param)
 
 
-async def test_a_template_without_tools_takes_forced_calls_only():
-    async with chatting("x", template="{{ messages[0].content }}") as (chats, _):
+@pytest.mark.parametrize(
+    ("template", "param", "more"),
+    [
+        ("{{ messages[0].content }}", "tools", {"tools": [WEATHER]}),
+        (QWEN_CODER, "tools", {"tools": [WEATHER]}),
+        (LLAMA, "tools", {"tools": [WEATHER], "response_format": {"type": "json_object"}}),
+        (MISTRAL, "tools[1].function.strict", {"tools": [CLOCK, STRICT]}),
+    ],
+)
+async def test_calls_that_cannot_be_found_or_kept_valid_are_refused(template, param, more):
+    async with chatting("x", template=template) as (chats, _):
         with pytest.raises(openai.BadRequestError) as refused:
-            await chats.create(model="demo", messages=CHAT, tools=[WEATHER])
-        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", "tools")
+            await chats.create(model="demo", messages=CHAT, **more)
+        assert (refused.value.code, refused.value.param) == ("unsupported_parameter", param)
+
+
+async def test_a_setting_names_the_format_of_calls():
+    async with chatting(CALL, QWEN_CODER, call_formats={"demo": HERMES}) as (chats, _):
+        assert await both_ways(chats, tools=[WEATHER]) == ("", [PARIS], "tool_calls")
+    one = {"model": "a/one", "verifiers": ["x:1"], "tool_call_format": "json"}
+    several = [one, {"model": "a/two", "verifiers": ["x:1"]}]
+    assert GatewaySettings(models=several).call_formats == {"one": CallFormat.JSON}
+    assert GatewaySettings(model="a/two", tool_call_format="hermes").call_formats == {"two": HERMES}
+
+
+# -- Calls that are kept valid, though the model chooses them -----------------------------------------------------------
+
+FORM = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
+AB = {
+    "type": "object",
+    "properties": {"a": {"$ref": "#/$defs/X"}, "b": {"$ref": "#"}},
+    "$defs": {"X": {"type": "integer"}},
+}
+FUNCTIONS = [FunctionTool(name="weather", parameters=AB, strict=True), FunctionTool(name="clock", parameters=AB)]
+GOOD, LOOSE = '{"name": "weather", "arguments": {"a": 1, "b": {}}}', '{"name": "clock", "arguments": {"a": "x"}}'
+BAD = '{"name": "weather", "arguments": {"a": "x"}}'
+CALLS = "<tool_call>\n%s\n</tool_call>\n<tool_call>%s</tool_call>"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize(
+    ("form", "options", "texts"),
+    [
+        (HERMES, {}, {"": True, "Hi <tool>": True, f"So {CALLS % (GOOD, LOOSE)} more": True, CALLS % (LOOSE, BAD): False}),
+        (HERMES, {}, {"<tool_call>hm": False, "<tool_call>" + GOOD: None}),
+        (HERMES, {"parallel": False}, {f"a<tool_call>{GOOD}</tool_call>": True, CALLS % (GOOD, LOOSE): False}),
+        (HERMES, {"output": FORM}, {'{"answer": 3}': True, CALLS % (GOOD, LOOSE): True, "Hi": False, "": None}),
+        (HERMES, {"output": FORM}, {'{"answer": 3}<tool_call>': False, CALLS % (GOOD, BAD): False}),
+        (HERMES, {"output": FORM, "parallel": False}, {'{"answer": 3}': True, CALLS % (GOOD, LOOSE): False}),
+        (CallFormat.JSON, {}, {"Hi {": True, "": True, f"{GOOD}; {LOOSE}": True, BAD: False, '{"a": 1}': False}),
+        (CallFormat.JSON, {"parallel": False}, {GOOD: True, GOOD.replace("arguments", "parameters"): True, f"{GOOD};": False}),
+    ],
+)  # fmt: skip
+def test_a_grammar_of_calls_that_the_model_chooses(form, options, texts, marked):
+    fast = Fast.from_str(byte_level().backend_json)
+    if marked:
+        fast.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+    end = fast.token_to_id(END)
+    tokenizer = LLTokenizer(fast.to_str(), n_vocab=fast.get_vocab_size(), eos_token=[end])
+    grammars = Grammars(lambda: Vocabulary(tokenizer, fast.get_vocab_size(), (end,)))
+    given = {"parallel": True, "output": None} | options
+    structure = Structure(Form.GRAMMAR, grammar_of_choice(form, FUNCTIONS, marked=marked, **given))
+    for text, fits in texts.items():  # None: the text must go on
+        matcher = grammars.matcher(structure)
+        assert matcher.advance(fast.encode(text).ids) is (fits is not False), text
+        allowed = np.unpackbits(matcher.masks(root_only()), axis=1, bitorder="little")[0]
+        assert fits is False or bool(allowed[end]) is bool(fits), text
+
+
+async def test_strict_functions_and_forms_are_asked_of_the_verifier():
+    async with chatting(CALL) as (chats, verifier):
+        assert await both_ways(chats, tools=[STRICT, CLOCK]) == ("", [PARIS], "tool_calls")
+        assert verifier.requests[-1].structure.form is Form.GRAMMAR
+        form = {"type": "json_schema", "json_schema": {"name": "f", "schema": FORM}}
+        assert await both_ways(chats, tools=[WEATHER], response_format=form) == ("", [PARIS], "tool_calls")
+        assert "answer" in verifier.requests[-1].structure.text
+        assert await both_ways(chats, tools=[WEATHER], response_format=form, tool_choice="none") == (CALL, [], "stop")
+        assert verifier.requests[-1].structure.form is Form.JSON_SCHEMA
