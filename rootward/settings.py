@@ -90,13 +90,28 @@ class ServiceSettings(BaseSettings):
 
         ConfigurationError (exit code 2) names field, value and fix in one line. `--help` prints and exits.
         """
-        command_line = _command_line(cls, list(sys.argv[1:] if argv is None else argv), prog)
+        source = cls._source(prog)
+        try:
+            command_line: Values = dict(source(args=list(sys.argv[1:] if argv is None else argv))())
+        except SettingsError as error:
+            raise ConfigurationError(_explain_flags(str(error), source.root_parser)) from None
         environment = EnvSettingsSource(cls)()
         path = command_line.get("config") or environment.get("config")
         try:
             return cls(**((_file(Path(path)) if path else {}) | environment | command_line))
         except ValidationError as error:
             raise ConfigurationError("; ".join(_explain(cls, e) for e in error.errors())) from None
+
+    @classmethod
+    def parser(cls) -> Any:
+        """The argparse parser of the command line, for the completion of shells."""
+        return cls._source(None).root_parser
+
+    @classmethod
+    def _source(cls, prog: str | None) -> CliSettingsSource[Any]:
+        source: CliSettingsSource[Any] = CliSettingsSource(cls, cli_prog_name=prog)
+        source.root_parser.allow_abbrev = False  # `--max` must not mean `--max-model-len` today and nothing tomorrow
+        return source
 
     @classmethod
     def settings_customise_sources(
@@ -130,15 +145,6 @@ def as_rank(index: int, size: int, *, per_node: int) -> None:
     """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
     local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
     os.environ.update(RANK=str(index), WORLD_SIZE=str(size), **local)
-
-
-def _command_line(settings: type[ServiceSettings], argv: list[str], prog: str | None) -> Values:
-    source: CliSettingsSource[Any] = CliSettingsSource(settings, cli_prog_name=prog)
-    source.root_parser.allow_abbrev = False  # `--max` must not mean `--max-model-len` today and nothing tomorrow
-    try:
-        return dict(source(args=argv)())
-    except SettingsError as error:
-        raise ConfigurationError(_explain_flags(str(error), source.root_parser)) from None
 
 
 def _file(path: Path) -> Values:

@@ -21,6 +21,7 @@ from rootward.cli.options import (
     TopP,
     Url,
 )
+from rootward.client.codec import VERIFICATIONS
 
 
 def generate(
@@ -54,7 +55,7 @@ def generate(
     ] = None,
     no_speculation: NoSpeculation = False,
     verification: Annotated[
-        str | None, typer.Option(help="traversal, coupled or token. (default: the server's)")
+        str | None, typer.Option(help=f"{', '.join(VERIFICATIONS)}. (default: the server's)")
     ] = None,
     model: Model = "",
     timeout: Timeout = 600.0,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rootward.cli.administration import abort, drain
 from rootward.cli.chat import chat
 from rootward.cli.check import check
 from rootward.cli.check_pair import check_pair
@@ -15,7 +16,7 @@ from rootward.cli.doctor import doctor
 from rootward.cli.download import download
 from rootward.cli.generate import generate
 from rootward.cli.keys import keys
-from rootward.cli.serve import OWN_FLAGS, PLAN, TRAIN_DRAFT, bench, runs, serve
+from rootward.cli.serve import PLAN, TRAIN_DRAFT, add_program, bench, serve
 from rootward.cli.status import status
 from rootward.cli.top import top
 from rootward.errors import (
@@ -86,7 +87,7 @@ app.add_typer(serve)
 app.add_typer(bench)
 app.add_typer(keys)
 for _name, _program in (("train-draft", TRAIN_DRAFT), ("plan", PLAN)):
-    app.command(_name, help=_program.help, context_settings=OWN_FLAGS)(runs(_name, _program))
+    add_program(app, _name, _program)
 app.command()(generate)
 app.command()(chat)
 app.command("check-pair")(check_pair)
@@ -95,6 +96,8 @@ app.command()(doctor)
 app.command()(download)
 app.command()(status)
 app.command()(top)
+app.command()(abort)
+app.command()(drain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

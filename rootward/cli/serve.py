@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
@@ -23,11 +26,21 @@ MARKS = {
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A module that can be run, the extras that it needs, and its help."""
+    """A module that can be run, the extras that it needs, its help, and where its argparse parser comes from, as module:attributes."""
 
     module: str
     extras: tuple[str, ...]
     help: str
+    parser: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What typer tells a shell. It has a class of these fields, in another place from version to version."""
+
+    value: str
+    type: str = "plain"
+    help: str | None = None
 
 
 SERVICES = {
@@ -35,16 +48,26 @@ SERVICES = {
         "gateway.local",
         ("gateway", "worker"),
         "Redis, drafter, verifier and gateway as processes on this machine; by default with the demo pair.",
+        parser="gateway.settings:LocalSettings.parser",
     ),
     "gateway": Program(
         "gateway",
         ("gateway",),
         "The face to clients: gRPC and OpenAI-compatible HTTP, in front of one or more verifiers.",
+        parser="gateway.settings:GatewaySettings.parser",
     ),
     "verifier": Program(
-        "verifier_service", ("worker",), "Runs the target model and decides on every token that is committed."
+        "verifier_service",
+        ("worker",),
+        "Runs the target model and decides on every token that is committed.",
+        parser="verifier_service.settings:VerifierSettings.parser",
     ),
-    "drafter": Program("drafter_service", ("worker",), "Grows token trees for verifiers with a small model."),
+    "drafter": Program(
+        "drafter_service",
+        ("worker",),
+        "Grows token trees for verifiers with a small model.",
+        parser="drafter_service.settings:DrafterSettings.parser",
+    ),
 }
 BENCHMARKS = {
     "acceptance": "Expected tokens per pass in closed form: rules × drafting × temperatures × tree sizes, for any pair of models.",
@@ -56,6 +79,7 @@ PLAN = Program(
     "verifier_service.plan",
     ("worker",),
     "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
+    parser="verifier_service.plan.flags:parser",
 )
 TRAIN_DRAFT = Program(
     "training.train_draft",
@@ -91,20 +115,34 @@ def _command(name: str, program: Program, flags: list[str]) -> list[str]:
     return [sys.executable, "-m", program.module, *flags]
 
 
-def runs(name: str, program: Program) -> Callable[[typer.Context], None]:
+def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str = "") -> None:
     """A subcommand that runs the program in place of this process, so that signals and exit code are its own."""
 
+    class ProgramCommand(TyperCommand):
+        def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+            """The flags of the program, which parses them itself."""
+            return [Completion(flag) for flag in _flags(program) if flag.startswith(incomplete)]
+
     def run(ctx: typer.Context) -> None:
-        command = _command(name, program, ctx.args)
+        command = _command(shown_as or name, program, ctx.args)
         sys.stdout.flush()
         os.execv(command[0], command)
 
-    return run
+    app.command(name, cls=ProgramCommand, help=program.help, context_settings=OWN_FLAGS)(run)
+
+
+def _flags(program: Program) -> list[str]:
+    """Of the program's parser; none if it has no such parser or needs packages that are not installed."""
+    module, _, attributes = program.parser.partition(":")
+    if not module or any(find_spec(MARKS[extra]) is None for extra in program.extras):
+        return []
+    actions = attrgetter(attributes)(import_module(module))()._actions
+    return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]
 
 
 for _role, _program in SERVICES.items():
-    serve.command(_role, help=_program.help, context_settings=OWN_FLAGS)(runs(f"serve {_role}", _program))
+    add_program(serve, _role, _program, shown_as=f"serve {_role}")
 for _name, _help in BENCHMARKS.items():
     _benchmark = Program(f"benchmarks.{_name}", ("worker",), _help)
-    bench.command(_name, help=_help, context_settings=OWN_FLAGS)(runs(f"bench {_name}", _benchmark))
+    add_program(bench, _name, _benchmark, shown_as=f"bench {_name}")
 bench.command("serve")(bench_serve)

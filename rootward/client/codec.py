@@ -37,6 +37,7 @@ from rootward.wire.records import Conversion, Record, u32
 
 T = TypeVar("T")
 
+VERIFICATIONS = tuple(name.lower() for name, number in generate_pb2.Speculation.Verification.items() if number)
 MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
 
 USAGE = Record(Usage, generate_pb2.Usage)

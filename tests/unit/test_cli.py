@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, grpc_serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 import rootward
-from rootward import errors
+from rootward import AsyncClient, errors
 from rootward.cli.check import two_sample_p_value
 from rootward.cli.check_pair import Side, compare
 from rootward.cli.main import exit_code, main
@@ -23,6 +24,7 @@ from rootward.cli.serve import command_of
 from rootward.client.types import TokenDelta
 from rootward.core.requests import Form, SpeculationMode, Structure
 from rootward.demo import paths
+from rootward.v1 import generate_pb2
 
 
 async def run(*arguments):
@@ -93,6 +95,27 @@ async def test_status(capsys):
         assert "no verifier is ready" in capsys.readouterr().err
 
 
+async def test_abort_ends_a_generation_and_names_it(capsys):
+    async with grpc_serving(SpellingVerifier(delay_s=0.05)) as (_, address), AsyncClient(address) as client:
+        stream = client.stream("a", request_id="mine")
+        deltas = aiter(stream)
+        await anext(deltas)
+        assert await run("abort", "mine", "other", "--url", address) == 0
+        assert (await stream.get_final_result()).finish_reason == "aborted"
+        assert capsys.readouterr().out.split() == ["mine"]
+        assert await run("abort", "mine", "--url", address) == 0
+        assert capsys.readouterr().out == ""
+
+
+async def test_drain_lets_nothing_new_in(capsys):
+    async with grpc_serving() as (_, address):
+        assert await run("drain", "--url", address, "--timeout-s", "1") == 0
+        assert capsys.readouterr().out == "0 running\n"
+        assert await run("generate", "a", "--url", address, "--timeout", "1") == 4
+        assert await run("drain", "--url", f"{address},{address}") == 2
+        assert "are several gateways" in capsys.readouterr().err
+
+
 def test_status_names_drafters_that_the_audit_has_caught():
     from rootward.cli.status import _caught
     from rootward.client.types import Load, VerifierLoad
@@ -157,6 +180,15 @@ def test_mistakes_without_a_server(arguments, code, words, capsys):
     assert "Traceback" not in err
 
 
+def test_help_and_documents_name_every_verification_rule(capsys):
+    assert main(["generate", "--help"]) == 0
+    shown = capsys.readouterr().out
+    parameters = (Path(__file__).resolve().parents[2] / "docs" / "parameters.md").read_text(encoding="utf-8")
+    for name in generate_pb2.Speculation.Verification.keys()[1:]:
+        assert name.lower() in shown
+        assert parameters.count(f"`{name.lower()}`") >= 2
+
+
 def test_help_and_version(capsys):
     assert main(["version"]) == 0
     assert capsys.readouterr().out.strip() == rootward.__version__
@@ -172,25 +204,45 @@ def test_help_and_version(capsys):
         assert "Usage" in capsys.readouterr().out
 
 
+def completed(shell, *words):
+    """What a shell is told of a command line; without words, the script that asks."""
+    program = "import sys; sys.argv[0] = 'rootward'; from rootward.cli.main import main; sys.exit(main())"
+    line = " ".join(("rootward", *words))
+    asked = {
+        "bash": {"COMP_WORDS": line, "COMP_CWORD": str(len(words))},
+        "zsh": {"_TYPER_COMPLETE_ARGS": line},
+        "fish": {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+    }[shell]
+    environment = {**os.environ, "_ROOTWARD_COMPLETE": f"{'complete' if words else 'source'}_{shell}", **asked}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_subcommands_and_flags(shell):
+    assert "_ROOTWARD_COMPLETE" in completed(shell)
+    assert all(name in completed(shell, "che") for name in ("check", "check-pair"))
+    assert "--draft-model" in completed(shell, "serve", "all", "--dra")
+
+
 @pytest.mark.parametrize(
-    ("shell", "words"),
+    ("words", "flags"),
     [
-        ("bash", {"COMP_WORDS": "rootward che", "COMP_CWORD": "1"}),
-        ("zsh", {"_TYPER_COMPLETE_ARGS": "rootward che"}),
-        ("fish", {"_TYPER_COMPLETE_ARGS": "rootward che", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}),
+        (("serve", "gateway", "--max-num-q"), {"--max-num-queued-reqs", "--max-num-queued-tokens"}),
+        (("serve", "verifier", "--model", "x", "--log-json", "--local"), {"--local-draft"}),
+        (("serve", "drafter", "--target-t"), {"--target-tokenizer"}),
+        (("plan", "TARGET", "DRAFT", "--r"), {"--raw", "--rtt"}),
+        (("bench", "serve", "--pro"), {"--profile", "--prompts"}),
+        (("generate", "text", "--no-spec"), {"--no-speculation"}),
     ],
 )
-def test_shells_complete_subcommands(shell, words):
-    program = "import sys; sys.argv[0] = 'rootward'; from rootward.cli.main import main; sys.exit(main())"
+def test_completes_the_flags_of_every_program(words, flags):
+    assert set(completed("bash", *words).split()) == flags
 
-    def told(instruction, environment):
-        asked = {**os.environ, "_ROOTWARD_COMPLETE": f"{instruction}_{shell}", **environment}
-        return subprocess.run(
-            [sys.executable, "-c", program], env=asked, capture_output=True, text=True, timeout=60
-        ).stdout
 
-    assert "_ROOTWARD_COMPLETE" in told("source", {})
-    assert all(name in told("complete", words) for name in ("check", "check-pair"))
+def test_flags_of_plan_are_completed_without_torch():
+    code = "import sys; from verifier_service.plan.flags import parser; parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_a_bug_is_exit_code_1_in_one_line(monkeypatch, capsys):

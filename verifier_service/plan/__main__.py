@@ -20,6 +20,7 @@ from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
 from rootward.settings import ask_for_huge_pages, available_cores
 from verifier_service.local_drafts import HEAD
+from verifier_service.plan.flags import parser
 from verifier_service.plan.forecast import forecasts
 from verifier_service.plan.measurement import Bench, Measured
 from verifier_service.plan.report import answer, as_json, check_picture, draw, tables
@@ -32,7 +33,7 @@ NGRAM = "ngram"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 with an answer, whichever it is; 2 for wrong options, 3 for models that do not fit. Errors are one line on stderr."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    given = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     ask_for_huge_pages()
     try:
         _check(given)
@@ -198,43 +199,6 @@ def _check(given: argparse.Namespace) -> None:
     ):
         if not ok:
             raise ConfigurationError(f"--{name}: {getattr(given, name)}: {fix}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="rootward plan",
-        description="Will speculation pay? Measures step times, draft times and acceptance of a pair on this machine in about two minutes, "
-        "and forecasts the speed-up by temperature, load and distance.",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("target", metavar="TARGET", help="target model: folder, hub name or GGUF file")
-    add("draft", metavar="DRAFT", help="draft model, folder of a draft head, or ngram (looked up in the text)")
-    add("--prompts", type=Path, help="one prompt a line, or JSON lines with `text` (default: chat prompts of the demo)")
-    add("--raw", action="store_true", help="prompts as they are, without the chat template of the target")
-    add(
-        "--rtt",
-        type=float,
-        default=0.0,
-        help="round trip between verifier and drafter in ms, for a draft model (default 0)",
-    )
-    add("--load", type=int, default=8, help="most sessions at once (default 8)")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="default 0 1")
-    add(
-        "--nodes",
-        type=int,
-        default=16,
-        help="most nodes of a round, as --num-draft-tokens of the verifier (default 16)",
-    )
-    add("--tokens", type=int, default=128, help="of each answer (default 128)")
-    add("--seconds", type=float, default=100.0, help="of measuring, start and loading excluded (default 100)")
-    add("--threads", type=int, help="CPU threads of each model (default: the cores, as `serve all` shares them out)")
-    add("--device", default="cpu", help="torch device (default cpu)")
-    add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
-    add("--seed", type=int, default=1)
-    add("--out", type=Path, help="picture with the curves: a .png, .svg or .pdf file (needs matplotlib)")
-    add("--json", action="store_true", help="everything as one JSON object")
-    return parser
 
 
 if __name__ == "__main__":

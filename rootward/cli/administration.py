@@ -1,0 +1,42 @@
+"""`rootward abort` and `rootward drain`: end generations, and end a gateway."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Url
+
+
+def abort(
+    request_ids: Annotated[list[str], typer.Argument(help="Ids that clients gave, or that answers name.")],
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """End running generations; their clients get what came so far. Prints the ids that were running.
+
+    Those of the key's own tenant, or any with an admin key.
+    """
+    from rootward.client import Client
+
+    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+        for request_id in client.abort(request_ids):
+            typer.echo(request_id)
+
+
+def drain(
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = "",
+    timeout_s: Annotated[
+        float, typer.Option(min=0, help="Seconds until running requests are ended. (default: the gateway's setting)")
+    ] = 0.0,
+) -> None:
+    """Have a gateway refuse new requests, let running ones end, and end itself. Prints how many are running, and does not wait.
+
+    Needs an admin key where the gateway has keys. Requests that it ends go on at another gateway, if their clients know one.
+    """
+    from rootward.client import Client
+
+    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+        typer.echo(f"{client.drain(timeout_s=timeout_s)} running")
