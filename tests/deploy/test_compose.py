@@ -37,8 +37,7 @@ def test_containers_are_confined(role):
 def test_the_image_runs_as_the_pods_do():
     text = (ROOT / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
     assert "USER 10001:10001" in text
-    pod = (CHART / "templates" / "_pod.tpl").read_text(encoding="utf-8")
-    assert "runAsUser: 10001" in pod
+    assert VALUES["global"]["podSecurityContext"]["runAsUser"] == 10001
 
 
 def test_redis_refuses_writes_before_the_kernel_ends_it():

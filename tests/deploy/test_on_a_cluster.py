@@ -399,6 +399,16 @@ def test_a_drain_of_nodes_ends_one_group_at_a_time(helm):
     assert budget["spec"]["maxUnavailable"] == 1
 
 
+@pytest.mark.parametrize(("nodes", "accepted"), [(1, True), (2, False)])
+def test_a_group_has_a_name_that_its_pods_can_be_labelled_with(helm, nodes, accepted):
+    """Kubernetes labels pods of a StatefulSet, as those of a group's followers, with its name and the hash of a revision: 63 letters."""
+    values = f"models: [{{name: fifteen-letters, verifier: {{nodes: {nodes}, settings: {{tensor_parallel: 2}}}}}}]"
+    flags = ("--namespace", "llm", "-f", "-", *REGISTRY)
+    done = helm.run("template", "the-longest-rootward-that-fits", str(CHART), *flags, stdin=values)
+    assert (done.returncode == 0) is accepted, done.stderr
+    assert accepted or "the-longest-rootward-that-fits-verifier-fifteen-letters" in done.stderr
+
+
 def test_only_machines_of_one_model_reach_all_ports_of_each_other(helm):
     objects = helm.rendered(
         "models: [{name: a, verifier: {nodes: 2, settings: {tensor_parallel: 2}}}, {name: b, verifier: {nodes: 2, settings:"
