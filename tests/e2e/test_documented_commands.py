@@ -1,5 +1,5 @@
-"""Every command of README and of the guides, run against the demo pair. What downloads, installs or needs models of the reader's is not
-run: its options are parsed by the program that it calls."""
+"""Commands of README and of the guides. Requests, programs and what looks at a gateway are run against the demo pair; what starts services,
+measures for minutes, downloads, installs or deploys is not run: its options are parsed by the program that it calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ import httpx
 import pytest
 import typer
 from packaging.requirements import Requirement
-from pydantic import TypeAdapter
 
 from drafter_service.settings import DrafterSettings
-from gateway.schemas import ChatRequest
 from gateway.settings import GatewaySettings, LocalSettings
 from rootward.cli.main import app, main
+from rootward.demo import paths
 from verifier_service.settings import VerifierSettings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +30,9 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "choose-a-d
 BLOCK = re.compile(r"^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
 SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
-RUN = ("generate", "status", "top", "version")  # subcommands that need a gateway and nothing else
+RUN = ("generate", "status", "top")  # subcommands that need a gateway and nothing else
+ALONE = ("check-pair", "version")  # those that need no gateway
+MODELS = {"TARGET": str(paths().target), "DRAFT": str(paths().draft)}  # of the reader
 
 
 def blocks(kind: tuple[str, ...]) -> Iterator[Any]:
@@ -56,8 +57,8 @@ def commands(text: str) -> Iterator[list[str]]:
     assert not pending.strip(), f"no whole command: {pending}"
 
 
-def needs_gateway(words: list[str]) -> bool:
-    return words[0] == "curl" or (words[0] == "rootward" and words[1] in RUN)
+def is_run(words: list[str]) -> bool:
+    return words[0] == "curl" or (words[0] == "rootward" and words[1] in (*RUN, *ALONE))
 
 
 SCRIPTS = [
@@ -65,7 +66,7 @@ SCRIPTS = [
     for page, text in blocks(("sh", "bash"))
     for words in commands(text)
 ]
-RUN_HERE = [script for script in SCRIPTS if needs_gateway(script.values[0])]
+RUN_HERE = [script for script in SCRIPTS if is_run(script.values[0])]
 CHECKED = [script for script in SCRIPTS if script not in RUN_HERE]
 MENTIONED = [
     pytest.param(shlex.split(found), id=f"{page}: {found[:60]}")
@@ -81,7 +82,8 @@ def test_command_runs(words: list[str], stack, capsys: pytest.CaptureFixture[str
     if words[0] == "curl":
         request(words[1:], stack.gateway.http)
     else:
-        assert main([*words[1:], "--url", stack.gateway.address]) == 0
+        given = [MODELS.get(word, word) for word in words[1:]]
+        assert main([*given, *(["--url", stack.gateway.address] if words[1] in RUN else [])]) == 0
         assert capsys.readouterr().out.strip()
 
 
@@ -99,15 +101,17 @@ def test_program_runs(program: str, stack, capsys: pytest.CaptureFixture[str]) -
 
 
 def request(words: list[str], url: str) -> None:
-    """What curl would send. A chat needs a chat model, which the demo pair is not: its body alone is checked."""
+    """What curl sends. Of a stream, its events up to the last one."""
     (address,) = [word for word in words if word.startswith("localhost:8000/")]
     path = address.partition("/")[2]
     (body,) = [json.loads(after) for word, after in pairwise(words) if word == "-d"]
-    if path == "v1/chat/completions":
-        TypeAdapter(ChatRequest).validate_python(body)
-        return
     answer = httpx.post(f"{url}/{path}", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
+    if body.get("stream"):
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events[-1] == "[DONE]"
+        assert any(json.loads(event)["choices"][0]["delta"].get("content") for event in events[:-1])
+        return
     if body.get("speculation"):
         assert answer.json()["metrics"]["speculative_decoding"]["num_spec_steps"] >= 0
 
