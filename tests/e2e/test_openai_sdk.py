@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from contextlib import ExitStack
 
+import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from support.processes import gateway
 
 from rootward import demo
 
@@ -142,6 +146,50 @@ def test_forced_tool_calls_are_valid_and_the_same_without_speculation(client, mo
         assert told.choices[0].message.content is None
         plain = client.chat.completions.create(**wanted, tool_choice=choice, parallel_tool_calls=False)
         assert plain.choices[0].message.tool_calls[0].function == call.function
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}{% for m in messages %}{{ m.content }}\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}</tool_call>{% endfor %}{% endfor %}'
+)
+
+
+@pytest.fixture(scope="module")
+def tools_client(stack, tmp_path_factory):
+    """Of a gateway in front of the same verifier, whose chat template shows how calls are written."""
+    folder = tmp_path_factory.mktemp("tools") / "target"
+    folder.mkdir()
+    for file in demo.paths().target.glob("*.json"):
+        shutil.copy(file, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with ExitStack() as running:
+        front = running.enter_context(gateway(str(folder), [stack.verifier.address]))
+        made = openai.OpenAI(base_url=f"{front.http}/v1", api_key="none", max_retries=0)
+        yield running.enter_context(made)
+
+
+def test_calls_that_the_model_chooses_are_the_same_without_speculation(tools_client) -> None:
+    """Calls or JSON of a form: a bias towards the first character of their mark makes the model choose calls."""
+    (token,) = httpx.post(str(tools_client.base_url.copy_with(path="/tokenize")), json={"prompt": "<"}).json()["tokens"]
+    schema = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    schema["additionalProperties"] = False
+    tools = [{"type": "function", "function": {"name": "switch", "parameters": schema, "strict": True}}]
+    wanted = {"model": "target", "messages": CHAT, "temperature": 0, "max_tokens": 200, "tools": tools}
+    form = {"response_format": {"type": "json_object"}, "parallel_tool_calls": False, "logit_bias": {str(token): 100}}
+    disabled = {"speculation": "disabled"}
+    for more, calls in (({}, False), (form, True)):
+        told = tools_client.chat.completions.create(**wanted, **more).choices[0]
+        plain = tools_client.chat.completions.create(**wanted, **more, extra_body=disabled).choices[0]
+        functions = [call.function for call in told.message.tool_calls or []]
+        assert functions == [call.function for call in plain.message.tool_calls or []]
+        assert (told.message.content, told.finish_reason) == (plain.message.content, plain.finish_reason)
+        assert [(f.name, type(json.loads(f.arguments)["on"])) for f in functions] == [("switch", bool)] * calls
+        streamed = list(tools_client.chat.completions.create(**wanted, **more, stream=True))
+        assert text_of(streamed) == (told.message.content or "")
+        pieces = [c.function for part in streamed for c in part.choices[0].delta.tool_calls or []]
+        assert "".join(piece.arguments for piece in pieces) == "".join(f.arguments for f in functions)
+        assert (len(pieces) > 2) is calls, told
 
 
 @pytest.mark.parametrize(
