@@ -79,7 +79,12 @@ def build_app(
         app.add_exception_handler(kind, _refused)
 
     def generation(
-        request: Request, body: schemas.GenerationBody, kind: Callable[..., Answer], structure: Structure | None = None
+        request: Request,
+        body: schemas.GenerationBody,
+        kind: Callable[..., Answer],
+        *,
+        structure: Structure | None = None,
+        form_field: str = "",
     ) -> Response:
         headers = {**request.headers, "x-request-id": _request_id(request)}
         wanted = body.request(headers)
@@ -87,7 +92,9 @@ def build_app(
         if structure is not None:
             wanted = replace(wanted, structure=structure)
         service = models.of(body.model)
-        return GenerationResponse(service, names[service.served_model], body=body, request=wanted, kind=kind)
+        return GenerationResponse(
+            service, names[service.served_model], body=body, request=wanted, kind=kind, form_field=form_field
+        )
 
     def chat(request: Request, body: schemas.ChatRequest, kind: Callable[..., ChatAnswer]) -> Response:
         service = models.of(body.model)
@@ -111,7 +118,8 @@ def build_app(
         if form is CallFormat.MISTRAL:  # calls begin with a special token
             body = body.model_copy(update={"skip_special_tokens": False})
         answer = partial(kind, calls=calls, named=bool(body.function), reasoning=thoughts)
-        return generation(request, body, answer, structure)
+        form_field = "tools" if form is not None else ""
+        return generation(request, body, answer, structure=structure, form_field=form_field)
 
     @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:

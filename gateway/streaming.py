@@ -19,6 +19,7 @@ from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.service import INLINE_TOKENS, SLOW_CLIENT_S, GatewayService
 from gateway.tokenizer import Output, Span
+from rootward.errors import InvalidRequest
 
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
 SSE_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -36,8 +37,11 @@ class GenerationResponse(Response):
         body: GenerationBody,
         request: GenerateRequest,
         kind: Callable[..., Answer],
+        form_field: str = "",
     ):
+        """form_field: of the body, from which the gateway made the form of the output."""
         super().__init__()
+        self._form_field = form_field
         self._service, self._names, self._body, self._request, self._kind = service, names, body, request, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +77,8 @@ class GenerationResponse(Response):
                 async with aclosing(self._events(answer, first, deltas)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
-        except Exception as error:
+        except Exception as raised:
+            error = self._named(raised)
             if streamed is None:
                 await error_response(error, headers, path=scope["path"])(scope, receive, send)
                 return
@@ -82,6 +87,18 @@ class GenerationResponse(Response):
             event = _event(failure, typed=streamed.typed_events)
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _named(self, error: Exception) -> Exception:
+        """A form that the client did not write itself is refused under the name of the field that it was made of."""
+        form = self._request.structure
+        if (
+            form is None
+            or not isinstance(error, InvalidRequest)
+            or error.field != form.form.value
+            or not self._form_field
+        ):
+            return error
+        return type(error)(self._form_field, "given", error.fix)
 
     def _spans(self, prompt: tuple[int, ...]) -> Sequence[Span]:
         """The prompt as text, token by token."""

@@ -215,7 +215,9 @@ class CallParser:
         text calls, so that nothing of it is text, also where it is cut. Without `parallel` the first call alone is told."""
         self._form, self._names, self._forced, self._parallel = form, frozenset(names), forced, parallel
         self._held = ""  # text that may be of a call
-        self._blanks = ""  # those at the beginning or after a call: told before other text, dropped before calls
+        self._blanks: list[
+            str
+        ] = []  # those at the beginning or after a call: told before other text, dropped before calls
         self._in_text = False  # other text has been told since the beginning or the last call
         self._ended = False
         self._num_calls = 0
@@ -352,25 +354,22 @@ class CallParser:
         return taken
 
     def _say(self, text: str) -> None:
-        self._blanks += text
-        if not self._forced and (self._in_text or self._blanks.strip() or (self._ended and not self._num_calls)):
-            self._in_text = True
-            self._add(self._blanks)
-            self._blanks = ""
+        if text:
+            self._blanks.append(text)
+        whole = self._in_text or text.strip() or (self._ended and not self._num_calls)
+        if whole and self._blanks and not self._forced:
+            self._told.append("".join(self._blanks))
+            self._in_text, self._blanks = True, []
 
     def _begin(self, name: str) -> None:
         self._num_calls += 1
-        self._in_text, self._blanks = False, ""
+        self._in_text, self._blanks = False, []
         if self._parallel or self._num_calls == 1:
             self._told.append(CallPart(self._num_calls - 1, name, ""))
 
     def _tell(self, arguments: str) -> None:
         if arguments and (self._parallel or self._num_calls == 1):
             self._told.append(CallPart(self._num_calls - 1, "", arguments))
-
-    def _add(self, text: str) -> None:
-        if text:
-            self._told.append(text)
 
 
 class _Brackets:

@@ -438,3 +438,13 @@ async def test_strict_functions_and_forms_are_asked_of_the_verifier():
         assert "answer" in verifier.requests[-1].structure.text
         assert await both_ways(chats, tools=[WEATHER], response_format=form, tool_choice="none") == (CALL, [], "stop")
         assert verifier.requests[-1].structure.form is Form.JSON_SCHEMA
+
+
+async def test_parameters_that_do_not_compile_are_refused_as_tools():
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+    named = {"type": "function", "function": {"name": "f"}}
+    async with chatting(CALL) as (chats, _):
+        for choice in ("auto", "required", named):
+            with pytest.raises(openai.BadRequestError, match="not") as refused:
+                await chats.create(model="demo", messages=CHAT, tools=[bad], tool_choice=choice)
+            assert (refused.value.code, refused.value.param) == ("invalid_json_schema", "tools")
