@@ -30,7 +30,7 @@ from gateway.planning import check_name
 from gateway.response_answers import ResponseAnswer
 from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
-from gateway.tools import CallFormat, CallParser, Tools, call_format_of
+from gateway.tools import MARKS, CallFormat, CallParser, Tools, call_format_of
 from rootward.core.requests import Structure
 from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
@@ -114,7 +114,7 @@ def build_app(
                 forced=body.forces_calls,
                 parallel=body.parallel_tool_calls,
             )
-        structure = body.structure(form, marked=service.tokenizer.is_token(CallFormat.HERMES.value))
+        structure = body.structure(form, marks=list(filter(service.tokenizer.is_token, MARKS)))
         if form is CallFormat.MISTRAL:  # calls begin with a special token
             body = body.model_copy(update={"skip_special_tokens": False})
         answer = partial(kind, calls=calls, named=bool(body.function), reasoning=thoughts)

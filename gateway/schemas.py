@@ -9,7 +9,7 @@ validation out of the path of a token.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -664,8 +664,8 @@ class ChatRequest(GenerationBody, Conversation):
             raise UnsupportedParameter("tools", len(self.tools), fix)
         return known
 
-    def structure(self, form: CallFormat | None, *, marked: bool) -> Structure | None:
-        """The form of an output that may have calls in this format. marked: as in `grammar_of_choice`. UnsupportedParameter where
+    def structure(self, form: CallFormat | None, *, marks: Collection[str]) -> Structure | None:
+        """The form of an output that may have calls in this format. marks: as in `grammar_of_choice`. UnsupportedParameter where
         calls cannot be kept valid, or cannot stand beside the form that is asked for."""
         own = self._structure()
         strict = next((i for i, tool in enumerate(self.tools) if tool.function.strict), None)
@@ -680,7 +680,7 @@ class ChatRequest(GenerationBody, Conversation):
         functions, parallel = [tool.function for tool in self.tools], self.parallel_tool_calls
         try:
             output = None if own is None else json.loads(own.text or '{"type": "object"}')
-            text = grammar_of_choice(form, functions, parallel=parallel, output=output, marked=marked)
+            text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
         except RecursionError:
             raise InvalidRequest("tools", "a schema", "is nested too deeply; make it flatter") from None
         except (TypeError, ValueError):  # of the text that `structured_outputs.json` may be

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -90,6 +90,7 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
 
 # -- Forms of the output -----------------------------------------------------------------------------------------------
 
+MARKS = ("<tool_call>", "<think>", "</think>")  # which may be tokens
 _DATA = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
 _GUIDANCE = {
     "whitespace_pattern": r"[ \t\r\n]{1,16}",
@@ -110,30 +111,37 @@ def grammar_of_choice(
     *,
     parallel: bool,
     output: Mapping[str, Any] | None,
-    marked: bool,
+    marks: Collection[str],
 ) -> str:
     """A Lark grammar (of llguidance) of outputs in which calls are valid, the arguments of strict functions too.
 
-    output: the schema of outputs that are no calls; None: any text. marked: the tokenizer has the marks of calls as tokens.
+    output: the schema of outputs that are no calls; None: any text. marks: those of `MARKS` that are tokens, which no
+    expression over characters has.
     """
+    marked, thoughts = "<tool_call>" in marks, ""
     keys = ("arguments",) if form is CallFormat.HERMES else ("parameters", "arguments")
     strict = [one if one.strict else one.model_copy(update={"parameters": {}}) for one in functions]
     call = {**_any_call(strict, keys=keys), "$defs": _definitions(strict)}
     rules = [f"call: %json {_guided(call)}", r"BLANKS: /[ \t\r\n]{1,16}/"]
+    if output is None and "</think>" in marks:
+        thoughts = "thoughts?"
+        # The prompt may have opened them; where calls have no mark the model must, or any text would be thoughts.
+        opened = "(BLANKS? <think>)?" if form is CallFormat.HERMES else "BLANKS? <think>"
+        rules += [r"THOUGHT: /(.|\n)*/", f"thoughts: {opened} THOUGHT </think>"]
     if form is CallFormat.HERMES:
         opening, closing = ("<tool_call>", "</tool_call>") if marked else ('"<tool_call>"', '"</tool_call>"')
         rules.append(f"body: BLANKS? call BLANKS? {closing}")
-        rules.append(r"text: TEXT")
+        rules.append("text: TEXT")
         rules.append(r"TEXT: /(.|\n)*/" + ("" if marked else r" & ~/(.|\n)*<tool_call>(.|\n)*/"))
         if output is not None:
             more = f"(BLANKS? {opening} body)*" if parallel else ""
             rules.append(f"start: form | {opening} body {more}")
         else:
             rules.append(f"opened: TEXT {opening}" if marked else r"opened[lazy]: /(.|\n)*<tool_call>/")
-            rules.append("start: (opened body)* text" if parallel else "start: (opened body)? text")
+            rules.append(f"start: {thoughts} (opened body){'*' if parallel else '?'} text")
     else:
         more = '(";" BLANKS? call)*' if parallel else ""
-        rules += [r"TEXT: /([ \t\r\n]*[^\[{ \t\r\n](.|\n)*)?/", "text: TEXT", f"start: text | call {more}"]
+        rules += [r"TEXT: /([ \t\r\n]*[^\[{ \t\r\n](.|\n)*)?/", "text: TEXT", f"start: {thoughts} (text | call {more})"]
     if output is not None:
         rules.append(f"form: %json {_guided(output)}")
     return "\n".join(["%llguidance {}", *rules])

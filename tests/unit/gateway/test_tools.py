@@ -27,7 +27,16 @@ from gateway.models import Models
 from gateway.schemas import FunctionTool
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import HuggingFaceTokenizer
-from gateway.tools import CallFormat, CallParser, CallPart, Tools, call_format_of, forced_schema, grammar_of_choice
+from gateway.tools import (
+    MARKS,
+    CallFormat,
+    CallParser,
+    CallPart,
+    Tools,
+    call_format_of,
+    forced_schema,
+    grammar_of_choice,
+)
 from rootward.core.requests import Form, Structure
 from rootward.core.tree import root_only
 from rootward.engine.grammar import Grammars, Vocabulary
@@ -405,6 +414,8 @@ CALLS = "<tool_call>\n%s\n</tool_call>\n<tool_call>%s</tool_call>"
     [
         (HERMES, {}, {"": True, "Hi <tool>": True, f"So {CALLS % (GOOD, LOOSE)} more": True, CALLS % (LOOSE, BAD): False}),
         (HERMES, {}, {"<tool_call>hm": False, "<tool_call>" + GOOD: None}),
+        (HERMES, {}, {f"<think>\nHm {{</think>\nSo {CALLS % (GOOD, LOOSE)}": True, "Hm</think><tool_call>" + BAD: False}),
+        (CallFormat.JSON, {}, {"<think>{</think>" + GOOD: True, "Hm {": True}),
         (HERMES, {"parallel": False}, {f"a<tool_call>{GOOD}</tool_call>": True, CALLS % (GOOD, LOOSE): False}),
         (HERMES, {"output": FORM}, {'{"answer": 3}': True, CALLS % (GOOD, LOOSE): True, "Hi": False, "": None}),
         (HERMES, {"output": FORM}, {'{"answer": 3}<tool_call>': False, CALLS % (GOOD, BAD): False}),
@@ -416,12 +427,12 @@ CALLS = "<tool_call>\n%s\n</tool_call>\n<tool_call>%s</tool_call>"
 def test_a_grammar_of_calls_that_the_model_chooses(form, options, texts, marked):
     fast = Fast.from_str(byte_level().backend_json)
     if marked:
-        fast.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("</tool_call>", special=False)])
+        fast.add_tokens([AddedToken(mark, special=False) for mark in (*MARKS, "</tool_call>")])
     end = fast.token_to_id(END)
     tokenizer = LLTokenizer(fast.to_str(), n_vocab=fast.get_vocab_size(), eos_token=[end])
     grammars = Grammars(lambda: Vocabulary(tokenizer, fast.get_vocab_size(), (end,)))
     given = {"parallel": True, "output": None} | options
-    structure = Structure(Form.GRAMMAR, grammar_of_choice(form, FUNCTIONS, marked=marked, **given))
+    structure = Structure(Form.GRAMMAR, grammar_of_choice(form, FUNCTIONS, marks=MARKS * marked, **given))
     for text, fits in texts.items():  # None: the text must go on
         matcher = grammars.matcher(structure)
         assert matcher.advance(fast.encode(text).ids) is (fits is not False), text
