@@ -123,16 +123,17 @@ def grammar_of_choice(
     strict = [one if one.strict else one.model_copy(update={"parameters": {}}) for one in functions]
     call = {**_any_call(strict, keys=keys), "$defs": _definitions(strict)}
     rules = [f"call: %json {_guided(call)}", r"BLANKS: /[ \t\r\n]{1,16}/"]
+    hermes = form is CallFormat.HERMES
+    # No text spells the mark of a call, also where that is a token.
+    anything = r"/(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/" if hermes else r"/(.|\n)*/"
     if output is None and "</think>" in marks:
         thoughts = "thoughts?"
         # The prompt may have opened them; where calls have no mark the model must, or any text would be thoughts.
-        opened = "(BLANKS? <think>)?" if form is CallFormat.HERMES else "BLANKS? <think>"
-        rules += [r"THOUGHT: /(.|\n)*/", f"thoughts: {opened} THOUGHT </think>"]
-    if form is CallFormat.HERMES:
+        rules.append(f"thoughts: {'(BLANKS? <think>)?' if hermes else 'BLANKS? <think>'} THOUGHT </think>")
+        rules.append(f"THOUGHT: {anything}")
+    if hermes:
         opening, closing = ("<tool_call>", "</tool_call>") if marked else ('"<tool_call>"', '"</tool_call>"')
-        rules.append(f"body: BLANKS? call BLANKS? {closing}")
-        rules.append("text: TEXT")
-        rules.append(r"TEXT: /(.|\n)*/" + ("" if marked else r" & ~/(.|\n)*<tool_call>(.|\n)*/"))
+        rules += [f"body: BLANKS? call BLANKS? {closing}", "text: TEXT", f"TEXT: {anything}"]
         if output is not None:
             more = f"(BLANKS? {opening} body)*" if parallel else ""
             rules.append(f"start: form | {opening} body {more}")

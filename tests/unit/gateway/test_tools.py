@@ -438,6 +438,9 @@ def test_a_grammar_of_calls_that_the_model_chooses(form, options, texts, marked)
         assert matcher.advance(fast.encode(text).ids) is (fits is not False), text
         allowed = np.unpackbits(matcher.masks(root_only()), axis=1, bitorder="little")[0]
         assert fits is False or bool(allowed[end]) is bool(fits), text
+    if form is HERMES and marked:  # nor does the text spell the mark without its token
+        spelled = [token for part in ("<tool_", "call>", BAD) for token in fast.encode(part).ids]
+        assert not grammars.matcher(structure).advance(spelled)
 
 
 async def test_strict_functions_and_forms_are_asked_of_the_verifier():
