@@ -31,6 +31,7 @@ VERSION = "0.8"  # of guidellm, whose configuration and report differ from one m
 INSTALL = f"pipx install 'guidellm=={VERSION}.*'"
 ROWS_PER_S = 1000  # of the data file: more requests than a gateway answers, because guidellm stops where its data ends
 DEFAULT_STREAMS = "1,4,16"
+MOST_STREAMS = 512  # of throughput, as guidellm has it in a sweep; a gateway runs and queues as many by default
 
 
 class Profile(str, Enum):
@@ -70,7 +71,7 @@ def bench_serve(
     profile: Annotated[
         Profile,
         typer.Option(
-            help="Loads, as guidellm names them: one request after the other, a number of streams, as many as it takes, "
+            help="Loads, as guidellm names them: one request after the other, a number of streams, as many as it takes (512), "
             "evenly or randomly spaced arrivals, or from the first to the third in ten steps."
         ),
     ] = Profile.concurrent,
@@ -183,7 +184,7 @@ def _load(strategy: dict[str, Any]) -> str:
     kind = str(strategy["type_"])
     if kind == Profile.concurrent:
         return f"{strategy['streams']} stream{'s' * (strategy['streams'] > 1)}"
-    return f"{kind}, {strategy['rate']:.3g}/s" if "rate" in strategy else kind
+    return f"{strategy['rate']:.3g}/s" if "rate" in strategy else kind
 
 
 def _program(name: str) -> str:
@@ -261,9 +262,10 @@ def _measured(
         data, report, config = (Path(folder, name) for name in ("prompts.jsonl", "report.json", "config.json"))
         rows = islice(cycle(texts), max(len(texts), math.ceil(ROWS_PER_S * seconds)))
         data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows), encoding="utf-8")
+        limit = {"max_concurrency": MOST_STREAMS} if profile in (Profile.throughput, Profile.sweep) else {}
         spec = {
             "backend": backend,
-            "profile": {"kind": profile.value},
+            "profile": {"kind": profile.value, **limit},
             "constraints": [{"kind": "max_duration", "seconds": seconds}],
             "data": [{"kind": "json_file", "path": str(data)}],
             "outputs": [{"kind": "json", "path": str(report)}],
@@ -302,9 +304,9 @@ def _cells(point: Point) -> tuple[str, ...]:
 def _table(points: Sequence[Point], title: str) -> Table:
     from rich.table import Table
 
-    table = Table(title=title, caption=TIMES, box=None, padding=(0, 2, 0, 0), title_justify="left")
+    table = Table(title=title, caption=TIMES, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for name in COLUMNS:
-        table.add_column(name, no_wrap=name != "load")
+        table.add_column(name, no_wrap=True)
     for point in points:
         table.add_row(*_cells(point))
     return table

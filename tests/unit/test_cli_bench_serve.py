@@ -98,7 +98,8 @@ def test_profiles_that_find_their_loads_run_once(profile, url, tmp_path) -> None
     access = ["--url", url, "--api-key", "secret", "--guidellm", program(tmp_path)]
     assert main(["bench", "serve", *access, "--profile", profile, "--seconds", "1"]) == 0
     asked = json.loads((tmp_path / "asked.json").read_text())
-    assert asked["config"]["spec"]["profile"] == {"kind": profile}
+    most = {} if profile == "synchronous" else {"max_concurrency": 512}
+    assert asked["config"]["spec"]["profile"] == {"kind": profile, **most}
     assert asked["config"]["benchmarks"] == [None]
 
 
@@ -161,6 +162,14 @@ def test_refuses_a_guidellm_of_another_version_and_one_that_fails(url, tmp_path,
     assert "has version 0.5.4, not 0.8" in capsys.readouterr().err
     assert main(["bench", "serve", *access, "--guidellm", program(tmp_path, code=3), "--seconds", "1"]) == 1
     assert "ended with exit code 3" in capsys.readouterr().err
+
+
+def test_a_load_is_named_by_its_streams_or_its_rate() -> None:
+    report = json.loads(REPORT.read_text())
+    strategies = [{"type_": "poisson", "rate": 2.5}, {"type_": "throughput", "max_concurrency": 512}]
+    for run, strategy in zip(report["benchmarks"], strategies, strict=True):
+        run["config"]["strategy"] = strategy
+    assert [point.load for point in read_report(report)] == ["2.5/s", "throughput"]
 
 
 def test_refuses_a_report_of_another_form() -> None:
