@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import tempfile
@@ -267,13 +266,12 @@ def _measured(
             "backend": backend,
             "profile": {"kind": profile.value, **limit},
             "constraints": [{"kind": "max_duration", "seconds": seconds}],
-            "data": [{"kind": "json_file", "path": str(data)}],
+            "data": [{"kind": "json_file", "path": str(data), "load_kwargs": {"cache_dir": folder}}],
             "outputs": [{"kind": "json", "path": str(report)}],
             "metrics": {"kind": "generative", "sample_size": 0},  # figures alone, no texts
         }
         config.write_text(json.dumps({"spec": spec, "benchmarks": list(loads) or [None]}), encoding="utf-8")
-        caches = {"HF_DATASETS_CACHE": str(Path(folder, "datasets"))}  # of the prompts, which are here already
-        done = subprocess.run([program, "run", "--config", str(config)], env={**os.environ, **caches}, stdout=2)
+        done = subprocess.run([program, "run", "--config", str(config)], stdout=2)
         if done.returncode != 0 or not report.is_file():
             message = f"guidellm: ended with exit code {done.returncode}; its output above says why"
             raise ConfigurationError(message, exit_code=1)
