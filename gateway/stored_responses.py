@@ -20,7 +20,7 @@ log = structlog.get_logger()
 ID_PREFIX = "resp_"  # before the id of the request
 LIFETIME_S = 3600.0
 MAX_RESPONSES = 256  # of a tenant
-MAX_BYTES = 1 << 20  # of one, with its conversation
+MAX_BYTES = 1 << 18  # of one, with its conversation
 
 
 class ResponseNotFound(NotFound):
