@@ -34,6 +34,9 @@ CHUNK = 256  # tokens of a text that are read before a round: a fraction of a mi
 HEAD = "head:"  # and the folder of a draft head, in the setting
 BESIDE_HEAD = "ngram+recycling"  # looked up where a head drafts: costs nothing, and is better at T = 0 and where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
+LEARN_EVERY = (
+    4  # tokens of plain decoding: the most likely successors of every row would cost 3 % of a step of many sessions
+)
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
@@ -184,8 +187,12 @@ class LocalDrafts:
 
     @staticmethod
     def num_successors(session: Session) -> int:
-        """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree."""
-        asked = [one for one in session.local_drafts if one.length == len(session.tokens)]
+        """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree, and now
+        and then of the row of a plain step."""
+        length, local = len(session.tokens), session.local
+        if length % LEARN_EVERY and not (local is not None and local.launched):
+            return 0
+        asked = [one for one in session.local_drafts if one.length == length]
         return max((one.num_successors for one in asked), default=0)
 
     @staticmethod

@@ -27,12 +27,12 @@ SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240)  # numb
 MEASURED = tuple(size + 1 for size in SIZES if size <= 64)  # rows of the steps that are measured at start
 ENTER = 1.03  # goodput over that of plain decoding at which speculation begins
 LEAVE = 0.98  # and below which it ends
-PROBE_EVERY = 64  # rounds between two that try another size; fewer at first
+PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes.
 COARSE = (0, 2, 4, 8, 16, 32, 64)
 LEAST_PROBED = 0.5  # of the best goodput must be expected of a size that is tried
 TRIAL = 4  # rounds with trees of one session, while the others decode plainly
-TRIAL_SHARE = 0.01  # of the time of plain decoding that trials may cost
+TRIAL_SHARE = 0.01  # of the time of plain decoding, of all sessions of a step, that trials may cost
 TRIAL_MEMORY = 16  # rounds that what is known of a node counts for at most when a trial begins
 
 MEMORY = 0.01  # weight of the newest round in the acceptance of a node
@@ -233,11 +233,13 @@ class Statistics:
         self.usual_nodes = 0  # waited for by a round that is no probe
         self.usual_tokens = 1.0  # and expected of it
         self.speedup = 1.0  # expected tokens per second with trees over plain decoding
+        self.trial_speedup = 1.0  # the same, if one session alone has trees: its step holds all others up
         self.active = False
         self.trial_session: int | None = None
         self.trial_left = 0  # rounds with trees; 0: there is no trial
         self.trial_patience = 0  # rounds until a trial whose trees do not come is over
-        self.pause_left = 0  # rounds of plain decoding until the next trial
+        self.pause_left = 0  # steps until the next trial
+        self.probe_nodes = 0  # another size, for the next session that begins a round; 0: none
         self.num_plans = 0
         self.num_probes = 0
         self.next_probe = 0  # in plans
@@ -284,7 +286,6 @@ class Statistics:
         """A round of this session was committed."""
         trial = self.trial_left > 0 and self.trial_session == session
         if not result.target_nodes:
-            self.pause_left -= 1
             if trial:
                 self.trial_patience -= 1
                 if not self.trial_patience:
@@ -330,6 +331,9 @@ class Statistics:
             self.trial_session = session
         if most < 1 or not self.uses_trees(session):
             return 0, 0
+        if self.probe_nodes:  # one session tells as much of a size as all would, and costs less
+            target, self.probe_nodes = min(most, self.probe_nodes), 0
+            return target, target
         target = min(most, self.target_nodes)
         return target, max(target, min(most, self.max_nodes)) if target else 0
 
@@ -346,12 +350,13 @@ class Statistics:
 
     def deactivate(self) -> None:
         self.active = False
+        self.probe_nodes = 0
         self._end_trial()
 
     def _end_trial(self) -> None:
         self.trial_left = 0
         self.trial_session = None
-        lost = TRIAL * (1.0 / self.speedup - 1.0)  # plain steps
+        lost = TRIAL * (1.0 / self.trial_speedup - 1.0)  # plain steps
         self.pause_left = max(PROBE_EVERY, round(lost / TRIAL_SHARE))
 
 
@@ -401,8 +406,11 @@ class SpeculationController:
         wait_s = {n: self.step_time.speed * max(others.wait, one.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)
+        alone_s = self.step_time.seconds(others.rows + count + best) + self.step_time.speed * one.draft_wait(best)
         one.num_plans += 1
+        one.pause_left -= 1
         one.speedup = goodput[best] / goodput[0]
+        one.trial_speedup = (committed[0] - 1.0 + tokens[best]) / alone_s / goodput[0]
         if one.active and one.speedup < LEAVE:
             one.deactivate()
         elif not one.active and one.speedup > ENTER:
@@ -416,8 +424,10 @@ class SpeculationController:
         if one.active and one.num_plans >= one.next_probe:
             probed = min(allowed[-1], self._probed(one, best))
             # plain decoding is looked at in any case: it is fast where drafters take the time of the target's machine
-            if not probed or goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
-                one.target_nodes = one.max_nodes = probed
+            if not probed:
+                one.target_nodes = one.max_nodes = 0  # of all sessions: the step has to be a plain one
+            elif goodput[probed] > LEAST_PROBED * max(goodput[0], goodput[best]):
+                one.probe_nodes = probed
 
     @staticmethod
     def _probed(one: Statistics, best: int) -> int:

@@ -142,6 +142,34 @@ def test_a_trial_whose_trees_do_not_come_ends() -> None:
     assert one.pause_left >= PROBE_EVERY
 
 
+@pytest.mark.parametrize("sessions", [1, 16])
+def test_the_pause_between_trials_is_counted_in_steps_however_many_sessions_share_them(sessions: int) -> None:
+    controller = SpeculationController(StepTime(FLAT))
+    one = controller.of("bad")
+    rounds(controller, one, 100, accepted=0, wait=0.05)
+    one.pause_left = PROBE_EVERY
+    for _ in range(PROBE_EVERY - 1):
+        controller.plan({one: sessions}, most=16)
+        for session in range(sessions):
+            assert one.begin_round(session, 16) == (0, 0)
+            one.add(session, RoundResult())
+    controller.plan({one: sessions}, most=16)
+    assert one.begin_round(1, 16)[0] > 0
+
+
+def test_one_session_of_many_tries_another_size() -> None:
+    controller = SpeculationController(StepTime({rows: 1.0 + 0.01 * rows for rows in FLAT}))
+    one = controller.of("good")
+    rounds(controller, one, 300, accepted=30, step_s=1.2)
+    alone = 0
+    for _ in range(2 * PROBE_EVERY):
+        controller.plan({one: 4}, most=64)
+        sizes = [one.begin_round(session, 64)[0] for session in range(4)]
+        assert sizes[1:] == [sizes[1]] * 3
+        alone += sizes[0] != sizes[1]
+    assert alone
+
+
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-4, 10.0)), min_size=1, max_size=60))
 def test_the_time_of_a_step_never_falls_with_its_rows(steps: list[tuple[int, float]]) -> None:
     step_time = StepTime(FLAT)
