@@ -1,0 +1,146 @@
+"""`python -m benchmarks.forward --model FOLDER`: milliseconds of one target forward by its rows, beside its linear layers alone.
+
+    python -m benchmarks.forward --model FOLDER --dtypes float32 bfloat16 --threads 2 --out RESULT.json
+
+The linear layers alone are the floor of a small model: with the engine's kernel, whose rows do not depend on one another, and with oneDNN's
+packed weights (`torch.ops.mkldnn`), which is free to differ. All are run in turn, and medians are told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.results import described
+from rootward.engine import cpu_kernels
+from rootward.engine.layers import Linear
+from rootward.engine.model import HuggingFaceModel
+from rootward.ports import Rows
+
+FORWARD, OWN, ONEDNN = "forward", "linear layers", "linear layers, oneDNN"
+
+
+def linears(model: HuggingFaceModel) -> list[Linear]:
+    """Those of one forward, each once; ValueError where the engine runs the network's own modules instead."""
+    found = [module for module in model.network.modules() if isinstance(module, Linear)]
+    if model.llama is None or not found:
+        raise ValueError(
+            "model: not served by the engine's own layers (Llama family, on a CPU); there is no floor to compare with"
+        )
+    return list(dict.fromkeys(found))
+
+
+def alone(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
+    inputs = {one.in_features: torch.randn(rows, one.in_features).numpy() for one in layers}
+    outputs = {one.out_features: torch.empty(rows, one.out_features).numpy() for one in layers}
+
+    def run() -> None:
+        cpu_kernels.use_threads(torch.get_num_threads())
+        for one in layers:
+            cpu_kernels.linear(inputs[one.in_features], one.packed, one.bias, outputs[one.out_features])
+
+    return run
+
+
+def by_onednn(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
+    ops = torch.ops.mkldnn
+    packed = [ops._reorder_linear_weight(one.weight_of(torch.arange(one.out_features)).contiguous()) for one in layers]
+    inputs = {one.in_features: torch.randn(rows, one.in_features, dtype=one.dtype) for one in layers}
+
+    def run() -> None:
+        for one, weight in zip(layers, packed, strict=True):
+            ops._linear_pointwise(inputs[one.in_features], weight, None, "none", [], "")
+
+    return run
+
+
+def whole(model: HuggingFaceModel, rows: int, context: int) -> Callable[[], None]:
+    """A forward of a chain of so many draft nodes below a text of `context` tokens."""
+    slot = model.open()
+    model.forward([Rows.chain(slot, 0, list(range(10, 10 + context)))])
+    model.commit(slot, context - 1, keep_below=False)
+
+    def run() -> None:
+        model.forward([Rows.chain(slot, context, list(range(10, 10 + rows)))])
+        model.release(slot)
+
+    return run
+
+
+@torch.inference_mode()
+def measure(
+    model: HuggingFaceModel, sizes: Sequence[int], *, context: int, seconds: float
+) -> dict[str, dict[int, float]]:
+    """Milliseconds by number of rows, of each of the three."""
+    layers = linears(model)
+    found: dict[str, dict[int, float]] = {FORWARD: {}, OWN: {}, ONEDNN: {}}
+    for rows in sizes:
+        runs = {FORWARD: whole(model, rows, context), OWN: alone(layers, rows), ONEDNN: by_onednn(layers, rows)}
+        taken: dict[str, list[float]] = {name: [] for name in runs}
+        for run in runs.values():
+            run()
+            run()
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            for name, run in runs.items():
+                start_s = time.perf_counter()
+                run()
+                taken[name].append(time.perf_counter() - start_s)
+        for name, values in taken.items():
+            found[name][rows] = 1e3 * median(values)
+    return found
+
+
+def table_of(found: dict[str, dict[int, float]], title: str) -> Table:
+    sizes = list(found[FORWARD])
+    table = Table("ms", *map(str, sizes), title=title, title_justify="left")
+    for name, by_rows in found.items():
+        table.add_row(name, *(f"{by_rows[rows]:.1f}" for rows in sizes))
+    table.add_row(
+        "forward, times that of 1 row", *(f"{found[FORWARD][rows] / found[FORWARD][sizes[0]]:.2f}" for rows in sizes)
+    )
+    table.add_row("share of the linear layers", *(f"{found[OWN][rows] / found[FORWARD][rows]:.0%}" for rows in sizes))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", required=True, help="folder or GGUF file of a model of the Llama family")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--context", type=int, default=200, help="tokens of the text before the rows")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each number of rows")
+    parser.add_argument("--out", type=Path, help="JSON result")
+    given = parser.parse_args(argv)
+    torch.set_num_threads(given.threads)
+    result = {
+        **described(),
+        "model": Path(given.model).stem,
+        "context": given.context,
+        "threads": given.threads,
+        "ms": {},
+    }
+    for dtype in given.dtypes:
+        model = HuggingFaceModel.load(given.model, dtype=dtype, max_slots=len(given.rows), max_len=given.context + 256)
+        found = measure(model, given.rows, context=given.context, seconds=given.seconds)
+        Console(width=120).print(
+            table_of(found, f"{result['model']}, {dtype}, {given.threads} threads, {result['hardware']}")
+        )
+        result["ms"][dtype] = found
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
