@@ -56,9 +56,8 @@ def registry_entry(verifier: VerifierService, settings: VerifierSettings, addres
 async def serve(settings: VerifierSettings) -> None:
     async with admin_port(settings.admin_listen) as admin:
         if settings.node_rank > 0:
-            admin.serving(ready=lambda: True)
             log.info("follows", machine=settings.node_rank, nnodes=settings.nnodes, master=settings.master_addr)
-            await follow_target(settings)
+            await follow_target(settings, lambda: admin.serving(ready=lambda: True))
         else:
             await _serve(settings, admin)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -72,8 +72,9 @@ async def target_model(settings: VerifierSettings) -> AsyncIterator[tuple[Langua
         yield await on_passing_thread(load_target, settings, ranks.group), lost
 
 
-async def follow_target(settings: VerifierSettings) -> None:
-    """Compute for the verifier of the first machine until it ends: a signal waits for that, a second one does not."""
+async def follow_target(settings: VerifierSettings, loaded: Callable[[], None]) -> None:
+    """Compute for the verifier of the first machine until it ends: a signal waits for that, a second one does not. `loaded` is called once
+    this machine has its part of the model."""
     from rootward.engine.ranks import Followers
 
     followers = Followers(settings.tensor_parallel, partial(load_target, settings), settings.device, nodes_of(settings))
@@ -83,9 +84,10 @@ async def follow_target(settings: VerifierSettings) -> None:
         if next(signals) > 0:
             followers.kill()
 
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
-    await asyncio.to_thread(followers.wait)
+        loop.add_signal_handler(number, stop)
+    await asyncio.to_thread(followers.wait, lambda: loop.call_soon_threadsafe(loaded))
 
 
 def nodes_of(settings: VerifierSettings) -> Nodes:

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
@@ -89,14 +89,22 @@ class Followers:
     """The ranks of a machine other than the first, which compute until rank 0 ends them."""
 
     def __init__(self, size: int, load: Load, device: str, nodes: Nodes):
-        self._processes = _started(_places(nodes, size), load, device)
+        self._news, self._say = multiprocessing.Pipe(duplex=False)  # a message of each rank that has loaded
+        self._processes = _started(_places(nodes, size), load, device, self._say)
 
-    def wait(self) -> None:
-        """Until all have ended. ModelLost if one failed: the others are ended with it."""
+    def wait(self, loaded: Callable[[], object]) -> None:
+        """Until all have ended; `loaded` is called once all have loaded. ModelLost if one failed: the others are ended with it."""
         running = {process.sentinel: process for process in self._processes}
+        loading = len(running)
         while running:
-            for sentinel in wait(list(running)):
-                process = running.pop(sentinel)  # type: ignore[arg-type]  # sentinels are integers here
+            for event in wait([self._news, *running]):
+                if event is self._news:
+                    self._news.recv_bytes()
+                    loading -= 1
+                    if not loading:
+                        loaded()
+                    continue
+                process = running.pop(event)  # type: ignore[arg-type]  # sentinels are integers here
                 process.join()
                 if process.exitcode:
                     self.kill()
@@ -114,10 +122,10 @@ def _places(nodes: Nodes, size: int) -> list[Place]:
     return [Place(first + i, size, per_node, nodes.host, nodes.port) for i in range(per_node)]
 
 
-def _started(places: Sequence[Place], load: Load, device: str) -> list[BaseProcess]:
+def _started(places: Sequence[Place], load: Load, device: str, say: Connection | None = None) -> list[BaseProcess]:
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        spawn.Process(target=run_rank, args=(place, load, device), name=f"rank {place.index}", daemon=True)
+        spawn.Process(target=run_rank, args=(place, load, device, say), name=f"rank {place.index}", daemon=True)
         for place in places
     ]
     for process in processes:
@@ -125,8 +133,9 @@ def _started(places: Sequence[Place], load: Load, device: str) -> list[BaseProce
     return processes
 
 
-def run_rank(place: Place, load: Load, device: str) -> None:
-    """The life of a rank other than 0. It ends when rank 0 says so or is gone, not by a signal meant for the whole service."""
+def run_rank(place: Place, load: Load, device: str, say: Connection | None) -> None:
+    """The life of a rank other than 0. It ends when rank 0 says so or is gone, not by a signal meant for the whole service. `say`: that it
+    has loaded."""
     from rootward.settings import as_rank
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -137,6 +146,8 @@ def run_rank(place: Place, load: Load, device: str) -> None:
         model = load(group=group)
     except ConfigurationError as wrong:
         sys.exit(wrong.exit_code)  # rank 0 says the same
+    if say is not None:
+        say.send_bytes(b"loaded")
     try:
         model.follow()
     except (RuntimeError, ValueError) as wrong:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -163,6 +164,14 @@ def machines(folder: Path) -> list[processes.Service]:
     return [processes.verifier(str(folder), [], *flags, "--node-rank", str(rank)) for rank in (0, 1)]
 
 
+def answer(address: str, probe: str) -> int:
+    """Its status, 0 while nothing listens there."""
+    try:
+        return httpx.get(f"http://{address}/health/{probe}").status_code
+    except httpx.TransportError:
+        return 0
+
+
 async def served(address: str) -> list[int]:
     wish = Speculation(SpeculationMode.DISABLED)
     async with RemoteVerifier(address) as remote:
@@ -183,6 +192,19 @@ async def test_two_machines_give_the_text_of_one_and_the_second_ends_with_the_fi
             process.wait(1)
         assert first.stop() == 0
         assert process.wait(60) == 0
+
+
+def test_a_machine_that_follows_is_ready_when_its_ranks_have_loaded(folder: Path) -> None:
+    first, second = machines(folder)
+    admin = f"127.0.0.1:{processes.free_port()}"
+    second.command += ["--admin-listen", admin]
+    process = second.spawn()
+    processes.wait_until(lambda: answer(admin, "live") == 200, what="the second machine")
+    assert [answer(admin, probe) for probe in ("startup", "ready")] == [503, 503]
+    with first:
+        processes.wait_until(lambda: answer(admin, "ready") == 200, what="its ranks")
+        assert answer(admin, "startup") == 200
+    assert process.wait(60) == 0
 
 
 async def test_where_a_rank_dies_its_machine_ends_and_the_first_at_its_next_step(folder: Path) -> None:
