@@ -13,7 +13,7 @@ def image(meaning: str, name: str, tag: str = "") -> Schema:
     return group(
         meaning,
         repository=text("Image without tag.", name, minLength=1),
-        tag=text("Tag." if tag else "Tag; empty is the chart's appVersion.", tag),
+        tag=text("Tag, pinned by the digest after @." if tag else "Tag; empty is the chart's appVersion.", tag),
         digest=text("sha256:…; wins over the tag.", pattern="^(sha256:[0-9a-f]{64})?$"),
         pullPolicy=choice("When to pull.", "IfNotPresent", "Always", "Never"),
     )
@@ -204,7 +204,7 @@ def redis() -> Schema:
         image=image(
             "Image of our own; `global.imageRegistry` stands before a repository that names no registry.",
             "docker.io/library/redis",
-            "7.4-alpine",
+            "7.4.10-alpine@sha256:e7723ff73d963f5cc6d9c4643ea3d989527a402a319239054e9472a7fb9219a2",
         ),
         auth=group(
             "Users gateway, verifier and drafter, each with rights on its own keys.",

@@ -287,6 +287,18 @@ def test_images_come_from_a_named_registry(helm):
     )
 
 
+def test_what_does_not_come_from_that_registry_is_pinned(helm):
+    """What others publish under a tag can change, and a node keeps what it once pulled."""
+    images = {c["image"] for pod in pods(helm.rendered("", *REGISTRY)).values() for c in containers(pod)}
+    compose = yaml.safe_load((CHART.parents[1] / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    (foreign,) = {image for image in images if not image.startswith("registry.example.com/rootward/")}
+    assert foreign == compose["redis"]["image"]
+    assert re.fullmatch(r"docker\.io/library/redis:[\d.]+-alpine@sha256:[0-9a-f]{64}", foreign)
+    own_tag = helm.rendered("redis: {image: {tag: mine}}", *REGISTRY)
+    pod = named(own_tag, "StatefulSet", "rw-rootward-redis")["spec"]["template"]["spec"]
+    assert pod["containers"][0]["image"] == "docker.io/library/redis:mine"
+
+
 def test_ipv6_listens_on_every_address(helm):
     objects = helm.rendered(f"global: {{ipv6: true}}\n{KEDA}", *REGISTRY)
     listened = {
