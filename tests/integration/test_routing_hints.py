@@ -1,0 +1,58 @@
+"""Hints on who holds a prompt, in a real Redis, beside a real verifier: true until it evicts the prompt or restarts, then gone for all."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from support.redis import running_redis
+from support.services import collect, request, verifier_of
+
+from gateway.redis_store import open_store
+from gateway.router import Upstreams
+from gateway.session_store import Ledger
+from rootward.core.requests import SpeculationMode, VerifierRequest
+from rootward.engine.tabular import TabularModel
+
+
+def asked(name: str, token: int) -> VerifierRequest:
+    return request(name, (token,) * 96, max_tokens=2, mode=SpeculationMode.DISABLED)
+
+
+async def test_a_hint_goes_with_what_it_tells_of() -> None:
+    with running_redis() as url:
+        target = TabularModel(5, seed=1, max_slots=2, max_positions=128, tree_room=16, kv_cache_tokens=320)
+        store = open_store(url)
+        one, two, blind = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for _ in range(3))
+        async with verifier_of(target, {}) as verifier:
+            upstreams = Upstreams({"v": verifier})
+
+            async def computed(wanted: VerifierRequest) -> None:
+                await upstreams.poll()
+                one.computed(wanted, (), upstreams.get("v").holder)
+                await one.flush()
+                await collect(verifier, wanted)
+                await upstreams.poll()
+
+            async def in_redis(wanted: VerifierRequest) -> dict[str, int]:
+                return await blind.held(wanted, lambda process, age_s: True)
+
+            first = asked("a", 1)
+            await computed(first)
+            assert await two.held(first, upstreams.is_held) == {"v": 96}
+            assert await two.held(replace(first, cache_salt="of another"), upstreams.is_held) == {}
+            for token in (2, 3, 4):
+                await computed(asked(f"b{token}", token))
+            assert await in_redis(first) == {"v": 96}  # until somebody asks for it
+            assert await two.held(first, upstreams.is_held) == {}
+            await two.flush()
+            assert await in_redis(first) == {}
+
+            last = asked("b4", 4)
+            assert await two.held(last, upstreams.is_held) == {"v": 96}
+            verifier.incarnation += 1  # as after a restart
+            await upstreams.poll()
+            assert await two.held(last, upstreams.is_held) == {}
+            await two.flush()
+            assert await in_redis(last) == {}
+        await store.close()
