@@ -167,11 +167,26 @@ def test_no_host_name_has_two_kinds_of_route(helm):
     assert not of_kind(helm.rendered(ROUTE % ("llm.example", "")), "GRPCRoute")
 
 
-@pytest.mark.parametrize("http", ["llm.example", ""])
-def test_a_host_name_of_both_protocols_is_refused(helm, http):
-    done = helm.template(ROUTE % (http, "llm.example"))
+@pytest.mark.parametrize(
+    ("http", "grpc"),
+    [
+        ("llm.example", "llm.example"),
+        ("", "llm.example"),
+        ("*.example", "grpc.llm.example"),
+        ("llm.example", "*.example"),
+        ("*.llm.example", "*.example"),
+    ],
+)
+def test_a_host_name_of_both_protocols_is_refused(helm, http, grpc):
+    """Of routes whose names meet, wildcards included, a Gateway takes one."""
+    done = helm.template(ROUTE % (f"'{http}'" if http else "", f"'{grpc}'"))
     assert done.returncode != 0
-    assert "gateway.route.grpcHostnames: llm.example" in done.stderr
+    assert f"gateway.route.grpcHostnames: {grpc}" in done.stderr
+
+
+def test_a_wildcard_is_no_name_of_another_domain(helm):
+    objects = helm.rendered(ROUTE % ("'*.llm.example'", "grpc.example, 'my-llm.example'"))
+    assert len(of_kind(objects, "GRPCRoute")) == 1
 
 
 def test_a_load_balancer_does_not_publish_the_scaler(helm):
@@ -490,6 +505,27 @@ def test_each_release_scales_by_its_own_series(helm):
         assert metric["external"]["metric"]["selector"]["matchLabels"]["release"] == "rw"
     for trigger in of_kind(helm.objects("keda"), "ScaledObject")[0]["spec"]["triggers"]:
         assert 'release="rw"' in trigger["metadata"]["query"]
+
+
+@pytest.mark.parametrize("mode", ["hpa", "keda"])
+def test_verifiers_of_each_model_scale_by_its_own_series(helm, mode):
+    objects = helm.rendered(
+        f"verifier: {{autoscaling: {{mode: {mode}}}}}\nmodels: [{{name: a}}, {{name: b, servedModelName: x/b}}]"
+    )
+    scalers = of_kind(objects, {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[mode])
+    found = {o["spec"]["scaleTargetRef"]["name"]: o["spec"] for o in scalers}
+    assert set(found) == {"rw-rootward-verifier-a", "rw-rootward-verifier-b"}
+    for name, model in (("a", "a"), ("b", "x/b")):
+        spec = found[f"rw-rootward-verifier-{name}"]
+        if mode == "hpa":
+            metrics = [metric["external"]["metric"] for metric in spec["metrics"]]
+            assert [m["name"] for m in metrics] == ["rootward_verifier_sessions", "rootward_verifier_kv_usage"]
+            labels = {"namespace": "llm", "release": "rw", "model_name": model}
+            assert [m["selector"]["matchLabels"] for m in metrics] == [labels, labels]
+        else:
+            selector = f'{{namespace="llm", release="rw", model_name="{model}"}}'
+            queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
+            assert queries == [f"max(rootward:verifier_{what}{selector})" for what in ("sessions", "kv_usage")]
 
 
 def test_another_prefix_restarts_redis(helm):
