@@ -28,6 +28,7 @@ SLOW = (  # beginnings of "file::test"
     "e2e/test_fuzz.py",
     "e2e/test_lm_eval.py",
     "e2e/test_many_streams.py",
+    "e2e/test_openai_sdk_smollm2.py",
     "e2e/test_parameters_served.py",
     "e2e/test_plan_and_doctor.py",
     "house/test_package.py",
