@@ -452,6 +452,83 @@ def audit() -> str:
     return _svg(figure, "audit of drafters", f"How each drafter cheats is in the first column. {_origin(result)}")
 
 
+def inflated() -> str:
+    """A target whose step is long beside that of its draft."""
+    result = _newest("inflated", "default.json")
+    figure = Figure(layout="constrained", figsize=(8.2, 2.4))
+    speed = {(s["system"], s["mode"], s["temperature"], s["batch"]): s["tokens_per_s"] for s in result["series"]}
+    cases = sorted({key[2:] for key in speed})
+    for axes, (temperature, batch) in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
+        for i, system in enumerate(("rootward", "transformers")):
+            for offset, mode, alpha in ((-0.19, "plain", 0.45), (0.19, "speculative", 1.0)):
+                value = speed.get((system, mode, temperature, batch))
+                if value is not None:
+                    axes.barh(i + offset, value, 0.36, color=ACCEPTED if i == 0 else OTHER, alpha=alpha)
+                    axes.text(value, i + offset, f" {value:.0f}", va="center", fontsize=8)
+        axes.set_yticks(range(2), [NAMES["rootward"], NAMES["transformers"]])
+        axes.set_ylim(1.5, -0.5)
+        axes.set_title(f"T = {temperature:g}, {batch} at once", loc="left", fontsize=10)
+        axes.margins(x=0.12)
+    figure.supxlabel("tokens/s   (pale: plain decoding, full: with the draft model)", fontsize=9)
+    caption = f"The shipped target inflated to the cost of 300 M parameters, with the shipped draft model, {result['dtype']}. {_origin(result)}"
+    return _svg(figure, "a long step with a draft model", caption)
+
+
+def heads_over_the_wire() -> str:
+    """A draft head in the verifier and in drafters at distances."""
+    result = _newest("heads-over-the-wire", "bfloat16.json")
+    names = list(dict.fromkeys(run["system"] for run in result["runs"]))
+    figure = Figure(layout="constrained", figsize=(8.2, 2.4))
+    axes = figure.subplots()
+    for i, name in enumerate(names):
+        speeds = sorted(run["tokens_per_s"] for run in result["runs"] if run["system"] == name)
+        axes.plot([speeds[0], speeds[-1]], [i, i], color=DRAFT, linewidth=2)
+        axes.plot(np.median(speeds), i, "o", color=ACCEPTED)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+    axes.set_xlabel("tokens/s: median and range of the turns")
+    return _svg(figure, "a draft head over the wire", f"SmolLM2-135M-Instruct with its draft head. {_origin(result)}")
+
+
+def plan() -> str:
+    """Speed-ups that `rootward plan` forecast, and those measured."""
+    result = _newest("plan", "demo.json")
+    figure = Figure(layout="constrained", figsize=(8.2, 2.4))
+    axes = figure.subplots()
+    labels = [f"T = {row['temperature']:g}, {row['load']} at once" for row in result["rows"]]
+    for name, marker, colour in (("forecast", "s", DRAFT), ("measured", "o", ACCEPTED)):
+        values = [row[f"speedup_{name}"] for row in result["rows"]]
+        axes.plot(values, range(len(values)), marker, color=colour, label=name)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.set_xlabel("speed-up by speculation, automatic")
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    return _svg(figure, "forecast and measured", f"The shipped pair of models. {_origin(result)}")
+
+
+def routing() -> str:
+    """Time to first token with and without hints of KV."""
+    found = {
+        label: _newest("routing", f"{name}.json") for label, name in (("with hints", "with"), ("without", "without"))
+    }
+    figure = Figure(layout="constrained", figsize=(8.2, 1.9))
+    axes = figure.subplots()
+    for i, result in enumerate(found.values()):
+        axes.plot(result["first_token_ms_median"], i, "o", color=ACCEPTED, label="median" if i == 0 else None)
+        axes.plot(result["first_token_ms_p95"], i, "s", color=DRAFT, label="95th percentile" if i == 0 else None)
+    labels = [f"{label}: {result['cached_share']:.0%} of prompts cached" for label, result in found.items()]
+    axes.set_yticks(range(len(found)), labels)
+    axes.set_ylim(1.5, -0.5)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x")
+    axes.set_xlabel("time to first token, ms")
+    axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+    return _svg(figure, "routing by KV hints", f"The same requests replayed. {_origin(found['with hints'])}")
+
+
 def _origin(result: Mapping[str, Any]) -> str:
     return f"{result['hardware']}, {result['date']}, commit {result['commit'][:7]}."
 

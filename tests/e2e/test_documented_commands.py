@@ -26,7 +26,10 @@ from rootward.demo import paths
 from verifier_service.settings import VerifierSettings
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("quickstart", "choose-a-draft", "comparison", "how-it-works")))
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("quickstart", "choose-a-draft", "evaluate", "comparison", "how-it-works")),
+)
 BLOCK = re.compile(r"^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
 SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
@@ -138,7 +141,7 @@ def check_options(words: list[str]) -> None:
         assert [flag for flag in flags if flag not in done.stdout] == []
     elif words[0] == "helm":
         assert any((ROOT / word / "Chart.yaml").is_file() for word in words)
-    else:
+    elif "/bin/" not in words[0]:  # a program of an environment that the reader makes
         raise AssertionError(f"{words[0]}: no test knows how to check it")
 
 
