@@ -330,6 +330,20 @@ def _newest(kind: str, name: str) -> Mapping[str, Any]:
 def peers() -> str:
     """Tokens per second beside other engines."""
     result = _newest("peers", "bfloat16.json")
+    caption = f"{result['model']}, {result['dtype']}, {result['max_tokens']} tokens per answer. {_origin(result)}"
+    return _svg(_engines(result, drafts="n-gram speculation"), "tokens per second of engines", caption)
+
+
+def inflated() -> str:
+    """A target whose step is long beside that of its draft."""
+    result = _newest("inflated", "default.json")
+    model = "The shipped target inflated to the cost of 300 M parameters, and the shipped draft model"
+    caption = f"{model}, {result['dtype']}, {result['max_tokens']} tokens per answer. {_origin(result)}"
+    return _svg(_engines(result, drafts="with the draft model"), "a long step with a draft model", caption)
+
+
+def _engines(result: Mapping[str, Any], *, drafts: str) -> Figure:
+    """A panel for every temperature and batch."""
     speed = {(s["system"], s["mode"], s["temperature"], s["batch"]): s["tokens_per_s"] for s in result["series"]}
     cases = sorted({key[2:] for key in speed})
     figure = Figure(layout="constrained", figsize=(8.2, 2.1 * ((len(cases) + 1) // 2)))
@@ -347,9 +361,8 @@ def peers() -> str:
         axes.set_ylim(len(systems) - 0.5, -0.5)
         axes.set_title(f"T = {temperature:g}, {batch} at once", loc="left", fontsize=10)
         axes.margins(x=0.12)
-    figure.supxlabel("tokens/s   (pale: plain decoding, full: n-gram speculation)", fontsize=9)
-    caption = f"{result['model']}, {result['dtype']}, {result['max_tokens']} tokens per answer. {_origin(result)}"
-    return _svg(figure, "tokens per second of engines", caption)
+    figure.supxlabel(f"tokens/s   (pale: plain decoding, full: {drafts})", fontsize=9)
+    return figure
 
 
 def strategies() -> str:
@@ -450,28 +463,6 @@ def audit() -> str:
     axes.set_xlabel("draws until the alarm: median and range of five")
     axes.grid(axis="x")
     return _svg(figure, "audit of drafters", f"How each drafter cheats is in the first column. {_origin(result)}")
-
-
-def inflated() -> str:
-    """A target whose step is long beside that of its draft."""
-    result = _newest("inflated", "default.json")
-    figure = Figure(layout="constrained", figsize=(8.2, 2.4))
-    speed = {(s["system"], s["mode"], s["temperature"], s["batch"]): s["tokens_per_s"] for s in result["series"]}
-    cases = sorted({key[2:] for key in speed})
-    for axes, (temperature, batch) in zip(figure.subplots(1, len(cases), squeeze=False).flat, cases, strict=True):
-        for i, system in enumerate(("rootward", "transformers")):
-            for offset, mode, alpha in ((-0.19, "plain", 0.45), (0.19, "speculative", 1.0)):
-                value = speed.get((system, mode, temperature, batch))
-                if value is not None:
-                    axes.barh(i + offset, value, 0.36, color=ACCEPTED if i == 0 else OTHER, alpha=alpha)
-                    axes.text(value, i + offset, f" {value:.0f}", va="center", fontsize=8)
-        axes.set_yticks(range(2), [NAMES["rootward"], NAMES["transformers"]])
-        axes.set_ylim(1.5, -0.5)
-        axes.set_title(f"T = {temperature:g}, {batch} at once", loc="left", fontsize=10)
-        axes.margins(x=0.12)
-    figure.supxlabel("tokens/s   (pale: plain decoding, full: with the draft model)", fontsize=9)
-    caption = f"The shipped target inflated to the cost of 300 M parameters, with the shipped draft model, {result['dtype']}. {_origin(result)}"
-    return _svg(figure, "a long step with a draft model", caption)
 
 
 def heads_over_the_wire() -> str:
