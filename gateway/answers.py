@@ -11,10 +11,11 @@ from itertools import accumulate
 from typing import ClassVar
 
 from gateway.choices import Tally
+from gateway.detokenizer import REPLACEMENT, Span, text_of
 from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
-from gateway.tokenizer import REPLACEMENT, Span, Tokenizer
+from gateway.tokenizer import Tokenizer
 from gateway.tools import CallParser, CallPart
 from rootward.client.types import Round, Usage
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
@@ -307,10 +308,6 @@ def call_delta(part: CallPart) -> Json:
     beginning: Json = {"id": call_id(), "type": "function"} if part.name else {}
     function = {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
     return {"index": part.index, **beginning, "function": function}
-
-
-def text_of(spans: Sequence[Span]) -> str:
-    return "".join(span.text for span in spans)
 
 
 def finish(ending: Ending | None) -> Json:

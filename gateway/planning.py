@@ -132,12 +132,7 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
     if isinstance(prompt, Chat):
-        return tokenizer.encode_chat(
-            prompt.messages,
-            add_generation_prompt=prompt.add_generation_prompt,
-            continue_final_message=prompt.continue_final_message,
-            template_kwargs=prompt.template_kwargs,
-        )
+        return tokenizer.encode_chat(prompt)
     return prompt
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from gateway.tokenizer import held_back
+from gateway.detokenizer import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
 

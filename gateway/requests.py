@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
-from gateway.tokenizer import Span
+from gateway.detokenizer import Span
 from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     DraftMode,

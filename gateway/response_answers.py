@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from gateway.answers import ChatAnswer, Json, call_id, token_logprobs
+from gateway.detokenizer import Span
 from gateway.requests import Delta, Ending
 from gateway.response_schemas import ResponseRequest, items_of, messages_of
 from gateway.schemas import Message
 from gateway.stored_responses import ID_PREFIX, StoredResponse
-from gateway.tokenizer import Span
 from rootward.core.requests import FinishReason
 
 Kind: TypeAlias = Literal["message", "reasoning", "function_call"]

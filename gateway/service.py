@@ -15,6 +15,7 @@ from gateway import planning
 from gateway.admission import Account, Admission, Rate
 from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
+from gateway.detokenizer import Output
 from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.metrics import GAUGES, Metrics
@@ -36,7 +37,7 @@ from gateway.session_store import (
     stale,
     with_seed,
 )
-from gateway.tokenizer import INLINE_CHARACTERS, Output, Tokenizer, TokenizerPool, texts_in
+from gateway.tokenizer import INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
 from rootward.clock import SystemClock

@@ -15,12 +15,12 @@ from typing import Any
 import rootward
 from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
+from gateway.detokenizer import Span
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume
 from gateway.router import Upstream
 from gateway.service import SLOW_CLIENT_S, GatewayService
-from gateway.tokenizer import Span
 from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
 from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter

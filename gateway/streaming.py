@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 import rootward
 from gateway.answers import Answer, TokenNames, fingerprint
 from gateway.choices import coalesced, concurrent_deltas, outputs, tokenised
+from gateway.detokenizer import Output, Span
 from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.service import INLINE_TOKENS, SLOW_CLIENT_S, GatewayService
-from gateway.tokenizer import Output, Span
 from rootward.errors import InvalidRequest
 
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream

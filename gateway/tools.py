@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import regex
 
-from gateway.tokenizer import Tokenizer, held_back
+from gateway.detokenizer import held_back
+from gateway.requests import Chat
+from gateway.tokenizer import Tokenizer
 from rootward.errors import InvalidRequest, UnsupportedParameter
 
 if TYPE_CHECKING:
@@ -70,7 +72,7 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
     called = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
     kwargs = {"tools": [{"type": "function", "function": _PROBE}]}
     try:
-        asked = tokenizer.render_chat([user], template_kwargs=kwargs)
+        asked = tokenizer.render_chat(Chat((user,), template_kwargs=kwargs))
     except UnsupportedParameter:
         return Tools.NONE
     except InvalidRequest:
@@ -79,7 +81,7 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
         return Tools.NONE
     try:
         texts = [
-            tokenizer.render_chat([user, answer], add_generation_prompt=False, template_kwargs=kwargs)
+            tokenizer.render_chat(Chat((user, answer), add_generation_prompt=False, template_kwargs=kwargs))
             for answer in (answered, called)
         ]
     except InvalidRequest:

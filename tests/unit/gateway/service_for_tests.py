@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+from gateway.detokenizer import Span
 from gateway.models import Models
 from gateway.requests import Ending
 from gateway.router import Upstreams
 from gateway.service import GatewayService, Limits
 from gateway.servicer import register
 from gateway.session_store import MemoryStore
-from gateway.tokenizer import Span
 from rootward.wire.server import RpcServer
 
 TEXT = SpellingVerifier().text

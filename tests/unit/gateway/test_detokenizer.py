@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.gateway.tokenizers_for_tests import byte_level, sentence_piece
 
-from gateway.tokenizer import _MOVE_ANYWAY_AT, Detokenizer
+from gateway.detokenizer import _MOVE_ANYWAY_AT, Detokenizer
 
 TEXTS = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("ab 😀👨‍👩‍👧é́ह日")), max_size=60)
 

@@ -17,11 +17,11 @@ from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
 from gateway.answers import completion_logprobs, token_names
 from gateway.app import build_app
+from gateway.detokenizer import Span
 from gateway.http_errors import invalid_body
 from gateway.models import Models
 from gateway.requests import GenerateRequest
 from gateway.schemas import CompletionRequest
-from gateway.tokenizer import Span
 from rootward.client import AsyncClient, SamplingParams
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
 from rootward.errors import BadRequestError, InvalidRequest

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.gateway.tokenizers_for_tests import byte_level
 
-from gateway.tokenizer import Output, Span, find_stop, held_back
+from gateway.detokenizer import Output, Span, find_stop, held_back
 
 TEXT = st.text("ab😀c", max_size=40)
 STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), max_size=3)
@@ -115,7 +115,7 @@ def test_the_text_looked_at_stays_short_in_a_long_run(monkeypatch):
         looked_at.append(len(text))
         return find_stop(text, stops, after)
 
-    monkeypatch.setattr("gateway.tokenizer.find_stop", find)
+    monkeypatch.setattr("gateway.detokenizer.find_stop", find)
     out, ids = output(["never"]), byte_level().encode("abc " * 2000)
     spans = out.push(ids, [False] * len(ids)) + out.finish()
     assert "".join(s.text for s in spans) == "abc " * 2000

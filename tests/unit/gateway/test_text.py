@@ -4,6 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from unit.gateway.tokenizers_for_tests import END, byte_level
 
+from gateway.requests import Chat
 from gateway.settings import GatewaySettings, LocalSettings
 from gateway.tokenizer import HuggingFaceTokenizer, TokenNumbers, load_tokenizer
 from rootward.errors import ConfigurationError, InvalidRequest, UnsupportedParameter
@@ -57,10 +58,10 @@ def with_template(**options):
 
 def test_conversations_are_rendered_by_the_template():
     tokenizer, messages = with_template(), [{"role": "user", "content": "hi"}]
-    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "<user>hi<assistant>"
-    ids = tokenizer.encode_chat(messages, add_generation_prompt=False)
+    assert tokenizer.decode(tokenizer.encode_chat(Chat(messages))) == "<user>hi<assistant>"
+    ids = tokenizer.encode_chat(Chat(messages, add_generation_prompt=False))
     assert tokenizer.decode(ids) == "<user>hi"
-    ids = tokenizer.encode_chat(messages, template_kwargs={"mood": "gladly"})
+    ids = tokenizer.encode_chat(Chat(messages, template_kwargs={"mood": "gladly"}))
     assert tokenizer.decode(ids) == "<user>hi<assistant>gladly"
 
 
@@ -69,26 +70,26 @@ def test_special_tokens_in_messages_are_text(said):
     """A user cannot end the turn; what they wrote is still there, to the letter. (Where an operator wants it, it ends.)"""
     tokenizer, messages = with_template(), [{"role": "user", "content": said}]
     (end,) = tokenizer.encode(END)
-    ids = tokenizer.encode_chat(messages)
+    ids = tokenizer.encode_chat(Chat(messages))
     assert end in tokenizer.special_ids
     assert end not in ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == f"<user>{said}<assistant>"
-    assert end in with_template(special_tokens_in_messages=True).encode_chat(messages)
+    assert end in with_template(special_tokens_in_messages=True).encode_chat(Chat(messages))
 
 
 def test_messages_without_special_tokens_are_tokenised_in_one_piece():
     tokenizer, messages = with_template(), [{"role": "user", "content": "hi é \ue000"}]
-    assert tokenizer.encode_chat(messages) == tokenizer.encode("<user>hi é \ue000<assistant>")
+    assert tokenizer.encode_chat(Chat(messages)) == tokenizer.encode("<user>hi é \ue000<assistant>")
 
 
 def test_conversations_that_cannot_be_rendered():
     messages = [{"role": "user", "content": "hi"}]
     with pytest.raises(UnsupportedParameter, match="chat template"):
-        byte_level().encode_chat(messages)
+        byte_level().encode_chat(Chat(messages))
     with pytest.raises(InvalidRequest, match="chat_template"):
-        with_template().encode_chat(messages, template_kwargs={"chat_template": "{{ 1 }}"})
+        with_template().encode_chat(Chat(messages, template_kwargs={"chat_template": "{{ 1 }}"}))
     with pytest.raises(InvalidRequest, match="messages: "):
-        with_template().encode_chat(messages, continue_final_message=True, add_generation_prompt=True)
+        with_template().encode_chat(Chat(messages, continue_final_message=True, add_generation_prompt=True))
 
 
 def test_no_beginning_token_and_no_text():
@@ -108,7 +109,7 @@ def test_models_without_tokenizer_write_numbers():
         with pytest.raises(InvalidRequest, match="prompt: "):
             tokenizer.encode(bad)
     with pytest.raises(UnsupportedParameter):
-        tokenizer.encode_chat([{"role": "user", "content": "1"}])
+        tokenizer.encode_chat(Chat(({"role": "user", "content": "1"},)))
 
 
 def test_settings():

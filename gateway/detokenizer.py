@@ -1,0 +1,213 @@
+"""Output text: token ids decoded one by one, cut at stop strings, and released when it is final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from rootward.core.requests import TokenLogprob
+
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+_LONGEST_CHARACTER = 8  # tokens after which incomplete bytes count as broken; UTF-8 needs at most 4
+_MOVE_AT = 24  # length of the window, in tokens, at which it moves
+_MOVE_ANYWAY_AT = 64  # the same without a clean end in the window
+_OVERLAP = 4  # fewest tokens that stay in the window
+_CONTEXT = 8  # tokens of the prompt that the first output token is decoded with
+_PART = 32  # tokens after which `Output.push` releases text
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One token and the text that it added ("" inside a character and for hidden tokens)."""
+
+    token: int
+    text: str
+    accepted: bool  # an accepted draft token, not a bonus token
+    logprob: TokenLogprob | None = None  # where the request asks for log-probabilities
+
+
+class Detokenizer:
+    """Decodes a stream of tokens. The results of `push` and of `flush`, joined, are the decoded text.
+
+    decode: must not clean up spaces, which would change text that was returned before. context: the prompt, whose end decides how the
+    first output token is written. hidden: tokens without text (special tokens).
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        context: Sequence[int] = (),
+        hidden: frozenset[int] = frozenset(),
+    ):
+        self._decode = decode
+        self._hidden = hidden
+        self._window = [t for t in context[-_CONTEXT:] if t not in hidden]
+        self._clean_ends: list[int] = []  # lengths of the window at which its text ended with a whole character
+        self._num_dirty = 0  # tokens since the last clean end
+        text = decode(self._window) if self._window else ""
+        self._num_returned = len(text.rstrip(REPLACEMENT))  # characters of the window's text
+
+    @property
+    def pending(self) -> bool:
+        """Bytes are held that may become a character."""
+        return self._num_dirty > 0
+
+    def push(self, token: int) -> str:
+        """The text that is final now; "" in the middle of a character and for hidden tokens."""
+        if token in self._hidden:
+            return ""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if text.endswith(REPLACEMENT):
+            self._num_dirty += 1
+        else:
+            self._num_dirty = 0
+            self._clean_ends.append(len(self._window))
+        piece = self._return(self._final(text))
+        self._move()
+        return piece
+
+    def flush(self) -> str:
+        """The text that is still held, broken bytes as U+FFFD. No token may be pushed afterwards."""
+        self._num_dirty = 0
+        return self._return(self._decode(self._window)) if self._window else ""
+
+    def _final(self, text: str) -> str:
+        if not self._num_dirty:
+            return text
+        if self._num_dirty <= _LONGEST_CHARACTER:
+            return text.rstrip(REPLACEMENT)
+        return text[:-1]  # too long for one character: all but the last mark are broken for good
+
+    def _return(self, final: str) -> str:
+        piece = final[self._num_returned :]
+        self._num_returned = max(self._num_returned, len(final))
+        return piece
+
+    def _move(self) -> None:
+        """Drop the front of a long window. The rest must decode to some text, or a first blank would be lost."""
+        size = len(self._window)
+        if size < _MOVE_AT:
+            return
+        cut = max((end for end in self._clean_ends if end <= size - _OVERLAP), default=0)
+        if not cut and size >= _MOVE_ANYWAY_AT:
+            cut = size - 2 * _LONGEST_CHARACTER
+        final = self._final(self._decode(self._window[cut:])) if cut else ""
+        if final:
+            self._window = self._window[cut:]
+            self._clean_ends = [end - cut for end in self._clean_ends if end > cut]
+            self._num_returned = len(final)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A stop string in a text, with the positions of its first character and of the one after its last."""
+
+    stop: str
+    begin: int
+    end: int
+
+
+def find_stop(text: str, stops: Sequence[str], after: int = 0) -> Match | None:
+    """The stop string that ends first, and of those the longest, so that the result does not depend on the chunks of the text.
+
+    A stop string that ends within the first `after` characters does not count.
+    """
+    found = [Match(s, at, at + len(s)) for s in stops if (at := text.find(s, max(0, after - len(s) + 1))) >= 0]
+    return min(found, key=lambda m: (m.end, m.begin), default=None)
+
+
+def held_back(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest suffix of `text` that is a proper prefix of a stop string."""
+    longest = min(len(text), max(map(len, stops), default=1) - 1)
+    return next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in stops if len(s) > n)), 0)
+
+
+class Output:
+    """The output of one generation: takes tokens, returns final spans. Text, ids and flags are cut at the same place.
+
+    Tokens are released whole, and a character with all its tokens. `stop` is the stop string that ended the text.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ):
+        self._detokenizer = detokenizer
+        self._min_tokens_left = min_tokens  # number of next tokens that cannot complete a stop string
+        self._num_stop_free = 0  # held characters that cannot complete a stop string
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held: list[Span] = []
+        self.stop: str | None = None
+
+    def push(
+        self, tokens: Sequence[int], accepted: Sequence[bool], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Span]:
+        """The spans that are final after these committed tokens."""
+        known: Sequence[TokenLogprob | None] = logprobs or [None] * len(tokens)
+        out: list[Span] = []
+        for token, flag, logprob in zip(tokens, accepted, known, strict=True):
+            self._held.append(Span(token, self._detokenizer.push(token), flag, logprob))
+            if self._min_tokens_left:
+                self._min_tokens_left -= 1
+                self._num_stop_free = len(self._text())
+            if self._cut_at_stop():
+                return out + self._release(len(self._held))
+            if len(self._held) % _PART == 0:  # each token looks at all held text
+                out += self._release(self._num_releasable())
+        return out + self._release(self._num_releasable())
+
+    def finish(self, hidden: Span | None = None) -> list[Span]:
+        """All held spans; `hidden` is a last token whose text is not shown (end of sequence, stop token)."""
+        if self.stop is not None:
+            return []
+        rest = self._detokenizer.flush()
+        if rest and self._held:
+            self._held[-1] = replace(self._held[-1], text=self._held[-1].text + rest)
+        if not self._cut_at_stop() and hidden is not None:
+            self._held.append(hidden)
+        return self._release(len(self._held))
+
+    def _text(self) -> str:
+        return text_of(self._held)
+
+    def _cut_at_stop(self) -> bool:
+        match = find_stop(self._text(), self._stops, self._num_stop_free)
+        if match is None:
+            return False
+        self.stop = match.stop
+        self._held = _cut(self._held, match.end if self._include_stop else match.begin)
+        return True
+
+    def _num_releasable(self) -> int:
+        """Number of spans up to the last one with text that ends before a possible beginning of a stop string."""
+        text = self._text()
+        safe = len(text) - held_back(text, self._stops)
+        count = end = 0
+        for i, span in enumerate(self._held):
+            end += len(span.text)
+            whole = not (self._detokenizer.pending and i == len(self._held) - 1)
+            if span.text and end <= safe and whole:
+                count = i + 1
+        return count
+
+    def _release(self, count: int) -> list[Span]:
+        out, self._held = self._held[:count], self._held[count:]
+        self._num_stop_free = max(0, self._num_stop_free - len(text_of(out)))
+        return out
+
+
+def text_of(spans: Sequence[Span]) -> str:
+    return "".join(span.text for span in spans)
+
+
+def _cut(spans: Sequence[Span], length: int) -> list[Span]:
+    """The spans that begin before `length` characters, the last one shortened to it."""
+    kept: list[Span] = []
+    begin = 0
+    for span in spans:
+        if begin >= length:
+            break
+        kept.append(replace(span, text=span.text[: length - begin]))
+        begin += len(span.text)
+    return kept
