@@ -11,11 +11,12 @@ from drafter_service.growth_loop import DrafterService, Key, without_model
 from drafter_service.lookup_grower import LookupGrower
 from drafter_service.servicer import DrafterServicer
 from drafter_service.settings import DrafterSettings
+from rootward.addresses import advertised
 from rootward.core.frames import DraftHead
 from rootward.core.growth import BestFirst
 from rootward.core.lookup import Recipe, parse_recipe
 from rootward.core.requests import DraftStrategy
-from rootward.discovery.registry import Worker, advertised, open_registry, registered
+from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel, ModelInfo
 from rootward.settings import ask_for_huge_pages
@@ -68,19 +69,13 @@ def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
 
 
 def described(drafter: DrafterService, settings: DrafterSettings, address: str) -> Worker:
-    """What the registry says of it."""
-    info, incarnation = drafter.info, drafter.grower.incarnation
+    """The entry of the drafter in the registry."""
     return Worker(
         "drafter",
         drafter.worker,
         settings.pool,
         address,
-        incarnation,
-        info.name,
-        info.fingerprint,
-        info.tokenizer_hash,
-        drafter.capacity,
-        len(drafter.grower.trees),
+        drafter.grower.incarnation,
         zone=settings.zone,
         draining=drafter.draining,
         counters={settings.pool: drafter.grower.demand.counters()},

@@ -15,7 +15,7 @@ from rootward.v1 import drafter_pb2, drafter_pb2_grpc
 from rootward.wire.channel import parts
 from rootward.wire.drafter_codec import FROM_DRAFTER, INFO, to_drafter_from_pb
 from rootward.wire.server import RpcServer
-from rootward.wire.status import errors_as_status, invalid_request
+from rootward.wire.status import errors_as_status
 
 NAME = drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -33,9 +33,11 @@ class _Inbound:
             async for message in self._messages:
                 yield to_drafter_from_pb(message)
         except ValueError as error:
-            self.error = invalid_request(str(error))
+            self.error = InvalidRequest.from_message(str(error))
         except Exception as error:  # bytes that gRPC itself could make no message of
-            self.error = invalid_request(f"frame: cannot be read ({type(error).__name__}); send ToDrafter messages")
+            self.error = InvalidRequest.from_message(
+                f"frame: cannot be read ({type(error).__name__}); send ToDrafter messages"
+            )
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):

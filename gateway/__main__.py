@@ -23,6 +23,7 @@ from gateway.settings import GatewaySettings
 from gateway.stored_responses import ResponseStore
 from gateway.tokenizer import load_tokenizer
 from gateway.watching import Watching
+from rootward.addresses import is_loopback
 from rootward.discovery.sources import open_sources
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
@@ -31,7 +32,7 @@ from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
 from rootward.wire.process import admin_port, announce, run_service, until_stopped
-from rootward.wire.server import RpcServer, is_loopback
+from rootward.wire.server import RpcServer
 
 READY_POLL_S = 0.2
 FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up

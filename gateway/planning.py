@@ -12,7 +12,6 @@ from gateway.tokenizer import Tokenizer
 from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
-from rootward.wire.status import invalid_request
 
 MAX_STOPS = 16
 MAX_STOP_IDS = 1024
@@ -43,7 +42,7 @@ def refusing() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise invalid_request(str(error)) from error
+        raise InvalidRequest.from_message(str(error)) from error
 
 
 def check_name(field: str, value: str) -> None:

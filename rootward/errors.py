@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class RootwardError(Exception):
@@ -33,9 +33,22 @@ class InvalidRequest(ServiceError):
 
     def __init__(self, field: str, value: object, fix: str):
         super().__init__(f"{field}: {value!r} {fix}", metadata={"field": field})
-        self.field = field
-        self.value = value
         self.fix = fix
+
+    @classmethod
+    def from_message(
+        cls, message: str, *, retry_after_s: float | None = None, metadata: dict[str, str] | None = None
+    ) -> Self:
+        """The error with this text, of the form "field: value fix"."""
+        error = cls.__new__(cls)
+        metadata = metadata if metadata is not None else {"field": message.partition(": ")[0]}
+        ServiceError.__init__(error, message, retry_after_s=retry_after_s, metadata=metadata)
+        error.fix = message
+        return error
+
+    @property
+    def field(self) -> str:
+        return self.metadata.get("field", "")
 
 
 class UnsupportedParameter(InvalidRequest):
@@ -57,14 +70,14 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class Unauthenticated(ServiceError):
-    """Who calls is not known. The message never repeats the credentials."""
+    """The caller is not known. The message never repeats the credentials."""
 
     status = "UNAUTHENTICATED"
     reason = "INVALID_API_KEY"
 
 
 class PermissionDenied(ServiceError):
-    """Who calls is known and may not do this."""
+    """The caller is known and may not do this."""
 
     status = "PERMISSION_DENIED"
     reason = "PERMISSION_DENIED"
@@ -103,7 +116,7 @@ class Overloaded(ServiceError):
 
 
 class RateLimited(Overloaded):
-    """A tenant has used up what it may for now."""
+    """A tenant has reached its quota."""
 
     reason = "RATE_LIMITED"
 
@@ -130,7 +143,7 @@ class KvFull(RootwardError):
 
 
 class ModelLost(RootwardError):
-    """The model will never run again in this process: another process that held a part of it is gone or out of step."""
+    """The model cannot run again in this process: another process that held a part of it is gone or out of step."""
 
 
 class ConfigurationError(RootwardError):
@@ -145,7 +158,7 @@ class ConfigurationError(RootwardError):
 
 
 class APIError(RootwardError):
-    """Base of what the SDK raises."""
+    """Base of the errors that the SDK raises."""
 
 
 class APIConnectionError(APIError):
@@ -188,11 +201,7 @@ class APIStatusError(APIError):
 
 
 class BadRequestError(APIStatusError):
-    codes = (
-        "INVALID_ARGUMENT",
-        "FAILED_PRECONDITION",
-        "OUT_OF_RANGE",
-    )
+    codes = ("INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 
 
 class AuthenticationError(APIStatusError):
@@ -208,10 +217,7 @@ class NotFoundError(APIStatusError):
 
 
 class ConflictError(APIStatusError):
-    codes = (
-        "ALREADY_EXISTS",
-        "ABORTED",
-    )
+    codes = ("ALREADY_EXISTS", "ABORTED")
 
 
 class RateLimitError(APIStatusError):
@@ -227,9 +233,4 @@ class DeadlineExceededError(APIStatusError):
 
 
 class InternalServerError(APIStatusError):
-    codes = (
-        "INTERNAL",
-        "UNKNOWN",
-        "DATA_LOSS",
-        "UNIMPLEMENTED",
-    )
+    codes = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")

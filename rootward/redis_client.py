@@ -65,6 +65,13 @@ async def answering(name: str, timeout_s: float, failure: type[Unavailable]) -> 
         raise failure(f"{name} does not answer ({type(error).__name__})") from error
 
 
+async def server_time(client: Redis | RedisCluster) -> float:
+    """Seconds since 1970 on the clock of the server; of a cluster, on that of any node."""
+    answer: Any = await client.time()
+    seconds, micros = next(iter(answer.values())) if isinstance(answer, dict) else answer
+    return float(seconds) + float(micros) / 1e6
+
+
 def redacted(url: str) -> str:
     """The URL without users, passwords and options; without anything but the scheme where a password might be in another part."""
     try:

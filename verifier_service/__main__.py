@@ -10,7 +10,8 @@ from functools import partial
 
 import structlog
 
-from rootward.discovery.registry import Worker, advertised, open_registry, registered
+from rootward.addresses import advertised
+from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.threads import on_passing_thread
@@ -34,19 +35,12 @@ log = structlog.get_logger("verifier")
 
 def registry_entry(verifier: VerifierService, settings: VerifierSettings, address: str) -> Worker:
     """The entry of the verifier in the registry."""
-    info = verifier.model.info
     return Worker(
         role="verifier",
         id=verifier.worker,
         name=settings.name,
         address=address,
         incarnation=verifier.incarnation,
-        model=info.name,
-        fingerprint=info.fingerprint,
-        tokenizer_hash=info.tokenizer_hash,
-        rows_cap=verifier.max_sessions,
-        rows_used=verifier.max_sessions - verifier.model.num_free_slots,
-        kv_blocks_free=verifier.model.num_free_blocks,
         zone=settings.zone,
         draining=verifier.draining,
         counters={pool: demand.counters() for pool, demand in verifier.pool.demand.items()},

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from rootward.addresses import is_loopback
 from rootward.backoff import backoff_s, jittered
 from rootward.core.frames import (
     Close,
@@ -48,7 +49,6 @@ from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
-from rootward.wire.server import is_loopback
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.speculation import DraftPace
 from verifier_service.stall_clock import StallClock

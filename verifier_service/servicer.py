@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 
 from rootward.core.requests import VerifierRequest
-from rootward.errors import Unavailable
+from rootward.errors import InvalidRequest, Unavailable
 from rootward.ports import Verifier
 from rootward.v1 import verifier_pb2, verifier_pb2_grpc
 from rootward.wire.feed import Feeds
 from rootward.wire.server import RpcServer
-from rootward.wire.status import errors_as_status, invalid_request
+from rootward.wire.status import errors_as_status
 from rootward.wire.verifier_codec import INFO, request_from_pb
 
 NAME = verifier_pb2.DESCRIPTOR.services_by_name["Verifier"].full_name
@@ -64,7 +64,7 @@ def _decode(request: verifier_pb2.VerifierRequest) -> VerifierRequest:
     try:
         return request_from_pb(request)
     except ValueError as error:
-        raise invalid_request(str(error)) from error
+        raise InvalidRequest.from_message(str(error)) from error
 
 
 def _within(request: VerifierRequest, remaining_s: float | None) -> VerifierRequest:

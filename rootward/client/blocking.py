@@ -1,4 +1,4 @@
-"""`Client`: `AsyncClient` for code without an event loop. One loop on a daemon thread runs all its calls."""
+"""`Client`: `AsyncClient` for code without an event loop. An event loop on a daemon thread runs its calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rootward.errors import APIError
 
 T = TypeVar("T")
 
-CLOSE_S = 30.0  # for the connections to close
+CLOSE_TIMEOUT_S = 30.0
 
 
 class ClosedError(APIError):
@@ -33,23 +33,25 @@ class ClosedError(APIError):
 
 
 class LoopThread:
-    """An event loop on a daemon thread, started on first use."""
+    """An event loop on a daemon thread."""
 
     _numbers = itertools.count(1)
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._loop = asyncio.new_event_loop()
+        name = f"rootward-client-{next(self._numbers)}"
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
         self._closed = False
+        self._lock = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`; Ctrl-C cancels it."""
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._started())
-        except ClosedError:
-            work.close()
-            raise
+        """The result of `work`; Ctrl-C cancels it. ClosedError after `close`."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise ClosedError("the client is closed")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
@@ -57,30 +59,15 @@ class LoopThread:
             raise
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last`, then end the thread."""
-        with self._lock:
-            loop = self._loop
-            thread = self._thread
-            self._loop = None
-            self._thread = None
-            self._closed = True
-        if loop is None or thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(last(), loop).result(CLOSE_S)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(CLOSE_S)
-        loop.close()
-
-    def _started(self) -> asyncio.AbstractEventLoop:
+        """Run `last`, then end the thread. Idempotent."""
         with self._lock:
             if self._closed:
-                raise ClosedError("the client is closed")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                name = f"rootward-client-{next(self._numbers)}"
-                self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-                self._thread.start()
-            return self._loop
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(last(), self._loop).result(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        self._loop.close()
 
 
 class Stream:
@@ -121,7 +108,7 @@ class Stream:
 
 
 class Client:
-    """`AsyncClient` for code without an event loop: the same arguments, the same calls, one private loop on a thread."""
+    """`AsyncClient` for code without an event loop: the same arguments and calls."""
 
     def __init__(self, target: str = DEFAULT_TARGET, **options: Any):
         self._client = AsyncClient(target, **options)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -35,9 +35,8 @@ from rootward.v1 import control_pb2, generate_pb2
 from rootward.wire.columns import unpack_logprobs, unpack_u32
 from rootward.wire.records import Conversion, Record, u32
 
-T = TypeVar("T")
-
 VERIFICATIONS = tuple(name.lower() for name, number in generate_pb2.Speculation.Verification.items() if number)
+FORMS = ("json_object", "json_schema", "regex", "grammar")
 MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
 
 USAGE = Record(Usage, generate_pb2.Usage)
@@ -74,29 +73,32 @@ def request_to_pb(
     cache_salt: str = "",
     return_trees: bool = False,
 ) -> generate_pb2.GenerateRequest:
-    """TypeError or ValueError for what cannot be said; ranges are checked by the server."""
+    """The request of `stream`. ValueError for a value that the message cannot hold; the server checks ranges."""
+    if (prompt is None) == (messages is None):
+        raise TypeError("give either prompt or messages")
     message = generate_pb2.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex, model=model, session_id=session_id
     )
-    if (prompt is None) == (messages is None):
-        raise TypeError("give either prompt or messages")
     if isinstance(prompt, str):
         message.text = prompt
     elif prompt is not None:
-        _checked("prompt", prompt, message.token_ids.ids.extend)
+        _set(message.token_ids, "ids", prompt, label="prompt")
     else:
         message.chat.CopyFrom(_chat_to_pb(messages or ()))
     _set(message, "priority", priority)
-    _set(message.cache, "cache_salt", cache_salt or None)
-    _sampling_to_pb(sampling or SamplingParams(), message)
-    message.speculation.CopyFrom(_speculation_to_pb(speculation))
+    _set(message.cache, "cache_salt", cache_salt)
+    if sampling is not None:
+        _set_sampling(message, sampling)
+    if not isinstance(speculation, Speculation):
+        mode = speculation if isinstance(speculation, str) else "disabled" if speculation is False else "auto"
+        speculation = Speculation(mode)
+    _set_fields(message.speculation, speculation, prefix="speculation.")
     message.response.speculation_detail = True  # text of every token, for spans
     message.response.trees = return_trees
     return message
 
 
 def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
-    """What the caller of `stream` sees."""
     accepted = tuple(bool(flag) for flag in chunk.accepted)
     ends = unpack_u32(chunk.text_ends, "text_ends")
     texts = [chunk.text[a:b] for a, b in pairwise((0, *ends))]
@@ -116,7 +118,7 @@ def delta_from_pb(chunk: generate_pb2.GenerateChunk) -> TokenDelta:
 
 @dataclass(slots=True)
 class Received:
-    """What has come of one choice."""
+    """The part of one choice that has arrived."""
 
     index: int = 0
     deltas: list[TokenDelta] = field(default_factory=list)
@@ -125,7 +127,7 @@ class Received:
     last: generate_pb2.GenerateChunk | None = None
 
     def take(self, chunk: generate_pb2.GenerateChunk) -> TokenDelta:
-        """APIError if a token would be missing or repeated."""
+        """Add a chunk. APIError if a token would be missing or repeated."""
         if chunk.offset != self.num_tokens:
             raise APIError(f"the server skipped from output position {self.num_tokens} to {chunk.offset}")
         delta = delta_from_pb(chunk)
@@ -136,11 +138,11 @@ class Received:
         return delta
 
     def joined(self, name: str) -> tuple[Any, ...]:
-        """This field of all deltas together."""
+        """This field of all deltas, concatenated."""
         return tuple(chain.from_iterable(getattr(delta, name) for delta in self.deltas))
 
     def result(self, usage: generate_pb2.Usage, request_id: str) -> GenerationResult:
-        """A generation put together. Without a finish it was cancelled, or is partial."""
+        """The generation. Without a finish it was cancelled, or is partial."""
         so_far = GenerationResult(
             "".join(delta.text for delta in self.deltas),
             self.joined("token_ids"),
@@ -202,7 +204,7 @@ def _chat_to_pb(messages: Messages) -> generate_pb2.ChatPrompt:
         fields["content"] = _text_of(message.get("content"), f"{at}.content")
         target = chat.messages.add()
         for key, value in fields.items():
-            _set_named(target, key, value, f"{at}.{key}")
+            _set(target, key, value, label=f"{at}.{key}")
     return chat
 
 
@@ -218,73 +220,45 @@ def _text_of(content: object, at: str) -> object:
     return "".join(part["text"] for part in content)
 
 
-def _sampling_to_pb(params: SamplingParams, message: generate_pb2.GenerateRequest) -> None:
-    stopping = message.stopping
-    decoding = message.decoding
-    for name in ("temperature", "top_p", "top_k", "min_p", "seed", "n"):
-        _set(message.sampling, name, getattr(params, name))
-    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
-        _set(decoding, name, getattr(params, name))
-    _checked("logit_bias", params.logit_bias, decoding.logit_bias.update)
-    _checked("allowed_token_ids", params.allowed_token_ids, decoding.allowed_token_ids.extend)
-    _checked("bad_words", params.bad_words, decoding.bad_words.extend)
-    _set_form(params, decoding)
-    for name in ("max_tokens", "min_tokens"):
-        _set(stopping, name, getattr(params, name))
-    _set(message.response, "logprobs", params.logprobs)
-    _set(message.response, "prompt_logprobs", params.prompt_logprobs)
-    stopping.stop.extend([params.stop] if isinstance(params.stop, str) else params.stop)
-    _checked("stop_token_ids", params.stop_token_ids, stopping.stop_token_ids.extend)
-    stopping.ignore_eos = params.ignore_eos
-    stopping.include_stop_str_in_output = params.include_stop
-    message.response.skip_special_tokens = params.skip_special_tokens
+def _set_sampling(message: generate_pb2.GenerateRequest, params: SamplingParams) -> None:
+    forms = [name for name in FORMS if getattr(params, name) not in (None, False)]
+    if len(forms) > 1:
+        raise ValueError(f"{', '.join(forms)}: a text has one form; give one of them")
+    changes: dict[str, Any] = {
+        "stop": [params.stop] if isinstance(params.stop, str) else params.stop,
+        "json_object": params.json_object or None,  # False would be sent as the form of the text
+    }
+    if isinstance(params.json_schema, Mapping):
+        changes["json_schema"] = json.dumps(params.json_schema, ensure_ascii=False)
+    params = replace(params, **changes)
+    for part in (message.sampling, message.decoding, message.stopping, message.response):
+        _set_fields(part, params)
+    message.stopping.include_stop_str_in_output = params.include_stop
 
 
-def _set_form(params: SamplingParams, decoding: generate_pb2.Decoding) -> None:
-    forms = {"json_object": params.json_object or None, "json_schema": params.json_schema}
-    forms |= {"regex": params.regex, "grammar": params.grammar}
-    given = {name: form for name, form in forms.items() if form is not None}
-    if len(given) > 1:
-        raise ValueError(f"{', '.join(given)}: a text has one form; give one of them")
-    for name, form in given.items():
-        _set(decoding, name, json.dumps(form, ensure_ascii=False) if isinstance(form, Mapping) else form)
+def _set_fields(message: Message, values: object, prefix: str = "") -> None:
+    """Copy the attributes of `values` that are fields of the message. None leaves a field unset."""
+    for name in message.DESCRIPTOR.fields_by_name:
+        value = getattr(values, name, None)
+        if value is not None:
+            _set(message, name, value, label=prefix + name)
 
 
-def _set(message: Message, name: str, value: object) -> None:
-    """Set a field unless the value is None."""
-    if value is not None:
-        _set_named(message, name, value, name)
-
-
-def _set_named(message: Message, name: str, value: object, told: str) -> None:
-    _checked(told, value, lambda v: setattr(message, name, v))
-
-
-def _checked(name: str, value: T, put: Callable[[T], None]) -> None:
-    """Protobuf's own complaints do not name the field."""
+def _set(message: Message, name: str, value: Any, label: str = "") -> None:
+    """Set a field. ValueError with the label of the field, which protobuf's own errors do not name."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    label = label or name
+    if field.enum_type is not None:
+        known = {one.name.lower(): one.number for one in field.enum_type.values if one.number}
+        if value not in known:
+            raise ValueError(f"{label}: {value!r} is unknown; use one of {', '.join(known)}")
+        value = known[value]
     try:
-        put(value)
+        if not field.is_repeated:
+            setattr(message, name, value)
+        elif isinstance(value, Mapping):
+            getattr(message, name).update(value)
+        else:
+            getattr(message, name).extend(value)
     except (ValueError, TypeError):
-        raise ValueError(f"{name}: {value!r} is out of range or of the wrong type") from None
-
-
-def _speculation_to_pb(wish: Speculation | str | bool | None) -> generate_pb2.Speculation:
-    if wish is None or isinstance(wish, bool):
-        wish = Speculation("disabled" if wish is False else "auto")
-    if isinstance(wish, str):
-        wish = Speculation(wish)
-    message = generate_pb2.Speculation(mode=_number(generate_pb2.Speculation.Mode, "speculation.mode", wish.mode))
-    if wish.verification is not None:
-        kind = generate_pb2.Speculation.Verification
-        message.verification = _number(kind, "speculation.verification", wish.verification)
-    for name in ("draft_strategy", "max_depth", "topk", "num_draft_tokens", "drafter", "prediction"):
-        _set(message, name, getattr(wish, name))
-    return message
-
-
-def _number(kind: Any, field: str, name: str) -> Any:
-    """Of an enum of the wire, whose names are in capitals; 0 has none."""
-    known = {value.lower(): number for value, number in kind.items() if number}
-    if name not in known:
-        raise ValueError(f"{field}: {name!r} is unknown; use one of {', '.join(known)}")
-    return known[name]
+        raise ValueError(f"{label}: {value!r} is out of range or of the wrong type") from None

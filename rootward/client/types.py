@@ -1,4 +1,4 @@
-"""What the SDK takes and gives: frozen values, no protobuf in any signature."""
+"""Arguments and results of the SDK: frozen values, no protobuf in any signature."""
 
 from __future__ import annotations
 

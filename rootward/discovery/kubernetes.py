@@ -1,4 +1,4 @@
-"""Workers behind a Kubernetes service, from its EndpointSlices, which are listed every `ASK_S` seconds.
+"""Workers behind a Kubernetes service, from its EndpointSlices, which are listed every `POLL_S` seconds.
 
 A pod that terminates is `leaving`; one that is not ready is no peer. Needs `list` on `endpointslices` of the namespace and nothing else.
 """
@@ -6,29 +6,27 @@ A pod that terminates is `leaving`; one that is not ready is no peer. Needs `lis
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-import structlog
 from kubernetes.aio import client, config
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.config.config_exception import ConfigException
 
-from rootward.clock import Clock, SystemClock
-from rootward.discovery.static import join, polled
+from rootward.addresses import join_host_port
+from rootward.clock import Clock
+from rootward.discovery.polling import PolledDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
-
-log = structlog.get_logger("discovery")
 
 SERVICE_LABEL = "kubernetes.io/service-name"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 DEFAULT_PORT = "grpc"
-ASK_S = 2.0  # between two lists
-CALL_S = 10.0  # for one
+POLL_S = 2.0  # between two lists
+CALL_TIMEOUT_S = 10.0  # of one list
 
 Json = Mapping[str, Any]
 
@@ -54,7 +52,7 @@ def _peer(endpoint: Json, port: int) -> Peer | None:
     addresses = endpoint.get("addresses") or ()
     if not addresses or not (leaving or conditions.get("ready") in (True, None)):
         return None
-    return Peer(join(addresses[0], port), endpoint.get("zone") or "", leaving)
+    return Peer(join_host_port(addresses[0], port), endpoint.get("zone") or "", leaving)
 
 
 def port_of(ports: Any, wanted: str) -> int | None:
@@ -67,37 +65,24 @@ def port_of(ports: Any, wanted: str) -> int | None:
     return None
 
 
-class EndpointSliceDiscovery:
-    """`ports.Discovery`. While the API server does not answer, its last answer holds."""
+def endpoint_slice_discovery(
+    api: client.DiscoveryV1Api,
+    namespace: str,
+    service: str,
+    port: str,
+    *,
+    every_s: float = POLL_S,
+    clock: Clock | None = None,
+) -> PolledDiscovery:
+    """The pods of a service. Status 401 and 403 mean that the service account may not list EndpointSlices."""
 
-    def __init__(
-        self,
-        api: client.DiscoveryV1Api,
-        namespace: str,
-        service: str,
-        port: str,
-        *,
-        ask_s: float = ASK_S,
-        clock: Clock | None = None,
-    ) -> None:
-        self._api = api
-        self._namespace = namespace
-        self._service = service
-        self._port = port
-        self._ask_s = ask_s
-        self._clock = clock or SystemClock()
-
-    def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        failures = (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError)
-        return polled(self._ask, every_s=self._ask_s, clock=self._clock, failures=failures, complain=self._complain)
-
-    async def _ask(self) -> tuple[Peer, ...]:
-        answer = await self._api.list_namespaced_endpoint_slice(
-            self._namespace,
-            label_selector=f"{SERVICE_LABEL}={self._service}",
+    async def ask() -> tuple[Peer, ...]:
+        answer = await api.list_namespaced_endpoint_slice(
+            namespace,
+            label_selector=f"{SERVICE_LABEL}={service}",
             resource_version="0",  # from the cache of the API server
             _preload_content=False,
-            _request_timeout=CALL_S,
+            _request_timeout=CALL_TIMEOUT_S,
         )
         if answer.status != 200:
             answer.close()
@@ -105,16 +90,14 @@ class EndpointSliceDiscovery:
         found = json.loads(await answer.read())
         if not isinstance(found, dict):
             raise ValueError(f"an object was expected, not {type(found).__name__}")
-        return peers_in(found.get("items") or (), self._port)
+        return peers_in(found.get("items") or (), port)
 
-    def _complain(self, error: Exception) -> None:
-        status = getattr(error, "status", None)
-        rights = "; the service account needs list on endpointslices" if status in (401, 403) else ""
-        log.warning("endpoint_slices_away", service=self._service, error=f"{type(error).__name__}: {error}{rights}")
+    failures = (ApiException, aiohttp.ClientError, OSError, TimeoutError, ValueError, KeyError)
+    return PolledDiscovery(ask, source=f"kubernetes:{service}", every_s=every_s, failures=failures, clock=clock)
 
 
 @asynccontextmanager
-async def open_endpoint_slices(target: str) -> AsyncIterator[EndpointSliceDiscovery]:
+async def open_endpoint_slices(target: str) -> AsyncIterator[PolledDiscovery]:
     """service[.namespace][:port], with the rights of the pod, else of the user's kubeconfig. ConfigurationError without either."""
     name, _, port = target.partition(":")
     service, _, namespace = name.partition(".")
@@ -129,7 +112,7 @@ async def open_endpoint_slices(target: str) -> AsyncIterator[EndpointSliceDiscov
             raise ConfigurationError(message) from error
     async with client.ApiClient(settings) as api:
         found = namespace or own_namespace()
-        yield EndpointSliceDiscovery(client.DiscoveryV1Api(api), found, service, port or DEFAULT_PORT)
+        yield endpoint_slice_discovery(client.DiscoveryV1Api(api), found, service, port or DEFAULT_PORT)
 
 
 def own_namespace() -> str:

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -24,16 +23,16 @@ from pydantic import TypeAdapter
 from redis.asyncio import Redis, RedisCluster
 
 from rootward.clock import Clock, SystemClock
-from rootward.discovery.static import join, polled
-from rootward.errors import ConfigurationError, Unavailable
+from rootward.discovery.polling import PolledDiscovery
+from rootward.errors import Unavailable
 from rootward.ports import Peer
-from rootward.redis_client import KEY_PREFIX, answering, open_redis
+from rootward.redis_client import KEY_PREFIX, answering, open_redis, server_time
 
 log = structlog.get_logger("registry")
 
 HEARTBEAT_S = 1.0
 MISSED = 3  # heartbeats after which a worker counts as gone
-ASK_S = 0.5  # between two looks at the registry
+POLL_S = 0.5  # between two reads of the workers of a name
 TIMEOUT_S = 2.0
 
 Counters = Mapping[str, Mapping[str, float]]  # pool → name → cumulative value, see rootward/demand.py
@@ -48,12 +47,6 @@ class Worker:
     name: str  # what peers ask for: the served model of a verifier, the pool of a drafter
     address: str
     incarnation: int = 0
-    model: str = ""
-    fingerprint: str = ""
-    tokenizer_hash: str = ""
-    rows_cap: int = 0
-    rows_used: int = 0
-    kv_blocks_free: int = 0
     zone: str = ""
     draining: bool = False
     counters: Counters = field(default_factory=dict)
@@ -119,10 +112,8 @@ class Registry:
         return f"{self._prefix}:workers:{role}:{name}"
 
     async def _now(self) -> float:
-        """One clock for all, so that those of the machines need not agree."""
-        answer: Any = await self._client.time()
-        seconds, micros = next(iter(answer.values())) if isinstance(answer, dict) else answer  # a cluster: of any node
-        return float(seconds) + float(micros) / 1e6
+        """The clock of the server, so that those of the machines need not agree."""
+        return await server_time(self._client)
 
     def _answering(self) -> AbstractAsyncContextManager[None]:
         return answering("the registry", self._timeout_s, RegistryUnavailable)
@@ -178,45 +169,15 @@ async def _beat_forever(registry: Registry, describe: Callable[[], Worker], cloc
             asked.cancel()
 
 
-def advertised(address: str) -> str:
-    """The address that peers dial for a listening address: itself, or this machine's own for a wildcard address, by IPv4 if it has one.
-    ConfigurationError if it has none."""
-    host, _, port = address.rpartition(":")
-    if host.strip("[]") not in ("0.0.0.0", "::", ""):
-        return address
-    name = socket.gethostname()
-    family = socket.AF_INET if host == "0.0.0.0" else socket.AF_UNSPEC
-    try:
-        found = socket.getaddrinfo(name, None, family, socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        raise ConfigurationError(
-            f"advertise: is empty, and this machine's name {name} has no address for {address} ({error}); name what peers dial"
-        ) from error
-    return join(min((str(info[4][0]) for info in found), key=lambda own: ":" in own), int(port))
+def registry_discovery(
+    registry: Registry, role: str, name: str, *, every_s: float = POLL_S, clock: Clock | None = None
+) -> PolledDiscovery:
+    """The workers of a role under a name."""
 
+    async def ask() -> tuple[Peer, ...]:
+        return peers_of(await registry.workers(role, name))
 
-class RegistryDiscovery:
-    """`ports.Discovery`: the workers of a role under a name, looked up again every `ask_s`."""
-
-    def __init__(
-        self, registry: Registry, role: str, name: str, *, ask_s: float = ASK_S, clock: Clock | None = None
-    ) -> None:
-        self._registry = registry
-        self._role = role
-        self._name = name
-        self._ask_s = ask_s
-        self._clock = clock or SystemClock()
-
-    def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        def complain(error: Exception) -> None:
-            log.warning("registry_away", error=str(error))
-
-        return polled(
-            self._ask, every_s=self._ask_s, clock=self._clock, failures=(RegistryUnavailable,), complain=complain
-        )
-
-    async def _ask(self) -> tuple[Peer, ...]:
-        return peers_of(await self._registry.workers(self._role, self._name))
+    return PolledDiscovery(ask, source="redis", every_s=every_s, failures=(RegistryUnavailable,), clock=clock)
 
 
 def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:

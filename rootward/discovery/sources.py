@@ -1,7 +1,7 @@
 """The settings that say where workers are, and the `ports.Discovery` of each.
 
-    host:port, static:host:port      written down
-    dns:name:port                    every address of a name (a headless service), looked up again and again
+    host:port, static:host:port      a fixed address
+    dns:name:port                    every address of a name (a headless service), resolved again and again
     redis:[name]                     the registry in Redis; the name defaults to the pool's
     kubernetes:service[.namespace][:port]   EndpointSlices of a service; the port is a name or a number, by default `grpc` or the only one
 
@@ -10,26 +10,32 @@ Each may be put into a pool, `POOL=…`; without one it is the name after `redis
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from rootward.discovery.registry import Registry, RegistryDiscovery, open_registry
-from rootward.discovery.static import DnsDiscovery, StaticDiscovery
+from rootward.addresses import join_host_port, split_host_port
+from rootward.clock import Clock
+from rootward.discovery.polling import PolledDiscovery
+from rootward.discovery.registry import Registry, open_registry, registry_discovery
 from rootward.errors import ConfigurationError
-from rootward.ports import DEFAULT_POOL, Discovery
+from rootward.ports import DEFAULT_POOL, Discovery, Peer
 from rootward.redis_client import KEY_PREFIX
 from rootward.settings import CommaSeparated
 
 KINDS = ("static", "dns", "redis", "kubernetes")
+DNS_POLL_S = 5.0  # between two look-ups of a name
+DNS_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One entry: `kind` of KINDS, and what it looks for."""
+    """One entry: `kind` of KINDS, and its argument."""
 
     pool: str
     kind: str
@@ -58,7 +64,7 @@ async def open_sources(
     prefix: str = KEY_PREFIX,
     registry: Registry | None = None,
 ) -> AsyncIterator[list[tuple[str, Discovery]]]:
-    """(pool, discovery) of workers of this role. ConfigurationError if a source needs what is not configured."""
+    """(pool, discovery) of workers of this role. ConfigurationError if a source needs a setting that is empty."""
     async with AsyncExitStack() as stack:
         if registry is None and any(source.kind == "redis" for source in sources):
             if not redis_url:
@@ -73,13 +79,12 @@ async def open_sources(
 @asynccontextmanager
 async def _open(source: Source, role: str, registry: Registry | None) -> AsyncIterator[Discovery]:
     if source.kind == "static":
-        yield StaticDiscovery([source.target])
+        yield StaticDiscovery(source.target)
     elif source.kind == "dns":
-        host, _, port = source.target.rpartition(":")
-        yield DnsDiscovery(host.strip("[]"), int(port))
+        yield dns_discovery(*split_host_port(source.target))
     elif source.kind == "redis":
         assert registry is not None
-        yield RegistryDiscovery(registry, role, source.target or source.pool)
+        yield registry_discovery(registry, role, source.target or source.pool)
     else:
         try:
             from rootward.discovery.kubernetes import open_endpoint_slices  # a large import, for clusters only
@@ -88,6 +93,47 @@ async def _open(source: Source, role: str, registry: Registry | None) -> AsyncIt
             raise ConfigurationError(message) from None
         async with open_endpoint_slices(source.target) as discovery:
             yield discovery
+
+
+class StaticDiscovery:
+    """`ports.Discovery`: always these addresses."""
+
+    def __init__(self, *addresses: str) -> None:
+        self._peers = tuple(Peer(address) for address in dict.fromkeys(addresses))
+
+    async def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
+        yield self._peers
+        await asyncio.Event().wait()
+
+
+def dns_discovery(
+    host: str,
+    port: int,
+    *,
+    every_s: float = DNS_POLL_S,
+    clock: Clock | None = None,
+    resolve: Callable[[str, int], Awaitable[list[str]]] | None = None,
+) -> PolledDiscovery:
+    """Every A and AAAA record of a name; a headless service has one per ready pod."""
+    resolved = resolve or addresses_of
+
+    async def ask() -> tuple[Peer, ...]:
+        async with asyncio.timeout(DNS_TIMEOUT_S):
+            addresses = await resolved(host, port)
+        return tuple(Peer(address) for address in sorted(set(addresses)))
+
+    return PolledDiscovery(ask, source=f"dns:{host}", every_s=every_s, failures=(OSError, TimeoutError), clock=clock)
+
+
+async def addresses_of(host: str, port: int) -> list[str]:
+    """host:port of every address of a name; none for a name without addresses (no pod is ready). OSError: the resolver fails."""
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        if error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)):
+            return []
+        raise
+    return [join_host_port(str(address[0]), port) for *_, address in found]
 
 
 def _parse(entry: str) -> Source:

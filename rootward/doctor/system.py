@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rootward.addresses import split_host_port
 from rootward.client.connection import parse_target
 from rootward.client.types import Load, ServerInfo
 from rootward.doctor.findings import Finding, Level, graded
@@ -370,16 +371,15 @@ async def _redis_at(url: str) -> RedisSeen:
     from redis.exceptions import RedisError
 
     from rootward.errors import Unavailable
-    from rootward.redis_client import answering, open_redis
+    from rootward.redis_client import answering, open_redis, server_time
 
     client: Any = open_redis(url, timeout_s=TIMEOUT_S)
     try:
         async with answering("redis", TIMEOUT_S, Unavailable):
             await client.ping()
             sent_s, begun_s = time.time(), time.perf_counter()
-            clock = await client.time()
+            clock_s = await server_time(client)
             rtt_s = time.perf_counter() - begun_s
-            seconds, micros = next(iter(clock.values())) if isinstance(clock, dict) else clock
         policy, used = "", 0.0
         try:
             async with answering("redis", TIMEOUT_S, Unavailable):
@@ -395,18 +395,18 @@ async def _redis_at(url: str) -> RedisSeen:
         return RedisSeen(str(error))
     finally:
         await client.aclose()
-    return RedisSeen("", 1e3 * rtt_s, policy, used, _skew(float(seconds) + float(micros) / 1e6, sent_s, rtt_s))
+    return RedisSeen("", 1e3 * rtt_s, policy, used, _skew(clock_s, sent_s, rtt_s))
 
 
 def _certificate_of(address: str, authority: Path | None) -> CertificateSeen:
     """That of a server that speaks TLS, checked as a client does."""
-    host, _, port = address.rpartition(":")
+    host, port = split_host_port(address)
     context = ssl.create_default_context(cafile=str(authority) if authority is not None else None)
     context.set_alpn_protocols(["h2"])
     try:
         with (
-            socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S) as plain,
-            context.wrap_socket(plain, server_hostname=host.strip("[]")) as secure,
+            socket.create_connection((host, port), timeout=TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=host) as secure,
         ):
             certificate = secure.getpeercert() or {}
     except ssl.SSLCertVerificationError as error:

@@ -16,10 +16,9 @@ from dataclasses import replace
 from itertools import chain, count
 
 from rootward.core.requests import Committed
-from rootward.errors import IncompatiblePair, ServiceError, Unavailable
+from rootward.errors import IncompatiblePair, InvalidRequest, ServiceError, Unavailable
 from rootward.v1 import verifier_pb2
 from rootward.wire.channel import parts
-from rootward.wire.status import invalid_request
 from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
 Frame = verifier_pb2.FeedFrame
@@ -36,7 +35,9 @@ class Feeds:
     def get(self, name: int) -> Feed:
         """Unavailable if it is not open (any more): the caller may open another and try again. InvalidRequest for 0."""
         if not name:
-            raise invalid_request("feed: 0 is no feed; open one with Verifier.Feed and name it in the request")
+            raise InvalidRequest.from_message(
+                "feed: 0 is no feed; open one with Verifier.Feed and name it in the request"
+            )
         if (feed := self._open.get(name)) is None:
             raise Unavailable(f"feed {name:x} is not open here")
         return feed
@@ -44,7 +45,7 @@ class Feeds:
     async def frames(self, name: int) -> AsyncGenerator[Frame, None]:
         """All messages of a new feed, until `end` or the caller leaves."""
         if not name or name in self._open:
-            raise invalid_request(f"feed: {name} is zero or open already; choose a random number")
+            raise InvalidRequest.from_message(f"feed: {name} is zero or open already; choose a random number")
         feed = self._open[name] = Feed()
         try:
             yield Frame()

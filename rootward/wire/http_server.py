@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from rootward.addresses import join_host_port, split_host_port
 from rootward.errors import ConfigurationError
 from rootward.wire.tls import ServerTls
 
@@ -35,8 +36,7 @@ class HttpServer:
     ):
         self._tls, self._max_connections, self._head_timeout_s = tls, max_connections, head_timeout_s
         self._socket = bind(address, setting)
-        host, port = self._socket.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = join_host_port(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
 
     async def run_until_stopped(self, app: ASGIApp) -> None:
@@ -198,13 +198,12 @@ async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
 
 def bind(address: str, setting: str) -> socket.socket:
     """A bound socket; ConfigurationError, naming the setting, when the address is taken or none of this machine."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, int(port)))
+        made.bind((host, port))
     except OSError as error:
         made.close()
         message = f"{setting}: {address!r} cannot be bound ({error.strerror or error}); choose another address or stop its owner"

@@ -10,6 +10,7 @@ from grpc_health.v1 import health as health_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from rootward.addresses import is_loopback
 from rootward.errors import ConfigurationError
 from rootward.wire.auth import OPEN, Admission, BytesInFlight, Check, peers_only
 from rootward.wire.channel import SERVING, Transport, server_options
@@ -104,9 +105,3 @@ class RpcServer:
         if self._tls is None:
             return self.grpc.add_insecure_port(self.address)
         return self.grpc.add_secure_port(self.address, server_credentials(self._tls))
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine can connect to an address that a server listens on."""
-    host = address.rpartition(":")[0].strip("[]")
-    return host == "localhost" or host == "::1" or host.startswith("127.") or address.startswith("unix:")

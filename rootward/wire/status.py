@@ -1,4 +1,4 @@
-"""Errors on the wire: `ServiceError` ↔ gRPC status with google.rpc details, and what the SDK makes of one.
+"""Errors on the wire: `ServiceError` ↔ gRPC status with google.rpc details, and the `APIError` that the SDK raises for one.
 
     a service                       the wire                                        its peer
     raise Overloaded(…) → abort →   RESOURCE_EXHAUSTED, ErrorInfo{reason, domain,   → from_rpc_error → Overloaded
@@ -10,14 +10,14 @@ An error without our ErrorInfo comes from the transport or from a proxy: the pee
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from traceback import format_tb
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf import any_pb2
+from google.protobuf.any import pack
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
@@ -62,7 +62,7 @@ async def abort(context: Context, error: ServiceError, request_id: str = "") -> 
     """End the RPC with the status of `error`."""
     code = grpc.StatusCode[error.status]
     message = _shorten(str(error))
-    status = status_pb2.Status(code=code.value[0], message=message, details=_details(error, request_id))
+    status = status_pb2.Status(code=code.value[0], message=message, details=map(pack, _details(error, request_id)))
     trailing: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
     if error.retry_after_s is not None:
         trailing.append((RETRY_KEY, str(round(error.retry_after_s * 1000))))
@@ -90,11 +90,6 @@ async def errors_as_status(context: Context, request_id: str = "") -> AsyncItera
         await abort(context, known, request_id)
 
 
-def invalid_request(message: str) -> InvalidRequest:
-    """The InvalidRequest whose text is `message`, of the form "field: value fix"."""
-    return _invalid(InvalidRequest, message, {"field": message.partition(": ")[0]}, None)
-
-
 def read(error: grpc.RpcError) -> Failure:
     """The status of a failed RPC with its details, whether the call was made by grpc or grpc.aio."""
     call: Any = error  # grpc and grpc.aio give their errors the same methods, the base class has none
@@ -102,9 +97,7 @@ def read(error: grpc.RpcError) -> Failure:
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.RequestInfo()
     retry = error_details_pb2.RetryInfo()
-    for detail in _status_of(trailing.get(DETAILS_KEY)).details:
-        for message in (info, request, retry):
-            _unpack(detail, message)
+    _read_details(trailing.get(DETAILS_KEY), info, request, retry)
     ours = info.domain == DOMAIN
     return Failure(
         code=call.code(),
@@ -122,10 +115,10 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     if failure.lost:
         return errors.Unavailable(failure.message or "the peer is gone")
     if failure.too_large:
-        return invalid_request(f"message: {failure.message}")
-    kind = _kind_by_reason(failure.reason) or _KIND_BY_CODE.get(failure.code, ServiceError)
+        return InvalidRequest.from_message(f"message: {failure.message}")
+    kind = _BY_REASON.get(failure.reason) or _BY_CODE.get(failure.code.name, ServiceError)
     if issubclass(kind, InvalidRequest):
-        return _invalid(kind, failure.message, failure.metadata, failure.retry_after_s)
+        return kind.from_message(failure.message, retry_after_s=failure.retry_after_s, metadata=failure.metadata)
     return kind(failure.message, retry_after_s=failure.retry_after_s, metadata=failure.metadata)
 
 
@@ -149,38 +142,20 @@ def api_error(error: grpc.RpcError) -> APIError:
     )
 
 
-# Without a reason only the code is known: the most general class of that code.
-_KIND_BY_CODE: dict[grpc.StatusCode, type[ServiceError]] = {
-    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
-    grpc.StatusCode.NOT_FOUND: errors.NotFound,
-    grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateRequest,
-    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
-    grpc.StatusCode.UNAVAILABLE: errors.Unavailable,
-    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
+_BY_REASON: dict[str, type[ServiceError]] = {
+    kind.reason: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, ServiceError)
 }
+# Without a reason only the code is known: the most general class of that code.
+_MOST_GENERAL = (
+    InvalidRequest,
+    errors.NotFound,
+    errors.DuplicateRequest,
+    errors.Overloaded,
+    errors.Unavailable,
+    errors.DeadlineExceeded,
+)
+_BY_CODE: dict[str, type[ServiceError]] = {kind.status: kind for kind in _MOST_GENERAL}
 _API_ERRORS = {code: kind for kind in APIStatusError.__subclasses__() for code in kind.codes}
-
-
-def _kind_by_reason(reason: str) -> type[ServiceError] | None:
-    return next((kind for kind in _family(ServiceError) if kind.reason == reason), None)
-
-
-def _family(kind: type[ServiceError]) -> Iterator[type[ServiceError]]:
-    yield kind
-    for child in kind.__subclasses__():
-        yield from _family(child)
-
-
-def _invalid(
-    kind: type[InvalidRequest], message: str, metadata: dict[str, str], retry_after_s: float | None
-) -> InvalidRequest:
-    """An InvalidRequest with a finished message: its constructor would put one together."""
-    error = kind.__new__(kind)
-    ServiceError.__init__(error, message, retry_after_s=retry_after_s, metadata=metadata)
-    error.field = metadata.get("field", "")
-    error.value = None
-    error.fix = message
-    return error
 
 
 def _service_error(error: BaseException) -> ServiceError | None:
@@ -192,7 +167,7 @@ def _service_error(error: BaseException) -> ServiceError | None:
     return None
 
 
-def _details(error: ServiceError, request_id: str) -> list[any_pb2.Any]:
+def _details(error: ServiceError, request_id: str) -> list[Message]:
     metadata = {key: _shorten(value) for key, value in error.metadata.items()}
     details: list[Message] = [
         error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata),
@@ -205,29 +180,21 @@ def _details(error: ServiceError, request_id: str) -> list[any_pb2.Any]:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromMilliseconds(round(error.retry_after_s * 1000))
         details.append(retry)
-    return [_packed(detail) for detail in details]
+    return details
 
 
-def _packed(message: Message) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
-
-
-def _status_of(data: str | bytes | None) -> status_pb2.Status:
-    """The details of a status; empty if there are none or they cannot be read."""
+def _read_details(data: str | bytes | None, *wanted: Message) -> None:
+    """Fill each of `wanted` from the detail of its type. Details that cannot be read are left out."""
     try:
-        return status_pb2.Status.FromString(data) if isinstance(data, bytes) else status_pb2.Status()
+        status = status_pb2.Status.FromString(data) if isinstance(data, bytes) else status_pb2.Status()
     except DecodeError:
-        return status_pb2.Status()
-
-
-def _unpack(detail: any_pb2.Any, message: Message) -> None:
-    """Fill `message` if the detail is one of its kind and well formed."""
-    try:
-        detail.Unpack(message)
-    except DecodeError:
-        message.Clear()
+        return
+    for detail in status.details:
+        for message in wanted:
+            try:
+                detail.Unpack(message)  # does nothing for a detail of another type
+            except DecodeError:
+                message.Clear()
 
 
 def _retry_after_s(retry: error_details_pb2.RetryInfo, trailing_ms: str | bytes | None) -> float | None:

@@ -15,7 +15,8 @@ from support.kubernetes_api import ApiServer, api_server
 from support.services import until
 
 from rootward.discovery import kubernetes as module
-from rootward.discovery.kubernetes import EndpointSliceDiscovery, open_endpoint_slices, peers_in
+from rootward.discovery.kubernetes import endpoint_slice_discovery, open_endpoint_slices, peers_in
+from rootward.discovery.polling import PolledDiscovery
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
 
@@ -46,7 +47,7 @@ class Watched:
     def __init__(self) -> None:
         self.seen: list[tuple[Peer, ...]] = []
 
-    async def follow(self, discovery: EndpointSliceDiscovery) -> None:
+    async def follow(self, discovery: PolledDiscovery) -> None:
         async with aclosing(discovery.watch()) as changes:
             async for peers in changes:
                 self.seen.append(peers)
@@ -59,7 +60,9 @@ class Watched:
 async def watching(server: ApiServer):
     watched = Watched()
     async with client.ApiClient(client.Configuration(host=server.url)) as api:
-        discovery = EndpointSliceDiscovery(client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc", ask_s=0.01)
+        discovery = endpoint_slice_discovery(
+            client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc", every_s=0.01
+        )
         task = asyncio.create_task(watched.follow(discovery))
         try:
             yield watched
@@ -155,7 +158,7 @@ async def test_sessions_follow_the_pods_of_a_service() -> None:
         return item
 
     async with api_server() as server, client.ApiClient(client.Configuration(host=server.url)) as api:
-        found = EndpointSliceDiscovery(client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc", ask_s=0.01)
+        found = endpoint_slice_discovery(client.DiscoveryV1Api(api), "rootward", "drafter-fast", "grpc", every_s=0.01)
         async with cluster(1, found=found) as c:
             first, second = await c.add_drafter(announce=False), await c.add_drafter(announce=False)
             await server.apply(pod(first, READY))

@@ -12,11 +12,11 @@ from support.services import until
 
 from rootward.discovery.registry import (
     Registry,
-    RegistryDiscovery,
     RegistryUnavailable,
     Worker,
     open_registry,
     registered,
+    registry_discovery,
 )
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
@@ -43,10 +43,8 @@ def worker(number: int, **more) -> Worker:
 
 async def test_what_a_worker_says_is_what_peers_read(registry: Registry) -> None:
     counters = {"fast": {"draft_row_seconds_wanted": 1.5}}
-    one = worker(
-        1, model="m", fingerprint="f", tokenizer_hash="t", rows_cap=16, rows_used=3, zone="z", counters=counters
-    )
-    two = worker(2, draining=True, kv_blocks_free=9)
+    one = worker(1, zone="z", counters=counters)
+    two = worker(2, draining=True)
     await registry.publish(one)
     await registry.publish(two)
     assert await registry.workers("drafter", "fast") == (one, two)
@@ -88,7 +86,7 @@ async def test_workers_are_seen_when_they_come_drain_and_go(registry: Registry) 
     seen: list[tuple[Peer, ...]] = []
 
     async def watch() -> None:
-        discovery = RegistryDiscovery(registry, "drafter", "fast", ask_s=0.01)
+        discovery = registry_discovery(registry, "drafter", "fast", every_s=0.01)
         async with aclosing(discovery.watch()) as changes:
             async for peers in changes:
                 seen.append(peers)
@@ -111,7 +109,7 @@ async def test_without_redis_the_last_word_holds_and_a_redis_that_comes_back_emp
     seen: list[tuple[Peer, ...]] = []
 
     async def watch(registry: Registry) -> None:
-        async with aclosing(RegistryDiscovery(registry, "drafter", "fast", ask_s=0.01).watch()) as changes:
+        async with aclosing(registry_discovery(registry, "drafter", "fast", every_s=0.01).watch()) as changes:
             async for peers in changes:
                 seen.append(peers)
 

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from rootward.discovery.registry import advertised
+from rootward.addresses import advertised
 from rootward.errors import ConfigurationError
 
 V4, V6 = "10.0.0.7", "fd00::7"

@@ -9,8 +9,14 @@ from contextlib import aclosing
 import pytest
 from support.fake_clock import FakeClock
 
-from rootward.discovery.sources import Source, open_sources, parse_sources
-from rootward.discovery.static import DnsDiscovery, StaticDiscovery, addresses_of
+from rootward.discovery.sources import (
+    Source,
+    StaticDiscovery,
+    addresses_of,
+    dns_discovery,
+    open_sources,
+    parse_sources,
+)
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
 
@@ -49,7 +55,7 @@ async def test_the_registry_needs_a_redis() -> None:
 
 
 async def test_a_static_list_yields_each_address_once() -> None:
-    async with aclosing(StaticDiscovery(["b:1", "a:1", "b:1"]).watch()) as changes:
+    async with aclosing(StaticDiscovery("b:1", "a:1", "b:1").watch()) as changes:
         assert await anext(changes) == (Peer("b:1"), Peer("a:1"))
 
 
@@ -70,7 +76,7 @@ async def test_a_name_is_resolved_again_and_its_last_answer_holds() -> None:
         return answer
 
     clock, seen = FakeClock(), []
-    discovery = DnsDiscovery("drafters", 1, ask_s=5.0, clock=clock, resolve=resolve)
+    discovery = dns_discovery("drafters", 1, every_s=5.0, clock=clock, resolve=resolve)
 
     async def watch() -> None:
         async with aclosing(discovery.watch()) as changes:
