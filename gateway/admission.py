@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Self
 from rootward.errors import Overloaded, RateLimited, Unavailable
 
 if TYPE_CHECKING:  # the ledger charges the buckets of this module
+    from gateway.ledger import Entry, Ledger
     from gateway.planning import Plan
-    from gateway.session_store import Entry, Ledger, Record
+    from gateway.session_store import Record
 
 RETRY_AFTER_S = 1.0
 LONGEST_RETRY_AFTER_S = 60.0

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 import structlog
 
 from gateway.detokenizer import Output, Span
+from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
 from gateway.planning import Plan
 from gateway.requests import Delta, Ending
+from gateway.resuming import FINISH, StreamInterrupted
 from gateway.router import Upstream, Upstreams
-from gateway.session_store import FINISH, Entry, Ledger, Run, StreamInterrupted
+from gateway.session_store import Run
 from gateway.watching import WatchedRequest
 from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (

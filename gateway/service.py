@@ -18,25 +18,13 @@ from gateway.choices import is_output_of
 from gateway.detokenizer import Output
 from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
+from gateway.ledger import Entry, Ledger
 from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
+from gateway.resuming import beyond_log, finish_of, first_fields, with_seed
 from gateway.router import Upstreams
-from gateway.session_store import (
-    FINISHED,
-    INTERRUPTED,
-    Entry,
-    Ledger,
-    Record,
-    Store,
-    about,
-    another_request,
-    beyond_log,
-    duplicate,
-    finish_of,
-    stale,
-    with_seed,
-)
+from gateway.session_store import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
 from gateway.tokenizer import INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
@@ -307,10 +295,10 @@ class GatewayService:
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """Everything a generation holds: its id, a place, a lease; all given back at the end."""
-        name, described = plan.first.request_id, about(plan, self._id_scope)
+        name, fields = plan.first.request_id, first_fields(plan, self._id_scope)
         while name in self._live:  # again: another one may come back for it meanwhile
-            await self._superseded(plan, described["digest"])
-        live = self._live[name] = _Live(cutoff, described["digest"], plan.request.request_id, plan.first.tenant)
+            await self._superseded(plan, fields["digest"])
+        live = self._live[name] = _Live(cutoff, fields["digest"], plan.request.request_id, plan.first.tenant)
         try:
             async with AsyncExitStack() as held:
                 first = plan.first
@@ -323,7 +311,7 @@ class GatewayService:
                         first.structure, vocab_size=model.vocab_size, eos_ids=tuple(model.eos_ids)
                     )
                     await cutoff.wait(check, "structure")
-                yield await held.enter_async_context(self._recorded(plan, described, account, cutoff, arrived))
+                yield await held.enter_async_context(self._recorded(plan, fields, account, cutoff, arrived))
         finally:
             del self._live[name]
             live.over.set()
@@ -346,9 +334,9 @@ class GatewayService:
 
     @asynccontextmanager
     async def _recorded(
-        self, plan: Plan, described: dict[str, str], account: Account, cutoff: Cutoff, arrived: float
+        self, plan: Plan, fields: dict[str, str], account: Account, cutoff: Cutoff, arrived: float
     ) -> AsyncIterator[Generation]:
-        plan, entry, record = await self._leased(plan, described, account)
+        plan, entry, record = await self._leased(plan, fields, account)
         account.started(entry)
         request, error = plan.request, ""
         watched = WatchedRequest(self.watching, request.request_id, request.session_id, request.tenant, arrived)
@@ -364,12 +352,12 @@ class GatewayService:
             reason = finish_of(entry.fields).reason if finished else None
             watched.ended(reason, error, len(entry.tokens))
 
-    async def _leased(self, plan: Plan, described: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
+    async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """The right to drive the request, and what is known of it when it is resumed."""
         name, resume = plan.first.request_id, plan.request.resume
         if resume is None:
-            return plan, await self._ledger.begin(name, described), Record()
-        entry, record = await self._ledger.take_over(name, described["digest"])
+            return plan, await self._ledger.begin(name, fields), Record()
+        entry, record = await self._ledger.take_over(name, fields["digest"])
         plan = with_seed(plan, record)
         try:
             more = beyond_log(plan, resume, record)
@@ -383,7 +371,7 @@ class GatewayService:
             self._ledger.extend(entry, record.output)
         elif entry is None:
             # Its record is lost, but a verifier may know its epochs: counts that begin with the time are above all of them.
-            entry = await self._ledger.begin(name, described, least_epoch=int(self._clock.wall()))
+            entry = await self._ledger.begin(name, fields, least_epoch=int(self._clock.wall()))
         self._ledger.extend(entry, more)
         self.metrics.resumed.inc()
         return plan, entry, record

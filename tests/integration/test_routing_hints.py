@@ -8,9 +8,9 @@ from dataclasses import replace
 from support.redis import running_redis
 from support.services import collect, request, verifier_of
 
+from gateway.ledger import Ledger
 from gateway.redis_store import open_store
 from gateway.router import Upstreams
-from gateway.session_store import Ledger
 from rootward.core.requests import SpeculationMode, VerifierRequest
 from rootward.engine.tabular import TabularModel
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from unit.gateway.redis_for_tests import redis_server
 
+from gateway.ledger import Ledger
 from gateway.redis_store import open_store
 from gateway.router import PUBLISHED_S, TTL_S, Prefixes, prefix_keys, prefix_lengths, tokens_held
-from gateway.session_store import Ledger, MemoryStore, Run, StoreUnavailable, Write
+from gateway.session_store import MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
 

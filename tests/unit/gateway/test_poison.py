@@ -6,8 +6,9 @@ import pytest
 from unit.gateway.service_for_tests import TEXT, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
+from gateway.ledger import POISON_TTL_S, Ledger, PoisonRequest
 from gateway.requests import GenerateRequest
-from gateway.session_store import POISON_TTL_S, Ledger, MemoryStore, PoisonRequest, StoreUnavailable
+from gateway.session_store import MemoryStore, StoreUnavailable
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.errors import Unavailable
 
