@@ -25,7 +25,6 @@ from llvmlite import ir
 from numba.extending import intrinsic, overload
 from torch.nn import functional
 
-from rootward.engine import cpu_tiles
 from rootward.engine.cpu_tiles import (
     CHUNK,
     DOT_KEYS,
@@ -44,7 +43,9 @@ from rootward.settings import folder_of_kernels
 
 SERVED = (torch.float32, torch.bfloat16)
 # numba looks at the file of a kernel alone, to see whether it has changed
-sources = b"".join(Path(str(file)).read_bytes() for file in (__file__, cpu_tiles.__file__))
+sources = b"".join(
+    Path(__file__).with_name(name).read_bytes() for name in ("cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
+)
 numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
 try:  # numba's other threads take 0.1 ms to start, and end the process if two threads of it use them

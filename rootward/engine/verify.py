@@ -1,7 +1,7 @@
 """Verification of a batch of rounds: every rule, every device, without a Python loop over nodes.
 
-What is O(vocabulary) happens in torch where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
-O(nodes × atoms) happens in numpy on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
+What is O(vocabulary) happens where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
+O(nodes × atoms) happens on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
 
 `forest_law` is the batched form of `rootward.core.verification` for draft rows of bounded support (algorithms.md, section 7): a row is K
 atoms with integer weights; G_v = atoms of row v ∪ tokens of v's chosen children. Outside G_v no draft distribution has mass, so STEP
@@ -9,13 +9,8 @@ treats everything there as one atom of target mass t, which only scales:
 
     a = min(1, w·P(x)/Q(x));  R = [w·P − Q]₊;  S = ΣR + w·t;  w' = S/(S + (1 − w));  P' = R/S;  t' = w·t/S
 
-The STEP of a child needs the entry budget of its parent, which its parent's own STEP gives, and what the STEPs of its earlier siblings
-left. So with
-
-    wave(v) = wave(parent) + rank among siblings + 1,      wave(root) = 0
-
-no two children of one wave share a parent, and a wave is one vectorised STEP over all trees, whatever their shapes and rules. There are at
-most (largest depth) × (largest family) waves.
+A child's STEP needs the entry budget of its parent, which its parent's own STEP gives, and what the STEPs of its earlier siblings left. So
+children are handled one by one in the order of a `Forest.turn`, by compiled loops (`verify_kernels`):
 
     traversal    a becomes the child's budget, w' the parent's            "Traversal Verification" (2505.12398)
     block        traversal on a chain                                     "Block Verification" (2403.10444)
@@ -23,26 +18,26 @@ most (largest depth) × (largest family) waves.
     multi_step   token-level, i.i.d. siblings in uniformly random order   "SpecInfer" (2305.09781)
     match        the target's own token per node                          algorithms.md, 5.8 and 5.9
 
-Legend: B trees, T nodes of all trees, K atoms, G gathered tokens (the K atoms first), M children of one wave, V vocabulary, P positions.
+Legend: B trees, T nodes of all trees, K atoms, G gathered tokens (the K atoms first), V vocabulary, P positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from rootward.core.arrays import Bools, Floats, Ints, read_only
+from rootward.core.arrays import Bools, Floats, Ints
 from rootward.core.audit import Draws
 from rootward.core.requests import Rule, Sampling
 from rootward.core.rng import Key, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree
 from rootward.core.verification import match
+from rootward.engine import verify_kernels as kernels
 from rootward.engine.noise import bonus_noise, target_noise
 from rootward.engine.sampling import greedy_choice, laws
 
@@ -210,20 +205,22 @@ def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
     vocab = int(probs_TV.shape[1])
     if int(ids_TG.max(initial=-1)) >= vocab:
         raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
-    present = ids_TG >= 0
-    flat = torch.from_numpy(np.flatnonzero(present) // max(ids_TG.shape[1], 1) * vocab + ids_TG[present]).to(
-        probs_TV.device
-    )
-    values = probs_TV.view(-1)
-    gathered = values[flat]
-    values[flat] = 0.0
-    tail_T = _row_sums(probs_TV)
-    values[flat] = gathered
-    both = torch.cat([gathered.to(tail_T.dtype), tail_T]).cpu().numpy().astype(np.float64)  # the host waits
-    at, tail = np.zeros(ids_TG.shape), both[len(gathered) :]
-    at[present] = both[: len(gathered)]
-    whole = at.sum(1) + tail  # float32 softmax: 1 up to rounding
-    return at / whole[:, None], tail / whole
+    at, tail = np.zeros(ids_TG.shape), np.zeros(len(ids_TG))
+    if probs_TV.device.type == "cpu":
+        kernels.gather(probs_TV.numpy(), np.ascontiguousarray(ids_TG), at, tail)
+    else:
+        present = ids_TG >= 0
+        rows = np.nonzero(present)[0]
+        flat = torch.from_numpy(rows * vocab + ids_TG[present]).to(probs_TV.device)
+        values = probs_TV.view(-1)
+        gathered = values[flat]
+        values[flat] = 0.0
+        tail_T = probs_TV.sum(-1, dtype=_widest(probs_TV.device))
+        values[flat] = gathered
+        both = torch.cat([gathered.to(tail_T.dtype), tail_T]).cpu().numpy().astype(np.float64)  # the host waits
+        at[present], tail = both[: len(rows)], both[len(rows) :]
+    kernels.normalise(at, tail)
+    return at, tail
 
 
 @torch.inference_mode()
@@ -290,13 +287,6 @@ def inverse_rows(rows_BV: torch.Tensor, u_B: Floats) -> torch.Tensor:
     return torch.where(total > 0.0, token, -1)[:, 0]
 
 
-def _row_sums(rows_TV: torch.Tensor) -> torch.Tensor:
-    """[T] in double precision."""
-    if rows_TV.device.type == "cpu":  # torch would make a double copy of all rows first
-        return torch.from_numpy(rows_TV.numpy().sum(-1, dtype=np.float64))
-    return rows_TV.sum(-1, dtype=_widest(rows_TV.device))
-
-
 def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
@@ -317,20 +307,22 @@ class Forest:
 
     token, sampled  int64[T], bool[T]  as in `TokenTree`
     parent          int64[T]           number of the parent in the forest; -1 at a root
+    depth           int64[T]           number of draft tokens on the path to each node
     start           int64[B + 1]       first node of each tree, and T
+    turn            int64[T]           order in which nodes are tried: after their parents and earlier siblings
     budgets         bool[T]            traversal and block: the tree of the node passes budgets on
     copies          bool[T]            siblings in its tree are i.i.d. copies, each drawn from the whole row
-    order           float64[T]         siblings are tried by increasing value, equal ones in draw order
     """
 
     algorithm: tuple[str, ...]
     token: Ints
     parent: Ints
     sampled: Bools
+    depth: Ints
     start: Ints
+    turn: Ints
     budgets: Bools
     copies: Bools
-    order: Floats | None
 
     @staticmethod
     def of(
@@ -349,25 +341,29 @@ class Forest:
         unknown = set(algorithm) - set(ALGORITHMS)
         if unknown:
             raise ValueError(f"algorithm: {min(unknown)!r}; choose from {', '.join(ALGORITHMS)}")
-        size = np.array([len(tree) for tree in trees])
-        start = np.concatenate([[0], np.cumsum(size)])
-        parent = np.concatenate([tree.parent for tree in trees])
-        parent = np.where(parent < 0, -1, parent + np.repeat(start[:-1], size))
         for b, (tree, name) in enumerate(zip(trees, algorithm, strict=True)):
             if name == "multi_step" and not tree.sampled[1:].all():
                 raise ValueError(f"sampled: tree {b} has a chosen node; multi_step needs children that are all drawn")
+        size = np.array([len(tree) for tree in trees])
+        start = np.concatenate([[0], np.cumsum(size)])
+        parent = np.concatenate([tree.parent for tree in trees])
+        depth = np.concatenate([tree.depth for tree in trees])
+        turn = np.arange(len(parent))
         random = np.repeat([name == "multi_step" for name in algorithm], size)
-        if random.any() and order is None:
-            raise ValueError("order: None; multi_step needs one uniform per node for the order of siblings")
+        if random.any():
+            if order is None:
+                raise ValueError("order: None; multi_step needs one uniform per node for the order of siblings")
+            turn = np.lexsort((np.where(random, order, 0.0), depth))
         return Forest(
             algorithm=tuple(algorithm),
             token=np.concatenate([tree.token for tree in trees]),
-            parent=parent,
+            parent=np.where(parent < 0, -1, parent + np.repeat(start[:-1], size)),
             sampled=np.concatenate([tree.sampled for tree in trees]),
+            depth=depth,
             start=start,
+            turn=turn,
             budgets=np.repeat([name in ("traversal", "block") for name in algorithm], size),
             copies=random | np.repeat(copies if copies is not None else [False] * len(trees), size),
-            order=np.where(random, order, 0.0) if order is not None and random.any() else None,
         )
 
     def __len__(self) -> int:
@@ -377,62 +373,10 @@ class Forest:
     def num_nodes(self) -> int:
         return len(self.parent)
 
-    @cached_property
-    def tree(self) -> Ints:
-        """int64[T]: the tree of each node."""
-        return np.repeat(np.arange(len(self)), np.diff(self.start))
-
-    @cached_property
-    def depth(self) -> Ints:
-        """int64[T]: number of draft tokens on the path to each node."""
-        return self._along_path((self.parent >= 0).astype(np.int64))
-
-    @cached_property
-    def rank(self) -> Ints:
-        """int64[T]: number of siblings that are tried before."""
-        by_family = (
-            np.argsort(self.parent, kind="stable") if self.order is None else np.lexsort((self.order, self.parent))
-        )
-        place, parent = np.arange(self.num_nodes), self.parent[by_family]
-        first = np.maximum.accumulate(np.where(np.diff(parent, prepend=-2) != 0, place, 0))
-        rank = np.empty(self.num_nodes, dtype=np.int64)
-        rank[by_family] = place - first
-        rank[self.start[:-1]] = 0  # roots are no siblings
-        return rank
-
-    @cached_property
-    def waves(self) -> list[Ints]:
-        """The children that are handled together, wave after wave; parents and earlier siblings come in earlier waves."""
-        wave = self._along_path(np.where(self.parent >= 0, self.rank + 1, 0))
-        order = np.argsort(wave, kind="stable")
-        first = np.searchsorted(wave[order], np.arange(1, wave[order[-1]] + 1))
-        return np.split(order, first)[1:]  # the roots are wave 0
-
-    @cached_property
-    def post_order(self) -> Ints:
-        """int64[T]: tree after tree; in each, children as they are tried with their whole subtrees, then the parent."""
-        size = np.ones(self.num_nodes, dtype=np.int64)
-        for child in reversed(self.waves):
-            size[self.parent[child]] += size[child]
-        place = np.repeat(self.start[:-1], np.diff(self.start))  # of the next descendant to come; in the end, its own
-        for child in self.waves:
-            node = self.parent[child]
-            place[child] = place[node]
-            place[node] += size[child]
-        order = np.empty(self.num_nodes, dtype=np.int64)
-        order[place] = np.arange(self.num_nodes)
-        return order
-
     def name(self, node: int) -> str:
         """A node in words, for messages."""
-        return f"node {node - self.start[self.tree[node]]} of tree {self.tree[node]}"
-
-    def _along_path(self, value: Ints) -> Ints:
-        """int64[T]: sum of value over the path from the root, whose value is 0, to each node: log2(depth) passes."""
-        up = np.where(self.parent < 0, np.arange(self.num_nodes), self.parent)
-        while not np.array_equal(above := up[up], up):  # value[v] is the sum from v up to, but without, up[v]
-            value, up = value + value[up], above
-        return value
+        tree = int(np.searchsorted(self.start, node, side="right")) - 1
+        return f"node {node - self.start[tree]} of tree {tree}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -461,10 +405,6 @@ class ForestLaw:
     column: Ints
     drawn_from: Floats
     offered: Floats
-
-    def __post_init__(self) -> None:
-        for array in (self.stop, self.entry, self.budget, self.ids, self.residual, self.tail, self.tail_scale):
-            read_only(array)
 
     @property
     def block_efficiency(self) -> Floats:
@@ -512,55 +452,73 @@ def forest_law(forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: Arr
     target_at float64[T, G]  target mass at ids (anything where ids is -1)
     tail      float64[T]     target mass outside ids
     """
-    G, n = _draft_rows(forest, ids, weight)
-    p, t = _target_rows(forest, G, target_at, tail)
-    column = _columns(forest, G, n)
-    entry, budget, rest = np.ones(len(t)), np.ones(len(t)), t.copy()
-    drawn_from, offered = np.zeros(G.shape), np.zeros(G.shape)
-    for child in forest.waves:
-        v, j, passes_on = forest.parent[child], column[child], forest.budgets[child]
-        w, target = budget[v], p.take(v, axis=0)
-        q = _child_laws(n.take(v, axis=0), j, forest.sampled[child])
-        drawn_from[child], offered[child] = q, w[:, None] * target
-        entry[child], left_over, p[v], rest[v] = steps(w, target, rest[v], q, j)
-        n[v, j] = np.where(forest.copies[child], n[v, j], 0.0)
-        budget[child] = np.where(passes_on, entry[child], 1.0)  # elsewhere every child starts with the whole budget
-        budget[v] = np.where(passes_on, left_over, 1.0)
-    stop = np.where(forest.budgets, _stop_in_post_order(forest, budget), _stop_from_the_top(forest, entry))
-    scale = np.divide(rest, t, out=np.zeros_like(t), where=t > 0.0)
+    num = forest.num_nodes
+    ids, weight = np.ascontiguousarray(ids, dtype=np.int64), np.asarray(weight)
+    target_at, whole_tail = np.asarray(target_at, dtype=np.float64), np.asarray(tail, dtype=np.float64)
+    if ids.ndim != 2 or len(ids) != num:
+        raise ValueError(f"ids: shape {ids.shape}; give the gathered tokens, [{num}, G], -1 where there is none")
+    if weight.ndim != 2 or len(weight) != num or weight.shape[1] > ids.shape[1]:
+        raise ValueError(
+            f"weight: shape {weight.shape}; give the weights of the atoms, [{num}, K] with K <= {ids.shape[1]}"
+        )
+    if target_at.shape != ids.shape or whole_tail.shape != (num,):
+        shapes = f"{ids.shape}, {target_at.shape}, {whole_tail.shape}"
+        raise ValueError(f"ids, target_at, tail: shapes {shapes}; give [{num}, G], [{num}, G], [{num}]")
+    left = np.zeros(ids.shape)
+    left[:, : weight.shape[1]] = weight
+    residual, rest = np.where(ids < 0, 0.0, target_at), whole_tail.copy()
+    column = np.empty(num, dtype=np.int64)
+    fault, node = kernels.check_rows(ids, left, residual, rest, TOLERANCE)
+    if fault == kernels.OK:
+        fault, node = kernels.find_columns(
+            forest.parent, forest.token, forest.sampled, forest.copies, ids, left, column
+        )
+    if fault != kernels.OK:
+        raise ValueError(_fault(forest, fault, node, float(residual[node].sum() + rest[node])))
+    stop, entry, budget = np.ones(num), np.ones(num), np.ones(num)
+    drawn_from, offered = np.zeros(ids.shape), np.zeros(ids.shape)
+    kernels.ratio_tests(
+        forest.parent,
+        forest.turn,
+        forest.sampled,
+        forest.budgets,
+        forest.copies,
+        column,
+        left,
+        residual,
+        rest,
+        stop,
+        entry,
+        budget,
+        drawn_from,
+        offered,
+    )
     return ForestLaw(
         forest=forest,
         stop=stop,
         entry=entry,
         budget=budget,
-        ids=G,
-        residual=p,
+        ids=ids,
+        residual=residual,
         tail=rest,
-        tail_scale=scale,
+        tail_scale=np.divide(rest, whole_tail, out=np.zeros(num), where=whole_tail > 0.0),
         column=column,
         drawn_from=drawn_from,
         offered=offered,
     )
 
 
-def steps(w: Floats, p: Floats, tail: Floats, q: Floats, j: Ints) -> tuple[Floats, Floats, Floats, Floats]:
-    """STEP for M children: (a[M], w'[M], P'[M, G], t'[M]) from w[M], p[M, G], tail[M], q[M, G] and the columns j[M] of their tokens."""
-    row = np.arange(len(j))
-    rest = w[:, None] * p
-    accept = np.minimum(1.0, rest[row, j] / q[row, j])
-    rest -= q
-    np.maximum(rest, 0.0, out=rest)
-    mass = rest.sum(axis=1) + w * tail
-    whole = mass + (1.0 - w)  # in this form nothing of a small S is lost when w is near 1
-    left_over = np.divide(mass, whole, out=np.ones_like(w), where=whole > 0.0)
-    nothing = mass == 0.0
-    divisor = np.where(nothing, 1.0, mass)
-    rest /= divisor[:, None]
-    tail_left = w * tail / divisor
-    if nothing.any():
-        rest[nothing], tail_left[nothing] = p[nothing], tail[nothing]
-        accept[nothing & (w == 1.0) & (accept > 0.0)] = 1.0  # P = Q up to rounding: `step.nothing_left`
-    return accept, left_over, rest, tail_left
+def _fault(forest: Forest, fault: int, node: int, mass: float) -> str:
+    """The message for what a kernel found wrong at a node."""
+    name, token = forest.name(node), forest.token[node]
+    return {
+        kernels.BAD_WEIGHT: "weight: negative, not finite, or given where ids is -1; give the weights of the atoms",
+        kernels.REPEATED_ID: "ids: a row names a token twice; give each atom once",
+        kernels.BAD_TARGET: f"target_at, tail: row {node}, {name}, sums to {mass}; give the target law at ids and its rest",
+        kernels.NO_COLUMN: f"ids: no token {token} in the row of {name}'s parent; use gather_ids(forest, atoms)",
+        kernels.REPEATED_CHILD: f"token: siblings below {name} repeat a token; drawn children are without replacement",
+        kernels.NO_WEIGHT: f"weight: none for token {token} of {name}; send the row the child was drawn from",
+    }[fault]
 
 
 def stop_nodes(law: ForestLaw, coins: ArrayLike) -> Ints:
@@ -568,128 +526,8 @@ def stop_nodes(law: ForestLaw, coins: ArrayLike) -> Ints:
 
     coins float64[T] in [0, 1), one per node; those of the roots are not used.
     """
-    u, forest = np.asarray(coins, dtype=np.float64), law.forest
+    u, forest = np.ascontiguousarray(coins, dtype=np.float64), law.forest
     if u.shape != (forest.num_nodes,):
         raise ValueError(f"coins: shape {u.shape}; give one per node, {forest.num_nodes}")
-    root = forest.start[:-1]
-    budgets = forest.budgets[root]
-    stop = root
-    if budgets.any():  # the first node in post-order that succeeds; the root always does
-        order, place = forest.post_order, np.arange(forest.num_nodes)
-        success = (u[order] < law.budget[order]) | (forest.parent[order] < 0)
-        stop = order[np.minimum.reduceat(np.where(success, place, len(place)), root)]
-    if not budgets.all():  # from the root into the first child that is accepted
-        accepted = np.flatnonzero((u < law.entry) & (forest.parent >= 0))
-        accepted = accepted[np.argsort(-forest.rank[accepted], kind="stable")]
-        down = np.arange(forest.num_nodes)
-        down[forest.parent[accepted]] = accepted  # of several the last assignment holds: the first that is tried
-        while not np.array_equal(below := down[down], down):
-            down = below
-        stop = np.where(budgets, stop, down[root])
-    return stop
-
-
-def _draft_rows(forest: Forest, ids: ArrayLike, weight: ArrayLike) -> tuple[Ints, Floats]:
-    """(a view of ids int64[T, G], our own copy of weight widened to float64[T, G]), or a ValueError."""
-    G, n, T = np.asarray(ids, dtype=np.int64).view(), np.asarray(weight), forest.num_nodes
-    if G.ndim != 2 or len(G) != T:
-        raise ValueError(f"ids: shape {G.shape}; give the gathered tokens, [{T}, G], -1 where there is none")
-    if n.ndim != 2 or len(n) != T or n.shape[1] > G.shape[1]:
-        raise ValueError(f"weight: shape {n.shape}; give the weights of the atoms, [{T}, K] with K <= {G.shape[1]}")
-    wide = np.zeros(G.shape)
-    wide[:, : n.shape[1]] = n
-    pad = G < 0
-    lightest, heaviest = wide.min(initial=0.0), wide.max(initial=0.0)  # NaN wins, and fails every comparison
-    if not (lightest >= 0.0 and heaviest < np.inf) or ((wide > 0.0) & pad).any():
-        raise ValueError("weight: negative, not finite, or given where ids is -1; give the weights of the atoms")
-    ordered = G[~pad.all(axis=1)]
-    ordered.sort(axis=1)
-    if ((ordered[:, 1:] == ordered[:, :-1]) & ~(ordered[:, 1:] < 0)).any():
-        raise ValueError("ids: a row names a token twice; give each atom once")
-    return G, wide
-
-
-def _columns(forest: Forest, ids: Ints, weight: Floats) -> Ints:
-    """int64[T]: where each node's token stands among the gathered tokens of its parent; 0 at roots.
-
-    ids [T, G], weight [T, G]. ValueError if it is not there, is there for a sibling too, or if a drawn one has no weight.
-    """
-    column, child = np.zeros(forest.num_nodes, dtype=np.int64), np.flatnonzero(forest.parent >= 0)
-    if not len(child):
-        return column
-    v, token = forest.parent[child], forest.token[child]
-    present = np.zeros(len(child), dtype=np.bool_)
-    if ids.shape[1]:
-        found = ids.take(v, axis=0) == token[:, None]
-        column[child] = found.argmax(axis=1)
-        present = found[np.arange(len(child)), column[child]]
-    if not present.all():
-        node = int(child[np.argmin(present)])
-        x = forest.token[node]
-        raise ValueError(f"ids: no token {x} in the row of {forest.name(node)}'s parent; use gather_ids(forest, atoms)")
-    siblings = ~forest.copies[child]
-    places = np.sort((v * ids.shape[1] + column[child])[siblings])
-    repeated = places[1:] == places[:-1]
-    if repeated.any():
-        node = int(places[np.argmax(repeated)]) // ids.shape[1]
-        raise ValueError(
-            f"token: siblings below {forest.name(node)} repeat a token; drawn children are without replacement"
-        )
-    drawn = forest.sampled[child]
-    empty = drawn & ~(weight[v, column[child]] > 0.0)
-    if empty.any():
-        node = int(child[np.argmax(empty)])
-        x = forest.token[node]
-        raise ValueError(f"weight: none for token {x} of {forest.name(node)}; send the row the child was drawn from")
-    return column
-
-
-def _child_laws(n: Floats, j: Ints, sampled: Bools) -> Floats:
-    """float64[M, G]: the law each child was drawn from; n [M, G]: weights of its parent's row without earlier siblings.
-
-    n is a copy and is used up."""
-    total = n.sum(axis=1)
-    total[~sampled] = np.inf  # a chosen child: one-hot
-    n /= total[:, None]
-    chosen = np.flatnonzero(~sampled)
-    n[chosen, j[chosen]] = 1.0
-    return n
-
-
-def _stop_in_post_order(forest: Forest, budget: Floats) -> Floats:
-    """float64[T]: probability that each node is the first of its tree in post-order whose coin falls below its budget."""
-    order = forest.post_order
-    tree, place = forest.tree, np.arange(len(order)) - forest.start[forest.tree]  # post-order goes tree by tree as well
-    failed = np.ones((len(forest), int(place.max()) + 2))
-    failed[tree, place + 1] = 1.0 - budget[order]
-    stop = np.empty(len(order))
-    stop[order] = budget[order] * np.cumprod(failed, axis=1)[tree, place]
-    return stop
-
-
-def _stop_from_the_top(forest: Forest, entry: Floats) -> Floats:
-    """float64[T]: where a walk ends that enters each child, as they are tried, with the child's own probability."""
-    stop = (forest.parent < 0).astype(np.float64)
-    for child in forest.waves:
-        v = forest.parent[child]
-        stop[child] = stop[v] * entry[child]  # stop[v]: probability of reaching v and passing the earlier siblings
-        stop[v] *= 1.0 - entry[child]
-    return stop
-
-
-def _target_rows(forest: Forest, ids: Ints, target_at: ArrayLike, tail: ArrayLike) -> tuple[Floats, Floats]:
-    """(target_at with 0 at pads, tail), our own copies."""
-    at, t, T = np.asarray(target_at, dtype=np.float64), np.array(tail, dtype=np.float64), forest.num_nodes
-    if at.shape != ids.shape or t.shape != (T,):
-        shapes = f"{ids.shape}, {at.shape}, {t.shape}"
-        raise ValueError(f"ids, target_at, tail: shapes {shapes}; give [{T}, G], [{T}, G], [{T}]")
-    p = np.where(ids < 0, 0.0, at)
-    whole = p.sum(axis=1) + t
-    wrong = ~((np.abs(whole - 1.0) <= TOLERANCE) & (t >= 0.0))  # NaN fails every comparison
-    if p.min(initial=0.0) < 0.0:
-        wrong |= (p < 0.0).any(axis=1)
-    if wrong.any():
-        node = int(np.argmax(wrong))
-        given = f"row {node}, {forest.name(node)}, sums to {whole[node]}"
-        raise ValueError(f"target_at, tail: {given}; give the target law at ids and its rest")
-    return p, t
+    stop: Ints = kernels.stop_nodes(forest.parent, forest.turn, forest.budgets, law.entry, law.budget, u)
+    return stop[forest.start[:-1]]

@@ -20,6 +20,7 @@ from rootward.core.rng import Key, bonus_coin, bonus_gumbel
 from rootward.core.tree import root_only
 from rootward.core.verification.step import step
 from rootward.engine import verify
+from rootward.engine import verify_kernels as kernels
 from rootward.engine.verify import (
     Forest,
     ForestLaw,
@@ -30,7 +31,6 @@ from rootward.engine.verify import (
     gather_ids,
     inverse_rows,
     shared_bonus,
-    steps,
     stop_nodes,
 )
 
@@ -194,7 +194,7 @@ def test_a_round_has_the_same_law_alone_and_in_a_batch():
         for b, (case, r) in enumerate(zip(batch.cases, batch.rounds, strict=True)):
             alone = Batch.of([case], [r], batch.order[batch.nodes(b)]).law
             for name in ("stop", "entry", "budget", "tail", "tail_scale"):
-                np.testing.assert_allclose(getattr(batch.law, name)[batch.nodes(b)], getattr(alone, name), atol=1e-12)
+                np.testing.assert_array_equal(getattr(batch.law, name)[batch.nodes(b)], getattr(alone, name))
 
 
 def test_copies_verified_as_drawn_without_replacement_have_another_law():
@@ -337,17 +337,14 @@ STEPS = {  # w, P, tail, Q, column: what rounding makes of the cases of STEP
 }
 
 
-def test_steps_are_the_step_row_by_row():
+def test_the_compiled_step_is_that_of_the_oracle():
     """The tail is one more token to the oracle."""
-    w, p, tail, q, j = (np.array(column) for column in zip(*STEPS.values(), strict=True))
-    before = p.copy()
-    got = steps(w, p, tail, q, j)
-    for i, case in enumerate(STEPS):
-        whole, law = np.append(p[i], tail[i]), np.append(q[i], 0.0)
-        a, left, rest = step(float(w[i]), whole, law, int(j[i]))
-        assert (got[0][i], got[1][i]) == pytest.approx((a, left), rel=1e-12, abs=1e-15), case
-        np.testing.assert_allclose(np.append(got[2][i], got[3][i]), rest, rtol=1e-12, atol=1e-15, err_msg=case)
-    np.testing.assert_array_equal(p, before)
+    for case, (w, p, tail, q, column) in STEPS.items():
+        a, left, rest = step(w, np.append(p, tail), np.append(q, 0.0), column)
+        residual = np.array(p)
+        *got, tail_left = kernels.step(w, residual, tail, np.array(q), column)
+        assert got == pytest.approx((a, left), rel=1e-12, abs=1e-15), case
+        np.testing.assert_allclose(np.append(residual, tail_left), rest, rtol=1e-12, atol=1e-15, err_msg=case)
 
 
 def forest_of(trees: list[TokenTree], algorithm: str = "traversal") -> Forest:
@@ -372,23 +369,43 @@ def test_a_forest_knows_its_trees():
     for b, tree in enumerate(trees):
         nodes = slice(forest.start[b], forest.start[b + 1])
         np.testing.assert_array_equal(forest.depth[nodes], tree.depth)
-        np.testing.assert_array_equal(forest.post_order[nodes] - forest.start[b], tree.post_order)
-        ranks = {child: i for family in tree.children for i, child in enumerate(family)}
-        assert forest.rank[nodes].tolist() == [0, *(ranks[node] for node in range(1, len(tree)))]
+        assert forest.name(int(nodes.stop) - 1) == f"node {len(tree) - 1} of tree {b}"
     assert len(forest) == len(trees)
 
 
-def test_parents_and_earlier_siblings_come_in_earlier_waves():
-    forest = forest_of(shapes(np.random.default_rng(1)))
-    wave = np.zeros(forest.num_nodes, dtype=int)
-    for i, children in enumerate(forest.waves):
-        wave[children] = i + 1
-        assert len(set(forest.parent[children])) == len(children) > 0
+@pytest.mark.parametrize("algorithm", ["traversal", "multi_step"])
+def test_nodes_are_tried_after_their_parents_and_earlier_siblings(algorithm):
+    rng = np.random.default_rng(1)
+    trees = shapes(rng)
+    order = rng.random(sum(map(len, trees)))
+    forest = Forest.of(trees, [algorithm] * len(trees), order=order)
+    assert sorted(forest.turn) == list(range(forest.num_nodes))
+    turn = np.empty(forest.num_nodes, dtype=int)
+    turn[forest.turn] = np.arange(forest.num_nodes)
     child = np.flatnonzero(forest.parent >= 0)
-    assert (wave[child] > wave[forest.parent[child]]).all()
+    assert (turn[child] > turn[forest.parent[child]]).all()
+    key = order if algorithm == "multi_step" else np.arange(forest.num_nodes)
     for a in child:
-        assert (wave[child[(forest.parent[child] == forest.parent[a]) & (child > a)]] > wave[a]).all()
-    assert sorted(np.concatenate(forest.waves)) == child.tolist()
+        siblings = child[forest.parent[child] == forest.parent[a]]
+        assert (turn[siblings[key[siblings] > key[a]]] > turn[a]).all()
+
+
+def test_the_stop_node_is_the_first_success_in_post_order():
+    rng = np.random.default_rng(2)
+    trees = shapes(rng)
+    forest = forest_of(trees)
+    success = rng.random(forest.num_nodes) < 0.3
+    stop = kernels.stop_nodes(
+        forest.parent,
+        forest.turn,
+        forest.budgets,
+        np.zeros(len(success)),
+        success.astype(float),
+        np.full(len(success), 0.5),
+    )
+    for b, tree in enumerate(trees):
+        first = int(forest.start[b])
+        assert stop[first] - first == next(v for v in tree.post_order.tolist() if v == 0 or success[first + v])
 
 
 def test_gather_ids_adds_tokens_of_chosen_children_that_are_no_atoms():

@@ -1,0 +1,193 @@
+"""The loops of `rootward.engine.verify` over nodes and atoms, compiled by numba.
+
+A round reads a few thousand numbers in steps that depend on each other. As array operations that is some hundred calls of numpy for each
+level of a tree; compiled loops take microseconds, and each number of a round is computed in one order, whatever else is in the batch.
+
+Kernels are compiled on import, for the types that are named, and kept in the user's cache directory.
+
+Legend: B trees, T nodes of all trees, G gathered tokens of a node, V vocabulary.
+"""
+
+# mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from rootward.engine import cpu_kernels  # noqa: F401  it tells numba where to keep kernels
+
+exact = {"nogil": True, "cache": True, "error_model": "numpy"}
+I1, I2 = numba.int64[::1], numba.int64[:, ::1]
+F1, F2 = numba.float64[::1], numba.float64[:, ::1]
+B1 = numba.bool_[::1]
+F32_2 = numba.float32[:, ::1]
+
+# What `check_rows` and `find_columns` can find wrong.
+OK, BAD_WEIGHT, REPEATED_ID, BAD_TARGET, NO_COLUMN, REPEATED_CHILD, NO_WEIGHT = range(7)
+
+
+@numba.njit([numba.void(F32_2, I2, F2, F1), numba.void(F2, I2, F2, F1)], fastmath={"reassoc", "contract"}, **exact)
+def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
+    """at[T, G] = mass of probs[T, V] at ids[T, G], 0 where the id is -1; tail[T] = mass of all other tokens.
+
+    The tail is summed over the complement: 1 − Σ would keep only the rounding errors of a small tail. probs is changed and restored.
+    """
+    num_nodes, num_ids = ids.shape
+    for t in range(num_nodes):
+        row = probs[t]
+        for g in range(num_ids):
+            at[t, g] = row[ids[t, g]] if ids[t, g] >= 0 else 0.0
+        for g in range(num_ids):
+            if ids[t, g] >= 0:
+                row[ids[t, g]] = 0.0
+        total = 0.0
+        for x in range(len(row)):
+            total += row[x]
+        tail[t] = total
+        for g in range(num_ids):
+            if ids[t, g] >= 0:
+                row[ids[t, g]] = at[t, g]
+
+
+@numba.njit(numba.void(F2, F1), **exact)
+def normalise(at: Any, tail: Any) -> None:
+    """Divide at[T, G] and tail[T] by the mass of their row, which is 1 up to the rounding of a softmax in float32."""
+    for t in range(len(tail)):
+        whole = tail[t]
+        for g in range(at.shape[1]):
+            whole += at[t, g]
+        for g in range(at.shape[1]):
+            at[t, g] /= whole
+        tail[t] /= whole
+
+
+@numba.njit(numba.types.UniTuple(numba.int64, 2)(I2, F2, F2, F1, numba.float64), **exact)
+def check_rows(ids: Any, weight: Any, target: Any, tail: Any, tolerance: float) -> tuple[int, int]:
+    """(OK, 0), or (fault, node) of the first row that is wrong."""
+    num_nodes, num_ids = ids.shape
+    for v in range(num_nodes):
+        total = tail[v]
+        lightest = tail[v]
+        for g in range(num_ids):
+            if not 0.0 <= weight[v, g] < np.inf or (weight[v, g] > 0.0 and ids[v, g] < 0):  # NaN fails every comparison
+                return BAD_WEIGHT, v
+            total += target[v, g]
+            lightest = min(lightest, target[v, g])
+        if not abs(total - 1.0) <= tolerance or not lightest >= 0.0:
+            return BAD_TARGET, v
+        ordered = np.sort(ids[v])
+        for g in range(1, num_ids):
+            if ordered[g] == ordered[g - 1] and ordered[g] >= 0:
+                return REPEATED_ID, v
+    return OK, 0
+
+
+@numba.njit(numba.types.UniTuple(numba.int64, 2)(I1, I1, B1, B1, I2, F2, I1), **exact)
+def find_columns(
+    parent: Any, token: Any, sampled: Any, copies: Any, ids: Any, weight: Any, column: Any
+) -> tuple[int, int]:
+    """column[T] = where the token of each node is among the ids[T, G] of its parent, 0 at roots. (OK, 0), or (fault, node)."""
+    taken = np.zeros(ids.shape, dtype=np.bool_)  # by a sibling
+    for c in range(len(parent)):
+        v, column[c] = parent[c], 0
+        if v < 0:
+            continue
+        while column[c] < ids.shape[1] and ids[v, column[c]] != token[c]:
+            column[c] += 1
+        if column[c] == ids.shape[1]:
+            return NO_COLUMN, c
+        if taken[v, column[c]] and not copies[c]:
+            return REPEATED_CHILD, v
+        if sampled[c] and not weight[v, column[c]] > 0.0:
+            return NO_WEIGHT, c
+        taken[v, column[c]] = True
+    return OK, 0
+
+
+@numba.njit(numba.types.UniTuple(numba.float64, 3)(numba.float64, F1, numba.float64, F1, numba.int64), **exact)
+def step(w: float, p: Any, tail: float, q: Any, column: int) -> tuple[float, float, float]:
+    """STEP (`rootward.core.verification.step`) for a row whose tokens outside p[G] have mass `tail` and no draft mass.
+
+    Returns (acceptance budget of the child in this column, what is left of w, tail of the residual); p becomes the residual.
+    """
+    accept = min(1.0, w * p[column] / q[column])
+    mass = w * tail
+    for g in range(len(p)):
+        mass += max(w * p[g] - q[g], 0.0)
+    if mass == 0.0:  # with w = 1 this is P = Q up to rounding: `step.nothing_left`
+        return (1.0 if w == 1.0 and accept > 0.0 else accept), (1.0 if w == 1.0 else 0.0), tail
+    for g in range(len(p)):
+        p[g] = max(w * p[g] - q[g], 0.0) / mass
+    return (
+        accept,
+        mass / (mass + (1.0 - w)),
+        w * tail / mass,
+    )  # in this form nothing of a small mass is lost when w is near 1
+
+
+@numba.njit(numba.void(I1, I1, B1, B1, B1, I1, F2, F2, F1, F1, F1, F1, F2, F2), **exact)
+def ratio_tests(
+    parent: Any,
+    turn: Any,
+    sampled: Any,
+    budgets: Any,
+    copies: Any,
+    column: Any,
+    weight: Any,
+    residual: Any,
+    tail: Any,
+    stop: Any,
+    entry: Any,
+    budget: Any,
+    drawn_from: Any,
+    offered: Any,
+) -> None:
+    """The STEPs of all children in the order `turn`, and the probability that the round stops at each node.
+
+    residual[T, G] and tail[T] hold the target and become the residual distributions; weight[T, G] loses what was drawn without
+    replacement. stop, entry and budget [T] start as ones, drawn_from and offered [T, G] as zeros (see `verify.ForestLaw`).
+    """
+    num_ids = residual.shape[1]
+    for c in turn:
+        v = parent[c]
+        if v < 0:
+            continue
+        if sampled[c]:
+            total = weight[v].sum()
+            for g in range(num_ids):
+                drawn_from[c, g] = weight[v, g] / total
+        else:
+            drawn_from[c, column[c]] = 1.0
+        for g in range(num_ids):
+            offered[c, g] = budget[v] * residual[v, g]
+        entry[c], left, tail[v] = step(budget[v], residual[v], tail[v], drawn_from[c], column[c])
+        if not copies[c]:
+            weight[v, column[c]] = 0.0
+        if budgets[c]:
+            budget[c], budget[v] = entry[c], left
+    # With budgets the round stops at the first node in post-order that succeeds; without, it enters the first child that is accepted.
+    failed = 1.0 - budget  # probability that no node of the subtree succeeds
+    for c in turn[::-1]:
+        if parent[c] >= 0:
+            failed[parent[c]] *= failed[c]
+    for c in turn:  # stop[v]: probability that the round comes to v and has passed the children so far
+        v = parent[c]
+        if v >= 0:
+            stop[c] = stop[v] if budgets[c] else stop[v] * entry[c]
+            stop[v] *= failed[c] if budgets[c] else 1.0 - entry[c]
+    stop *= budget
+
+
+@numba.njit(I1(I1, I1, B1, F1, F1, F1), **exact)
+def stop_nodes(parent: Any, turn: Any, budgets: Any, entry: Any, budget: Any, coins: Any) -> Any:
+    """int64[T]: where a round that enters the subtree of each node stops; -1 if no node of the subtree succeeds."""
+    stop = np.arange(len(parent))
+    for v in range(len(parent)):
+        if budgets[v] and parent[v] >= 0 and not coins[v] < budget[v]:
+            stop[v] = -1
+    for c in turn[::-1]:  # so that the child that is tried first has the last word
+        if parent[c] >= 0 and (stop[c] >= 0 if budgets[c] else coins[c] < entry[c]):
+            stop[parent[c]] = stop[c]
+    return stop
