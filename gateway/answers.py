@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar
@@ -22,7 +22,7 @@ from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
 from rootward.ports import ModelInfo
 
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes the same number
-OPENING_TOKENS = 8  # at the end of a prompt, which hold an opening tag
+OPENING_TOKENS = 8  # at the end of a prompt, in which an opening tag is looked for
 
 Json = dict[str, object]
 
@@ -40,7 +40,7 @@ TokenNames = Callable[[int], TokenName]
 
 
 def token_names(tokenizer: Tokenizer) -> TokenNames:
-    """The names of tokens, cached: log-probabilities name the same tokens again and again."""
+    """The names of tokens, cached, because log-probabilities name few tokens many times."""
 
     @lru_cache(1 << 16)
     def name(token: int) -> TokenName:
@@ -54,12 +54,12 @@ def token_names(tokenizer: Tokenizer) -> TokenNames:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """One answer in the making: the state of a stream, and what the request wants to be told."""
+    """One answer in progress: the state of its stream, and which fields the request asks for."""
 
     id_prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
-    typed_events: ClassVar[bool] = False  # events of the stream go by their types, and [DONE] does not end them
+    typed_events: ClassVar[bool] = False  # events of the stream are named by their types, and no [DONE] ends them
 
     body: GenerationBody
     request: GenerateRequest
@@ -76,18 +76,18 @@ class Answer:
         self.tally.num_choices = self.request.n
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
-        """A choice of the whole answer, its index and token ids left out."""
+        """A choice of the whole answer, without its index and token ids."""
         raise NotImplementedError
 
     def _chunk_choices(
         self, index: int, spans: Sequence[Span], ending: Ending | None, *, text_at: int, first: bool
     ) -> list[Json]:
-        """The choices of a delta, one per chunk, that begins at character `text_at`; the first of them carries the tokens."""
+        """The choices of a delta that begins at character `text_at`, one per chunk; the first of them carries the tokens."""
         raise NotImplementedError
 
     @property
-    def tells_prompt(self) -> bool:
-        """Token by token, which takes time in its length."""
+    def shows_prompt(self) -> bool:
+        """The answer has the prompt token by token, which takes time in its length."""
         return self.body.echoes or self.body.prompt_logprobs is not None
 
     @property
@@ -96,12 +96,12 @@ class Answer:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of all outputs, told apart from the answer."""
+        """Number of tokens of thoughts, in all outputs."""
         return 0
 
     @property
     def resumable(self) -> bool:
-        """A position in the text says where the stream is: there is one text, and all of it is told as it comes."""
+        """A position in the text says where the stream is: there is one text, and all of it is sent as it comes."""
         return self.num_outputs == 1
 
     def whole(self, spans: Mapping[int, Sequence[Span]]) -> Json:
@@ -109,7 +109,7 @@ class Answer:
         choices = []
         for index, ending in sorted(self.tally.endings.items()):
             shown = self._with_echo(index, spans[index])
-            choice = self._whole_choice(index, shown, ending) | self._about_prompt(index)
+            choice = self._whole_choice(index, shown, ending) | self._prompt_logprobs(index)
             choices.append(self._numbered(index, shown, choice))
         return self._object(choices, self.whole_object) | {"usage": self._usage()} | self._metrics()
 
@@ -122,7 +122,7 @@ class Answer:
         self._num_sent[index] = at + len(text_of(spans))
         choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
         if first and choices:
-            choices[0] |= self._about_prompt(index)
+            choices[0] |= self._prompt_logprobs(index)
         tokens = [spans, *[()] * len(choices)]
         choices = [self._numbered(index, own, choice) for own, choice in zip(tokens, choices, strict=False)]
         if self.body.return_trees and choices:
@@ -133,25 +133,25 @@ class Answer:
         return [self._object([choice], self.chunk_object) | usage for choice in choices]
 
     def last(self) -> Json | None:
-        """The extra chunk that `stream_options.include_usage` asks for."""
+        """The chunk with the usage, if `stream_options.include_usage` asks for it."""
         if self.body.stream_options is None or not self.body.stream_options.include_usage:
             return None
         return self._object([], self.chunk_object) | {"usage": self._usage()} | self._metrics()
 
     async def settled(self, final: Json) -> Json:
-        """The whole answer or the last chunk, when what must be done before a client hears of it is done."""
+        """The whole answer or the last chunk, after the work that must precede its sending."""
         return final
 
     def failure(self, error: Json) -> Json:
-        """The last chunk of a stream that fails; error: an object of OpenAI's errors."""
+        """The last chunk of a stream that fails; error: the body of an error response."""
         return error
 
     def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
-        """With the prompt, and the log-probabilities of all its tokens but the first where they are wanted."""
+        """The spans, after those of an echoed prompt, whose tokens but the first have log-probabilities if the request asks for them."""
         if not self.body.echoes:
             return spans
         echoed, logprobs = self.spans_of_prompt(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
-        if self.logprobs and logprobs:  # a resumed stream does not know those of its prompt any more
+        if self.logprobs and logprobs:  # a resumed stream has those of its prompt no more
             rest = (replace(span, logprob=of) for span, of in zip(echoed[1:], logprobs, strict=True))
             echoed = [*echoed[:1], *rest]
         return (*echoed, *(() if self.body.only_echoes else spans))
@@ -170,7 +170,7 @@ class Answer:
         ids = {"token_ids": [s.token for s in spans], "accepted": [s.accepted for s in spans]}
         return {"index": index, **choice, **(ids if self.body.return_token_ids else {})}
 
-    def _about_prompt(self, index: int) -> Json:
+    def _prompt_logprobs(self, index: int) -> Json:
         """vLLM's `prompt_logprobs`."""
         if self.body.prompt_logprobs is None:
             return {}
@@ -183,7 +183,7 @@ class Answer:
         return usage_object(shown, reasoning_tokens=self.num_reasoning_tokens)
 
     def _metrics(self) -> Json:
-        """Of a single output, as in vLLM, where the request speaks of speculation."""
+        """vLLM's statistics of a single output, if the request has `speculation`."""
         if self.body.speculation is None:
             return {}
         ending = self.tally.only
@@ -207,14 +207,14 @@ class CompletionAnswer(Answer):
 
 @dataclass(slots=True, kw_only=True)
 class ChatAnswer(Answer):
-    """/v1/chat/completions. The first chunk has the role, the last one how it ended and nothing else. A tool call is told by a chunk with
-    its id and name, then by pieces of its arguments."""
+    """/v1/chat/completions. The first chunk has the role, the last one the finish reason and nothing else. A tool call is a chunk with its
+    id and name, then chunks with pieces of its arguments."""
 
     id_prefix, whole_object, chunk_object = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    calls: Callable[[], CallParser] | None = None  # finds the calls of an output; None: there are no tools
+    calls: Callable[[], CallParser] | None = None  # makes the parser of an output; None: there are no tools
     named: bool = False  # the request names the function that is called
-    reasoning: bool = False  # thoughts in tags are told apart
+    reasoning: bool = False  # thoughts in tags are separated from the text
     _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
     _thoughts: dict[int, ThoughtParser] = field(default_factory=dict)  # by output
     _calling: set[int] = field(default_factory=set)  # outputs with calls
@@ -251,8 +251,8 @@ class ChatAnswer(Answer):
         deltas: list[Json] = [{"reasoning_content": reasoning}] if reasoning else []
         deltas += [{"content": part} if isinstance(part, str) else {"tool_calls": [call_delta(part)]} for part in parts]
         details = self.logprobs or self.body.return_token_ids or self.body.return_trees
-        told_as_it_comes = self.calls is None and not self.reasoning
-        if not deltas and (first or (spans and (details or told_as_it_comes))):
+        unparsed = self.calls is None and not self.reasoning
+        if not deltas and (first or (spans and (details or unparsed))):
             deltas = [{"content": ""}]
         if first:
             deltas[0] = {"role": "assistant", **deltas[0]}
@@ -264,7 +264,7 @@ class ChatAnswer(Answer):
         return choices
 
     def _parts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, list[str | CallPart]]:
-        """(thoughts, text and calls), as far as they are known."""
+        """(thoughts, texts and pieces of calls) that are final after these spans."""
         reasoning, text = self._without_thoughts(index, spans, ended=ended)
         if self.calls is None:
             return reasoning, [text] if text else []
@@ -277,7 +277,7 @@ class ChatAnswer(Answer):
         return reasoning, parts
 
     def _without_thoughts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, str]:
-        """(thoughts, the rest of the text)"""
+        """(thoughts, the rest of the text) that are final after these spans."""
         if not self.reasoning:
             return "", text_of(spans)
         if index not in self._thoughts:
@@ -290,7 +290,7 @@ class ChatAnswer(Answer):
         return "".join(thoughts for thoughts, _ in pieces), "".join(text for _, text in pieces)
 
     def _finish(self, index: int, ending: Ending) -> Json:
-        """OpenAI says "tool_calls" of calls that the model chose."""
+        """OpenAI's "tool_calls" is the reason of calls that the model chose."""
         chosen = index in self._calling and not self.named and ending.reason is FinishReason.STOP
         return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
@@ -299,7 +299,7 @@ class ChatAnswer(Answer):
 
 
 def call_id() -> str:
-    """Of nine letters and digits, which the templates of all models accept."""
+    """A new id of nine letters and digits, which the templates of all models accept."""
     return uuid.uuid4().hex[:9]
 
 
@@ -345,19 +345,10 @@ def usage_object(counts: Usage, *, reasoning_tokens: int = 0) -> Json:
 def speculation_object(stats: SpeculationStats) -> Json:
     """Names and meanings of vLLM: the acceptance length counts the bonus token."""
     rate = stats.num_accepted_draft_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0.0
-    return {
-        "num_spec_steps": stats.num_spec_steps,
-        "num_plain_steps": stats.num_plain_steps,
-        "num_draft_tokens": stats.num_draft_tokens,
-        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+    return asdict(stats) | {
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": rate,
         "block_efficiency": stats.block_efficiency,
-        "acceptance_histogram": list(stats.acceptance_histogram),
-        "num_drafter_misses": stats.num_drafter_misses,
-        "drafter": stats.drafter,
-        "verification": stats.verification,
-        "seed": stats.seed,
     }
 
 
@@ -383,8 +374,7 @@ def fingerprint(model: ModelInfo, version: str) -> str:
 
 
 def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) -> Json:
-    """One entry per token, null where there is none (the first token of an echoed prompt). The emitted token is always among its
-    top ones."""
+    """One entry per token, null for one without (the first token of an echoed prompt). The emitted token is always among the top ones."""
     return {
         "tokens": [names(span.token).text for span in spans],
         "token_logprobs": [None if s.logprob is None else _number(s.logprob.logprob) for s in spans],
@@ -398,7 +388,7 @@ def chat_logprobs(spans: Sequence[Span], names: TokenNames) -> Json:
 
 
 def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[Json]:
-    """An entry for each token."""
+    """One entry per token that has a log-probability."""
     content = []
     for span in spans:
         if span.logprob is not None:
@@ -408,7 +398,7 @@ def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[Json]:
 
 
 def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], names: TokenNames) -> list[Json | None]:
-    """vLLM's shape: by token id, of every prompt token; the first has none."""
+    """vLLM's form: one object by token ids per prompt token, null for the first."""
     entries: list[Json | None] = [None]
     for token, of in zip(prompt[1:], logprobs, strict=False):
         pairs = {**dict(of.top), token: of.logprob}
@@ -417,7 +407,7 @@ def prompt_logprobs(logprobs: Sequence[TokenLogprob], prompt: Sequence[int], nam
 
 
 def _top_by_text(token: int, of: TokenLogprob, names: TokenNames) -> dict[str, float]:
-    """Of two tokens with the same text the later one goes by its id."""
+    """Log-probabilities by text. The second of two tokens with the same text is named by its id."""
     seen: dict[str, tuple[int, float]] = {}
     for candidate, logprob in [*of.top, (token, of.logprob)]:
         text = names(candidate).text

@@ -21,7 +21,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 import rootward
-from gateway import response_schemas, schemas
+from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card, token_names
 from gateway.auth import tenant
 from gateway.http_errors import error_response, invalid_body, json_response, simple_error
@@ -42,7 +42,7 @@ PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
     "cache-control": "no-cache",
 }
 REFUSAL: dict[int | str, dict[str, Any]] = {
-    "default": {"model": schemas.Error, "description": "A refusal or a failure."}
+    "default": {"model": answer_schemas.Error, "description": "A refusal or a failure."}
 }
 EVENTS = {
     "text/event-stream": {"schema": {"type": "string"}}
@@ -121,17 +121,17 @@ def build_app(
         form_field = "tools" if form is not None else ""
         return generation(request, body, answer, structure=structure, form_field=form_field)
 
-    @app.post("/v1/completions", responses=_answers(schemas.Completion, EVENTS))
+    @app.post("/v1/completions", responses=_answers(answer_schemas.Completion, EVENTS))
     async def completions(request: Request, body: schemas.CompletionRequest) -> Response:
         """Continues prompts."""
         return generation(request, body, CompletionAnswer)
 
-    @app.post("/v1/chat/completions", responses=_answers(schemas.ChatCompletion, EVENTS))
+    @app.post("/v1/chat/completions", responses=_answers(answer_schemas.ChatCompletion, EVENTS))
     async def chat_completions(request: Request, body: schemas.ChatRequest) -> Response:
         """Answers a conversation, with tools where the model has them."""
         return chat(request, body, ChatAnswer)
 
-    @app.post("/v1/responses", responses=_answers(response_schemas.Response, EVENTS))
+    @app.post("/v1/responses", responses=_answers(answer_schemas.Response, EVENTS))
     async def create_response(request: Request, body: response_schemas.ResponseRequest) -> Response:
         """Answers a conversation in items, and stores the answer if `store`."""
         owner, before = tenant(request.headers), []
@@ -142,7 +142,7 @@ def build_app(
         answer = partial(ResponseAnswer, wanted=body, messages=messages, keep=partial(responses.keep, owner))
         return chat(request, body.chat(messages), answer)
 
-    @app.get("/v1/responses/{response_id}", responses=_answers(response_schemas.Response))
+    @app.get("/v1/responses/{response_id}", responses=_answers(answer_schemas.Response))
     async def response(request: Request, response_id: str) -> Response:
         """A stored answer."""
         for name, value in request.query_params.items():
@@ -150,25 +150,25 @@ def build_app(
         found = await responses.find(tenant(request.headers), response_id)
         return json_response(found.answer)
 
-    @app.delete("/v1/responses/{response_id}", responses=_answers(response_schemas.DeletedResponse))
+    @app.delete("/v1/responses/{response_id}", responses=_answers(answer_schemas.DeletedResponse))
     async def delete_response(request: Request, response_id: str) -> Response:
         """Forgets a stored answer."""
         await responses.delete(tenant(request.headers), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
-    @app.get("/v1/models", responses=_answers(schemas.ModelList))
+    @app.get("/v1/models", responses=_answers(answer_schemas.ModelList))
     async def list_models() -> Response:
         """The models served."""
         cards = [model_card(s.served_model, s.model, created) for s in models.listed()]
         return json_response({"object": "list", "data": cards})
 
-    @app.get("/v1/models/{name:path}", responses=_answers(schemas.ModelCard))
+    @app.get("/v1/models/{name:path}", responses=_answers(answer_schemas.ModelCard))
     async def model(name: str) -> Response:
         """One model."""
         service = models.of(name)
         return json_response(model_card(service.served_model, service.model, created))
 
-    @app.post("/tokenize", responses=_answers(schemas.Tokens))
+    @app.post("/tokenize", responses=_answers(answer_schemas.Tokens))
     async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
         """Token ids of a prompt or of messages; the texts of the tokens if `return_token_strs`."""
         service = models.of(body.model)
@@ -181,7 +181,7 @@ def build_app(
         length = service.model.max_positions
         return json_response({"tokens": ids, "count": len(ids), "max_model_len": length, "token_strs": texts})
 
-    @app.post("/detokenize", responses=_answers(schemas.Text))
+    @app.post("/detokenize", responses=_answers(answer_schemas.Text))
     async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> Response:
         """The text of token ids."""
         text = await models.of(body.model).detokenize(
@@ -203,7 +203,7 @@ def build_app(
         status = (200, "ready") if models.ready else (503, "not ready")
         return json_response({"status": status[1]}, status=status[0])
 
-    @app.get("/load", responses=_answers(schemas.Load))
+    @app.get("/load", responses=_answers(answer_schemas.Load))
     async def load() -> Response:
         """How busy the gateway is. `server_load` is vLLM's name of the requests in it."""
         load = models.load
@@ -217,7 +217,7 @@ def build_app(
             }
         )
 
-    @app.get("/version", responses=_answers(schemas.Version))
+    @app.get("/version", responses=_answers(answer_schemas.Version))
     async def version() -> Response:
         """Of the gateway."""
         return json_response({"version": rootward.__version__})
@@ -249,7 +249,7 @@ class _PageFiles(StaticFiles):
         return response
 
 
-def _answers(model: type[schemas.Object], more: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
+def _answers(model: type[answer_schemas.Object], more: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
     """What a route answers, for the description: the routes make plain dicts."""
     return {200: {"model": model, "content": more or {}}}
 
@@ -262,7 +262,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for operation in path.values():
                 operation["responses"].pop("422", None)
         components = made["components"]["schemas"]
-        for event in (schemas.ChatChunk, response_schemas.ResponseEvent):
+        for event in (answer_schemas.ChatChunk, answer_schemas.ResponseEvent):
             schema = event.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
             components |= {**schema.pop("$defs", {}), event.__name__: schema}
         for name in ("HTTPValidationError", "ValidationError"):

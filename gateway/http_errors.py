@@ -26,7 +26,7 @@ class HttpError:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-# reason -> status, type, code. A duplicate is 400: the openai package retries 409.
+# reason -> status, type, code. A duplicate is 400, since the openai package retries 409.
 _KINDS: dict[str, tuple[int, str, str]] = {
     "INVALID_VALUE": (400, "invalid_request_error", "invalid_value"),
     "UNSUPPORTED_PARAMETER": (400, "invalid_request_error", "unsupported_parameter"),
@@ -47,13 +47,13 @@ _KINDS: dict[str, tuple[int, str, str]] = {
     "STREAM_INTERRUPTED": (503, "service_unavailable_error", "stream_interrupted"),
     "DEADLINE_EXCEEDED": (504, "timeout_error", "timeout"),
 }
-# Fields that go by another name than in the messages of gRPC.
+# Fields with another name than in gRPC.
 _NAMES = {
     "token_ids": "prompt",
     "structured_output": "structured_outputs",
     "chat.template_kwargs": "chat_template_kwargs",
 }
-# Fields of chats that go by another name at another path.
+# Fields of chats that have another name at another path.
 _NAMES_AT = {
     "/v1/responses": {
         "messages": "input",
@@ -82,7 +82,7 @@ _FIXES = {
     "refused": "",
     "unsupported": "",
 }
-# Errors of type -> the type that was expected; the members of a union have one each.
+# pydantic's error type -> the expected type; the members of a union have an error each.
 _VALUE_TYPES = {
     "string_type": "a string",
     "int_type": "an integer",
@@ -97,7 +97,7 @@ _VALUE_TYPES = {
 
 
 def http_error(error: Exception, *, path: str = "") -> HttpError:
-    """What the client of this path is told. Of a bug it learns that it is one."""
+    """The response to an error at this path. A bug is reported by its type alone."""
     if not isinstance(error, ServiceError):
         message = f"internal error ({type(error).__name__})"
         return HttpError(500, _body(message, _BUG, None), {"x-should-retry": "false"})
@@ -150,12 +150,13 @@ def log_bug(error: Exception) -> None:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The first of pydantic's errors, in the form of all others. Of a union the errors of the member that came furthest count."""
+    """The error that stands for all of pydantic's: the first of those with the longest path, as members of a union have errors each; of
+    these, one of a value that is not supported, such as a type, whose other fields are then unknown."""
     if errors[0]["type"] == "json_invalid":
         return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
     depth = max(len(error["loc"]) for error in errors)
     furthest = [error for error in errors if len(error["loc"]) == depth]
-    error = furthest[0]
+    error = next((error for error in furthest if error["type"] == "unsupported"), furthest[0])
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
         return UnsupportedParameter(path, _short(value), "is not supported by this server; leave it out")
@@ -170,8 +171,7 @@ def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
 
 
 def _path(error: Mapping[str, Any]) -> str:
-    """Where the value stands in the body, such as messages[0].content. Names of members of a union are no part of it, nor is the
-    place in a list of scalars."""
+    """The path of the value in the body, such as messages[0].content, without names of members of a union and indices of scalars."""
     at = list(error["loc"][1:])
     if at and at[-1] == "[key]":
         del at[-2:]
@@ -186,7 +186,7 @@ def _is_member(part: str | int) -> bool:
 
 
 def _short(value: object) -> object:
-    """A value that is fit for a message: scalars as they are, texts cut, the rest by its type."""
+    """A value for a message: scalars unchanged, texts cut, objects and lists by their type."""
     if isinstance(value, str):
         return value[:32]
     return value if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -1,4 +1,4 @@
-"""What clients ask of the gateway and what they get, as values. Wire (servicer.py) and HTTP (schemas.py) translate to these."""
+"""Requests of clients and the deltas of their answers. gRPC (servicer.py) and HTTP (schemas.py, answers.py) convert from and to these."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
-from gateway.detokenizer import Span
+from gateway.detokenizer import Span, text_of
 from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     DraftMode,
+    DraftStrategy,
     FinishReason,
     Rule,
     Sampling,
     Speculation,
+    SpeculationMode,
     SpeculationStats,
     Structure,
     TokenLogprob,
 )
 
-# Name of a verification -> the rule, and the trees that it needs.
+# Name of a verification in requests -> the rule, and the draft mode that it needs.
 VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
     "traversal": (Rule.TRAVERSAL, None),
     "coupled": (Rule.MATCH, DraftMode.COUPLED),
@@ -27,6 +29,30 @@ VERIFICATIONS: dict[str, tuple[Rule, DraftMode | None]] = {
     "block": (Rule.BLOCK, None),
     "multi_step": (Rule.MULTI_STEP, None),
 }
+
+
+def speculation_of(
+    mode: str,
+    verification: str | None,
+    strategy: str | None,
+    *,
+    num_draft_tokens: int | None = None,
+    max_depth: int | None = None,
+    topk: int | None = None,
+    drafter: str = "",
+) -> Speculation:
+    """The speculation that a request asks for by names. ValueError for a strategy that is none."""
+    rule, draft_mode = VERIFICATIONS[verification] if verification else (None, None)
+    return Speculation(
+        SpeculationMode(mode),
+        rule,
+        draft_mode,
+        num_draft_tokens=num_draft_tokens,
+        max_depth=max_depth,
+        topk=topk,
+        drafter=drafter,
+        strategy=None if strategy is None else DraftStrategy.parse(strategy),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +67,21 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on with a request that is known by its id, whoever works on it now; deltas begin at output position `offset`."""
+    """Continue a request that is known by its id, whichever gateway drives it now. Deltas begin at output position `offset`."""
 
     offset: int = 0
-    tokens: tuple[int, ...] = ()  # what the client has received, where it says so: then the record may be behind
+    tokens: tuple[int, ...] = ()  # that the client has received, if it sends them: the record may then have fewer
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One generation. Text, token ids or a conversation as prompt; absent values mean the documented defaults."""
+    """One generation. The prompt is a text, token ids or a conversation; defaults are the documented ones."""
 
     prompt: str | tuple[int, ...] | Chat
     request_id: str = ""  # "" = the gateway makes one
     model: str = ""  # "" = the model served
     sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None  # None = what is left of the context
+    max_tokens: int | None = None  # None = the rest of the context
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False  # the matched stop string stays in the text
@@ -73,14 +99,14 @@ class GenerateRequest:
     prediction: str | tuple[int, ...] = ""  # the output that the client expects
     cache_salt: str = ""  # prompts with different salts never share cached prefixes
     traceparent: str = ""  # W3C trace context of the client; "" = none
-    n: int = 1  # choices that the client asked for; this is one of them, see choices.py
-    choice: int = 0  # which of them: its noise is that of (seed, choice)
-    index: int = 0  # of this output among all of the client's request
+    n: int = 1  # choices that the client asks for; this is one of them, see choices.py
+    choice: int = 0  # its number; its random numbers are those of (seed, choice)
+    index: int = 0  # of this output among all outputs of the client's request
     priority: int = 0  # lower runs earlier
     add_special_tokens: bool | None = None  # around a text prompt; None = as the gateway is set
     trees: bool = False  # show the tree of every round
-    truncate_prompt: int | None = None  # keep so many tokens of the prompt, its last ones; -1 = as many as fit
-    tenant: str = ""  # who asks
+    truncate_prompt: int | None = None  # number of last tokens of the prompt to keep; -1 = as many as fit
+    tenant: str = ""  # of the caller
     resume: Resume | None = None
 
 
@@ -107,18 +133,18 @@ class Delta:
     spans: tuple[Span, ...] = ()
     ending: Ending | None = None
     index: int = 0  # of the output, where a request has several
-    prompt: tuple[int, ...] = field(default=(), repr=False)  # on every delta, as is what was told of it
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, where asked for
-    rounds: tuple[Round, ...] = ()  # where they were asked for
+    prompt: tuple[int, ...] = field(default=(), repr=False)  # on every delta, as are its log-probabilities
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, if the request asks for them
+    rounds: tuple[Round, ...] = ()  # if the request asks for them
 
     def since(self, position: int) -> Delta:
-        """Without what lies before this output position."""
+        """The delta without the spans before this output position."""
         skip = min(max(0, position - self.offset), len(self.spans))
         return replace(self, offset=self.offset + skip, spans=self.spans[skip:]) if skip else self
 
     @property
     def text(self) -> str:
-        return "".join(span.text for span in self.spans)
+        return text_of(self.spans)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -130,10 +156,10 @@ class Delta:
 
 
 def of_tenant(tenant: str, name: str) -> str:
-    """What an id of this tenant goes by in the gateway, in the store and at verifiers. Neither part can hold the blank between them."""
+    """The name of a tenant's id in the gateway, the store and at verifiers. Neither part can hold the blank between them."""
     return f"{quote(tenant, safe='')} {name}" if tenant else name
 
 
 def as_chosen(name: str) -> str:
-    """The id as its client knows it."""
+    """The id that the client chose, of a name made by `of_tenant`."""
     return name.rpartition(" ")[2]

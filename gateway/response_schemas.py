@@ -1,7 +1,7 @@
 """OpenAI's Responses API: its bodies as pydantic models, translated into requests of the chat endpoint.
 
-Everything that is generated is generated as a chat (`schemas.ChatRequest`). A conversation is a list of items, which become messages: a
-function call belongs to the message of the assistant before it, and so do thoughts to the one after them.
+Every answer is generated as a chat (`schemas.ChatRequest`). A conversation is a list of items, which become messages: a function call
+belongs to the message of the assistant before it, thoughts belong to the one after them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Discriminator,
     Field,
@@ -32,17 +31,16 @@ from gateway.schemas import (
     CallInMessage,
     ChatRequest,
     CommonFields,
-    Count,
-    FunctionName,
     FunctionTool,
     JsonSchema,
     Message,
     NamedFunction,
-    Object,
     ResponseFormat,
     Tool,
     ToolChoice,
     at_most,
+    check_belongs,
+    only,
     refused,
     text_of,
     typed_choice,
@@ -53,26 +51,15 @@ MAX_TOOLS = 128
 LOGPROBS = "message.output_text.logprobs"  # the entry of `include` that asks for them
 
 
-def _only(*served: str, fix: str) -> AfterValidator:
-    """Refuses the types of others, which OpenAI's own server has."""
-
-    def check(value: str) -> str:
-        if value not in served:
-            raise refused(f"is not supported; {fix}", unsupported=True)
-        return value
-
-    return AfterValidator(check)
-
-
 # -- Items of a conversation --------------------------------------------------------------------------------------------
 
 
 class InputPart(Body):
-    """A text in a message. Items of earlier answers may be sent as they came."""
+    """A text in a message. Items of earlier answers may be sent back unchanged."""
 
     harmless: ClassVar = {"annotations": ([],)}
 
-    type: Annotated[str, _only("input_text", "output_text", "text", fix="this model reads text alone")]
+    type: Annotated[str, only("input_text", "output_text", "text", fix="this model reads text alone")]
     text: str
     logprobs: list[Any] = Field(default=[])  # of an earlier answer
 
@@ -81,7 +68,7 @@ Parts = Annotated[list[InputPart], Field(fail_fast=True)]
 
 
 class Item(Body):
-    """What all items may have, which changes nothing."""
+    """Fields that all items may have and that change nothing."""
 
     id: str = ""
     status: Literal["in_progress", "completed", "incomplete"] = "completed"
@@ -90,7 +77,7 @@ class Item(Body):
 class MessageItem(Item):
     type: Annotated[
         str,
-        _only("message", fix="use 'message', 'function_call', 'function_call_output' or 'reasoning'"),
+        only("message", fix="use 'message', 'function_call', 'function_call_output' or 'reasoning'"),
         WithJsonSchema({"const": "message"}),
     ] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -130,7 +117,7 @@ class ReasoningItem(Item):
 
 
 def _item_tag(value: object) -> str:
-    """In brackets, which keeps it out of the paths of errors."""
+    """The tag is in brackets, which keeps it out of the paths of errors."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return f"[{kind}]" if kind in ("function_call", "function_call_output", "reasoning") else "[message]"
 
@@ -154,6 +141,10 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
     messages: list[Message] = []
     thoughts = ""  # of the next message of the assistant
     open_answer = False  # the last message is of the assistant and takes calls
+
+    def amend(**changes: object) -> None:
+        messages[-1] = messages[-1].model_copy(update=changes)
+
     for item in items:
         if isinstance(item, ReasoningItem):
             thoughts += _text(item.content or item.summary)
@@ -164,17 +155,12 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
         elif isinstance(item, CallItem):
             call = CallInMessage(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
             if open_answer:
-                before = messages.pop()
-                messages.append(before.model_copy(update={"tool_calls": [*before.tool_calls, call]}))
+                amend(tool_calls=[*messages[-1].tool_calls, call])
             else:
                 messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=thoughts))
                 thoughts, open_answer = "", True
-        elif (
-            item.role == "assistant" and open_answer and messages[-1].tool_calls
-        ):  # text after calls of the same answer
-            before = messages.pop()
-            text = text_of(before.content or "") + _text(item.content)
-            messages.append(before.model_copy(update={"content": text}))
+        elif item.role == "assistant" and open_answer and messages[-1].tool_calls:  # text after calls of one answer
+            amend(content=text_of(messages[-1].content or "") + _text(item.content))
         else:
             open_answer = item.role == "assistant"
             reasoning = thoughts if open_answer else ""
@@ -198,16 +184,12 @@ def items_of(output: Iterable[Mapping[str, object]]) -> list[InputItem]:
 # -- The request --------------------------------------------------------------------------------------------------------
 
 
-class ResponseTool(Body):
-    """A function, as `FunctionTool`. Unlike a chat's it is no object in an object."""
+class ResponseTool(FunctionTool):
+    """A function; in a chat it is a member of the tool."""
 
     type: Annotated[
-        str, _only("function", fix="use functions, which the client calls"), WithJsonSchema({"const": "function"})
+        str, only("function", fix="use functions, which the client calls"), WithJsonSchema({"const": "function"})
     ]
-    name: FunctionName
-    description: str = ""
-    parameters: dict[str, Any] = Field(default={})
-    strict: bool = False
 
 
 class ResponseToolChoice(Body):
@@ -216,8 +198,7 @@ class ResponseToolChoice(Body):
 
     @model_validator(mode="after")
     def _names_what_it_says(self) -> ResponseToolChoice:
-        if self.name and self.type != "function":
-            raise refused(f"has a name beside the type {self.type!r}; use the type 'function' or leave it out")
+        check_belongs("name", self.name, to="function", kind=self.type)
         return self
 
 
@@ -234,8 +215,7 @@ class TextFormat(Body):
     def _has_schema(self) -> TextFormat:
         if self.type == "json_schema" and self.schema_ is None:
             raise refused("has no schema; send a schema object")
-        if self.type != "json_schema" and self.schema_ is not None:
-            raise refused(f"has a schema beside the type {self.type!r}; use the type 'json_schema' or leave it out")
+        check_belongs("schema", self.schema_ is not None, to="json_schema", kind=self.type)
         return self
 
     @property
@@ -284,7 +264,7 @@ class ResponseRequest(CommonFields):
     ] = ResponseToolChoice(type="auto")
     parallel_tool_calls: bool = True
     include: Annotated[
-        list[Annotated[str, _only(LOGPROBS, fix=f"use {LOGPROBS!r}"), WithJsonSchema({"const": LOGPROBS})]],
+        list[Annotated[str, only(LOGPROBS, fix=f"use {LOGPROBS!r}"), WithJsonSchema({"const": LOGPROBS})]],
         Field(max_length=16, fail_fast=True),
     ] = Field(default=[])
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = 0
@@ -308,9 +288,8 @@ class ResponseRequest(CommonFields):
             fix = f"messages, with those of the responses before it, are not 1 to {MAX_MESSAGES}"
             raise InvalidRequest("input", len(messages), fix)
         if self.top_logprobs and LOGPROBS not in self.include:
-            raise InvalidRequest(
-                "top_logprobs", self.top_logprobs, f"is given without {LOGPROBS!r} in include; send both"
-            )
+            fix = f"is given without {LOGPROBS!r} in include; send both"
+            raise InvalidRequest("top_logprobs", self.top_logprobs, fix)
         choice = self.tool_choice
         named = NamedFunction(name=choice.name) if choice.type == "function" else None
         return ChatRequest(
@@ -318,51 +297,10 @@ class ResponseRequest(CommonFields):
             **{name: getattr(self, name) for name in CommonFields.model_fields},
             max_completion_tokens=self.max_output_tokens,
             response_format=self.text.format.response_format,
-            tools=[
-                Tool(type="function", function=FunctionTool(**tool.model_dump(exclude={"type"}))) for tool in self.tools
-            ],
+            tools=[Tool(type="function", function=tool) for tool in self.tools],
             tool_choice=ToolChoice(type=choice.type, function=named),
             parallel_tool_calls=self.parallel_tool_calls,
             logprobs=LOGPROBS in self.include,
             top_logprobs=self.top_logprobs,
             chat_template_kwargs=self.chat_template_kwargs,
         )
-
-
-# -- Answers, as far as clients may rely on them ------------------------------------------------------------------------
-
-
-class OutputItem(Object):
-    id: str
-    type: Literal["message", "reasoning", "function_call"]
-    status: Literal["in_progress", "completed", "incomplete"]
-
-
-class ResponseUsage(Object):
-    input_tokens: Count
-    output_tokens: Count
-    total_tokens: Count
-
-
-class Response(Object):
-    id: str
-    object: Literal["response"]
-    created_at: Count
-    status: Literal["in_progress", "completed", "incomplete"]
-    model: str
-    output: list[OutputItem]
-    store: bool
-    usage: ResponseUsage | None
-
-
-class ResponseEvent(Object):
-    """An event of a stream of /v1/responses."""
-
-    type: str
-    sequence_number: Count
-
-
-class DeletedResponse(Object):
-    id: str
-    object: Literal["response"]
-    deleted: Literal[True]

@@ -1,15 +1,13 @@
-"""The bodies of the HTTP API as pydantic models: OpenAI's fields, vLLM's extensions and our own.
+"""The request bodies of the HTTP API as pydantic models: OpenAI's fields, vLLM's extensions and our own.
 
-A request model validates one body and makes the `GenerateRequest` that the service takes; `gateway.http_errors` turns what pydantic refuses
-into "field: value, fix". Null means absent, as in OpenAI's API. Unknown names are refused, so that a parameter is never ignored in
-silence. The answer models describe answers in `/openapi.json` only: answers themselves are plain dicts (`gateway.answers`), which keeps
-validation out of the path of a token.
+A model validates one body and makes the `GenerateRequest` of the service; `gateway.http_errors` turns pydantic's errors into
+"field: value, fix". Null means absent, as in OpenAI's API. Unknown names are refused, so that no parameter is ignored in silence.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -27,17 +25,14 @@ from pydantic_core import PydanticCustomError
 
 from gateway.auth import tenant
 from gateway.planning import refusing
-from gateway.requests import VERIFICATIONS, Chat, GenerateRequest, Resume
+from gateway.requests import Chat, GenerateRequest, Resume, speculation_of
 from gateway.tools import CallFormat, Tools, forced_schema, grammar_of_choice
 from rootward.core.requests import (
     MAX_BIASES,
     MAX_LOGPROBS,
-    DraftStrategy,
-    FinishReason,
     Form,
     Sampling,
     Speculation,
-    SpeculationMode,
     Structure,
 )
 from rootward.errors import InvalidRequest, UnsupportedParameter
@@ -55,8 +50,25 @@ def refused(fix: str, *, unsupported: bool = False) -> PydanticCustomError:
     return PydanticCustomError("unsupported" if unsupported else "refused", fix)
 
 
+def only(*served: str, fix: str) -> AfterValidator:
+    """Refuses, as unsupported, other values that OpenAI's server knows."""
+
+    def check(value: str) -> str:
+        if value not in served:
+            raise refused(f"is not supported; {fix}", unsupported=True)
+        return value
+
+    return AfterValidator(check)
+
+
+def check_belongs(name: str, value: object, *, to: str, kind: str) -> None:
+    """Refuses a value that is given beside another type than the one it belongs to."""
+    if value and kind != to:
+        raise refused(f"has a {name} beside the type {kind!r}; use the type {to!r} or leave it out")
+
+
 def at_most(most: int, noun: str) -> BeforeValidator:
-    """Refuses longer lists and objects before their items are looked at."""
+    """Refuses longer lists and objects before their items are validated."""
 
     def check(value: object) -> object:
         if isinstance(value, list | dict) and len(value) > most:
@@ -79,7 +91,7 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-WHOLE = BeforeValidator(_whole)  # after the bounds, so that they stand in the JSON schema
+WHOLE = BeforeValidator(_whole)  # written after the bounds, so that these are in the JSON schema
 Number = Annotated[float, AllowInfNan(False)]
 Count = Annotated[int, Field(ge=0), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]  # no BeforeValidator: there may be hundreds of thousands in a body
@@ -94,13 +106,13 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    # Names that are not served -> the values of them that ask for nothing and are accepted.
+    # Names that are not served -> their values that ask for nothing, which are accepted.
     harmless: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, data: object) -> object:
-        """Without nulls and harmless values. One unknown name is kept to be refused: thousands would make thousands of errors."""
+        """Drop nulls and harmless values, and all unknown names but the first, since thousands would make thousands of errors."""
         if not isinstance(data, dict):
             return data
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -116,14 +128,8 @@ class Body(BaseModel):
 # -- Requests -----------------------------------------------------------------------------------------------------------
 
 
-def _text_part(value: str) -> str:
-    if value != "text":
-        raise refused("is not supported; this model reads text alone", unsupported=True)
-    return value
-
-
 class TextPart(Body):
-    type: Annotated[str, AfterValidator(_text_part), WithJsonSchema({"const": "text"})]
+    type: Annotated[str, only("text", fix="this model reads text alone"), WithJsonSchema({"const": "text"})]
     text: str
 
 
@@ -155,6 +161,15 @@ class CallInMessage(Body):
     function: CalledFunction
     index: Count = 0  # of a stream's chunks, which clients put together
 
+    def for_template(self, path: str) -> Mapping[str, object]:
+        """The call with its arguments as an object. InvalidRequest, under `path`, for arguments that are no JSON."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            given = self.function.arguments[:32]
+            raise InvalidRequest(f"{path}.function.arguments", given, "is no JSON") from None
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
 
 class Message(Body):
     harmless: ClassVar = {"annotations": ([],), "name": ("",)}
@@ -167,40 +182,28 @@ class Message(Body):
     reasoning_content: str = ""  # of an earlier answer
     refusal: str = ""  # of an earlier answer of another server: its text, where there is no other
 
-    def for_template(self, at: str) -> Mapping[str, object]:
-        """As chat templates read it: they know the role "system" only, and arguments as objects. InvalidRequest names the field, whose
-        path begins with `at`."""
+    def for_template(self, path: str) -> Mapping[str, object]:
+        """The message for chat templates, which know the role "system" only, and arguments as objects. InvalidRequest names the field;
+        `path` is that of the message."""
         if self.content is None and not self.tool_calls and not self.refusal:
-            raise InvalidRequest(f"{at}.content", None, "is missing; send a text or a list of parts")
+            raise InvalidRequest(f"{path}.content", None, "is missing; send a text or a list of parts")
         role = "system" if self.role == "developer" else self.role
-        named = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
         message: dict[str, object] = {"role": role, "content": text_of(self.content or self.refusal)}
-        message |= {name: value for name, value in named.items() if value}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if value := getattr(self, name):
+                message[name] = value
         if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
-                for call, arguments in zip(self.tool_calls, self._arguments(at), strict=True)
+                call.for_template(f"{path}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)
             ]
         return message
-
-    def _arguments(self, at: str) -> Iterator[object]:
-        for i, call in enumerate(self.tool_calls):
-            try:
-                yield json.loads(call.function.arguments or "{}")
-            except (ValueError, RecursionError):
-                given = call.function.arguments[:32]
-                raise InvalidRequest(f"{at}.tool_calls[{i}].function.arguments", given, "is no JSON") from None
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "messages")]
 
 
 class Conversation(Body):
-    """The fields of a body that make a chat prompt."""
+    """The fields that make a chat prompt of messages."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
@@ -253,22 +256,19 @@ class ResponseFormat(Body):
     def _has_schema(self) -> ResponseFormat:
         if self.type == "json_schema" and self.json_schema is None:
             raise refused("has no json_schema.schema; send a schema object")
-        if self.type != "json_schema" and self.json_schema is not None:
-            raise refused(
-                f"has a json_schema beside the type {self.type!r}; use the type 'json_schema' or leave it out"
-            )
+        check_belongs("json_schema", self.json_schema, to="json_schema", kind=self.type)
         return self
 
     @property
     def structure(self) -> Structure | None:
-        if self.json_schema is not None and self.type == "json_schema":
+        if self.json_schema is not None:
             text = schema_text("response_format.json_schema.schema", self.json_schema.schema_)
             return Structure(Form.JSON_SCHEMA, text)
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
 class StructuredOutputs(Body):
-    """vLLM's: the form of the output, in one of these ways."""
+    """vLLM's: the form of the output, given in one of these ways."""
 
     model_config = ConfigDict(json_schema_extra={"minProperties": 1, "maxProperties": 1})
 
@@ -326,8 +326,7 @@ class ToolChoice(Body):
 
     @model_validator(mode="after")
     def _names_what_it_says(self) -> ToolChoice:
-        if self.function is not None and self.type != "function":
-            raise refused(f"has a function beside the type {self.type!r}; use the type 'function' or leave it out")
+        check_belongs("function", self.function, to="function", kind=self.type)
         return self
 
 
@@ -349,16 +348,14 @@ class SpeculationOptions(Body):
 
     @property
     def speculation(self) -> Speculation:
-        rule, draft_mode = VERIFICATIONS[self.verification] if self.verification else (None, None)
-        return Speculation(
-            SpeculationMode(self.mode),
-            rule,
-            draft_mode,
+        return speculation_of(
+            self.mode,
+            self.verification,
+            self.draft_strategy,
             num_draft_tokens=self.num_draft_tokens,
             max_depth=self.max_depth,
             topk=self.topk,
             drafter=self.drafter,
-            strategy=DraftStrategy.parse(self.draft_strategy) if self.draft_strategy is not None else None,
         )
 
 
@@ -379,7 +376,7 @@ SpeculationField = Annotated[
 
 
 class CommonFields(Body):
-    """What every generating endpoint takes under the same name."""
+    """The fields that all generating endpoints have."""
 
     model: str = ""
     stream: bool = False
@@ -399,7 +396,7 @@ class CommonFields(Body):
 
 
 class GenerationBody(CommonFields):
-    """What completions and chats take."""
+    """The fields of completions and chats."""
 
     harmless: ClassVar = {
         "best_of": (1,),
@@ -457,17 +454,17 @@ class GenerationBody(CommonFields):
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        """Several prompts, where the endpoint takes them; () means the request's own."""
+        """The prompts of an endpoint that takes several; () for one whose request has the only prompt."""
         return ()
 
     @property
     def echoes(self) -> bool:
-        """The prompt stands in front of the text."""
+        """The answer begins with the prompt."""
         return False
 
     @property
     def only_echoes(self) -> bool:
-        """And there is no text."""
+        """The answer is the prompt alone."""
         return False
 
     @property
@@ -476,7 +473,7 @@ class GenerationBody(CommonFields):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     def request(self, headers: Mapping[str, str]) -> GenerateRequest:
-        """What the service is asked. InvalidRequest names the field that cannot be served."""
+        """The request to the service. InvalidRequest names the field that cannot be served."""
         with refusing():
             return GenerateRequest(
                 **self._prompt(),
@@ -508,7 +505,7 @@ class GenerationBody(CommonFields):
             )
 
     def _prompt(self) -> dict[str, Any]:
-        """`prompt` and the other fields of `GenerateRequest` that the endpoints write in their own ways."""
+        """`prompt` and the other fields of `GenerateRequest` whose names or defaults differ between endpoints."""
         raise NotImplementedError
 
     def _sampling(self) -> Sampling:
@@ -575,7 +572,7 @@ class CompletionRequest(GenerationBody):
 
     def _prompt(self) -> dict[str, Any]:
         most = DEFAULT_MAX_TOKENS if self.most_tokens is None else self.most_tokens
-        # The tokens of an echoed prompt have log-probabilities if those of the text have them.
+        # Tokens of an echoed prompt have log-probabilities if tokens of the text have them.
         prompt_logprobs = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         return {
             "prompt": self.prompts[0],
@@ -635,9 +632,14 @@ class ChatRequest(GenerationBody, Conversation):
 
     @property
     def function(self) -> str:
-        """The one function that `tool_choice` names; "": none."""
+        """The function that `tool_choice` names; "" if it names none."""
         named = self.tool_choice.function if self.tool_choice else None
         return named.name if named else ""
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice and self.tool_choice.type == "none" else self.tools
 
     @property
     def forces_calls(self) -> bool:
@@ -646,14 +648,14 @@ class ChatRequest(GenerationBody, Conversation):
 
     @property
     def has_form(self) -> bool:
-        """The output has a form, whether it calls or not."""
+        """The output has a form: calls, or another one that the request asks for."""
         return self.forces_calls or super()._structure() is not None
 
     def call_format(self, known: CallFormat | Tools) -> CallFormat | None:
-        """How calls are written in the answer; None where there are none.
+        """The format of calls in the answer; None if there are no calls.
 
         known: that of the model. UnsupportedParameter if the model's template has no tools, or a format that is not known here."""
-        if not self.tools or (self.tool_choice and self.tool_choice.type == "none"):
+        if not self.offered:
             return None
         if self.forces_calls:
             return CallFormat.JSON
@@ -665,8 +667,8 @@ class ChatRequest(GenerationBody, Conversation):
         return known
 
     def structure(self, form: CallFormat | None, *, marks: Collection[str]) -> Structure | None:
-        """The form of an output that may have calls in this format. marks: as in `grammar_of_choice`. UnsupportedParameter where
-        calls cannot be kept valid, or cannot stand beside the form that is asked for."""
+        """The form of an output that may have calls in this format. marks: as in `grammar_of_choice`. UnsupportedParameter if calls
+        cannot be kept valid, or cannot be told from the form that the request asks for."""
         own = self._structure()
         strict = next((i for i, tool in enumerate(self.tools) if tool.function.strict), None)
         if form is None or self.forces_calls or (own is None and strict is None):
@@ -693,8 +695,8 @@ class ChatRequest(GenerationBody, Conversation):
         functions = [tool.function for tool in self.tools]
         try:
             if self.function:
-                (named,) = [function for function in functions if function.name == self.function]
-                schema = named.parameters or {"type": "object"}
+                (parameters,) = [function.parameters for function in functions if function.name == self.function]
+                schema = parameters or {"type": "object"}
             else:
                 schema = forced_schema(functions, parallel=self.parallel_tool_calls)
         except RecursionError:
@@ -703,9 +705,9 @@ class ChatRequest(GenerationBody, Conversation):
 
     def chat(self, messages: list[Message]) -> Chat:
         chat = super().chat(messages)
-        if not self.tools or (self.tool_choice and self.tool_choice.type == "none"):
+        if not self.offered:
             return chat
-        tools = [tool.model_dump(exclude_defaults=True) for tool in self.tools]
+        tools = [tool.model_dump(exclude_defaults=True) for tool in self.offered]
         return replace(chat, template_kwargs={**chat.template_kwargs, "tools": tools})
 
     def _prompt(self) -> dict[str, Any]:
@@ -758,189 +760,3 @@ def _resume(header: str | None) -> Resume | None:
     if not (header.isascii() and header.isdecimal()) or len(header) > MAX_DIGITS:
         raise InvalidRequest("last-event-id", header[:16], "is no id of an event of this server")
     return Resume(int(header))
-
-
-# -- Answers. Clients may rely on what is required here; more fields come where they are asked for. ---------------------
-
-
-class Object(BaseModel):
-    model_config = ConfigDict(extra="allow")
-
-
-class PromptDetails(Object):
-    cached_tokens: Count
-
-
-class CompletionDetails(Object):
-    reasoning_tokens: Count
-
-
-class UsageCounts(Object):
-    prompt_tokens: Count
-    completion_tokens: Count
-    total_tokens: Count
-    prompt_tokens_details: PromptDetails
-    completion_tokens_details: CompletionDetails
-
-
-class TopToken(Object):
-    token: str
-    logprob: Annotated[float, Field(le=0)]
-    bytes: list[Count] | None
-
-
-class TokenInfo(TopToken):
-    top_logprobs: list[TopToken]
-
-
-class ChatLogprobs(Object):
-    content: list[TokenInfo]
-    refusal: None
-
-
-class CompletionLogprobs(Object):
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[Count]
-
-
-class Choice(Object):
-    index: Count
-    finish_reason: FinishReason | Literal["tool_calls"] | None
-    stop_reason: str | int | None
-
-
-class CompletionChoice(Choice):
-    text: str
-    logprobs: CompletionLogprobs | None
-
-
-class AnsweredFunction(Object):
-    name: str
-    arguments: str  # JSON
-
-
-class AnsweredCall(Object):
-    id: str
-    type: Literal["function"]
-    function: AnsweredFunction
-
-
-class AnsweredMessage(Object):
-    role: Literal["assistant"]
-    content: str | None  # null where there are only tool calls
-    refusal: None
-    reasoning_content: str = ""  # where there are thoughts that are told apart
-    tool_calls: list[AnsweredCall] = []
-
-
-class ChatChoice(Choice):
-    message: AnsweredMessage
-    logprobs: ChatLogprobs | None
-
-
-class FunctionDelta(Object):
-    name: str = ""  # in the first chunk of a call
-    arguments: str  # the next piece
-
-
-class CallDelta(Object):
-    index: Count
-    id: str = ""  # with `type` in the first chunk of a call
-    type: Literal["function"] = "function"
-    function: FunctionDelta
-
-
-class Delta(Object):
-    role: Literal["assistant"] = "assistant"
-    content: str = ""
-    reasoning_content: str = ""
-    tool_calls: list[CallDelta] = []
-
-
-class ChunkChoice(Choice):
-    delta: Delta
-    logprobs: ChatLogprobs | None
-
-
-class Generated(Object):
-    id: str
-    created: Count
-    model: str
-    system_fingerprint: str
-    usage: UsageCounts | None = None  # of a stream: in its last chunk, where it is asked for
-
-
-class Completion(Generated):
-    """An answer of /v1/completions, and an event of its stream."""
-
-    object: Literal["text_completion"]
-    choices: list[CompletionChoice]
-
-
-class ChatCompletion(Generated):
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-
-
-class ChatChunk(Generated):
-    """An event of a stream of /v1/chat/completions."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChunkChoice]
-
-
-class Tokens(Object):
-    tokens: list[Count]
-    count: Count
-    max_model_len: Count
-    token_strs: list[str] | None
-
-
-class Text(Object):
-    prompt: str
-
-
-class ModelExtras(Object):
-    tree: bool
-    verification: list[str]
-
-
-class ModelCard(Object):
-    id: str
-    object: Literal["model"]
-    created: Count
-    owned_by: str
-    root: str
-    parent: None
-    max_model_len: Count
-    rootward: ModelExtras
-
-
-class ModelList(Object):
-    object: Literal["list"]
-    data: Annotated[list[ModelCard], Field(min_length=1)]
-
-
-class Load(Object):
-    server_load: Count
-    num_running: Count
-    num_waiting: Count
-    max_num_seqs: Count
-    draining: bool
-
-
-class Version(Object):
-    version: str
-
-
-class ErrorDetail(Object):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Error(Object):
-    error: ErrorDetail

@@ -1,4 +1,4 @@
-"""The public gRPC API: the services rootward.v1.Inference and rootward.v1.Control, and the codec of their messages."""
+"""The public gRPC API: the services rootward.v1.Inference and rootward.v1.Control, and the conversion of their messages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import rootward
 from gateway.auth import ends_requests_of, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
-from gateway.detokenizer import Span
+from gateway.detokenizer import Span, text_of
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
-from gateway.requests import VERIFICATIONS, Chat, Delta, Ending, GenerateRequest, Resume
+from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, speculation_of
 from gateway.router import Upstream
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
-from rootward.core.requests import DraftStrategy, Speculation, SpeculationMode, TokenLogprob
+from rootward.core.requests import Speculation, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
@@ -38,20 +38,8 @@ from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import Context, errors_as_status
 
 FEATURES = (
-    "abort",
-    "chat_template",
-    "choices",
-    "coupled",
-    "logprobs",
-    "penalties",
-    "priority",
-    "resume",
-    "speculation_control",
-    "stop_strings",
-    "structured_output",
-    "text_ends",
-    "trees",
-    "watch",
+    *("abort", "chat_template", "choices", "coupled", "logprobs", "penalties", "priority", "resume"),
+    *("speculation_control", "stop_strings", "structured_output", "text_ends", "trees", "watch"),
 )
 
 
@@ -74,9 +62,8 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
             if request.response.trees:
-                raise UnsupportedParameter(
-                    "response.trees", True, "is for GenerateStream; trees are told as they are verified"
-                )
+                fix = "is for GenerateStream; trees are told as they are verified"
+                raise UnsupportedParameter("response.trees", True, fix)
             service = self._models.of(request.model)
             wanted = _request(service, request, context)
             deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
@@ -97,7 +84,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
     async def GenerateStream(  # type: ignore[override]  # writes to the context instead of yielding
         self, request: generate_pb2.GenerateRequest, context: Context
     ) -> None:
-        """Deltas. Written by hand, not yielded: so a cancelled call closes the generation at once."""
+        """Deltas. They are written to the context, not yielded, so that a cancelled call closes the generation at once."""
         async with errors_as_status(context, request.request_id), _slow_clients_end(self._models):
             service = self._models.of(request.model)
             wanted = _request(service, request, context)
@@ -134,7 +121,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
 
 
 async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
-    """All choices as one stream. The id goes out at once, with the initial metadata."""
+    """All choices as one stream. Sends the request id at once, as initial metadata."""
     requests = await tokenised(outputs(wanted), wanted.n, service.prompt_ids)
     check_name("request_id", requests[0].request_id)
     await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
@@ -142,11 +129,10 @@ async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Con
 
 
 class ControlServicer(control_pb2_grpc.ControlServicer):
-    """What is served, how busy it is, how to stop it."""
+    """Information on the models and the load; abort, drain, watch."""
 
     def __init__(self, models: Models, shutdown_timeout_s: float):
-        self._models = models
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self._models, self._shutdown_timeout_s = models, shutdown_timeout_s
 
     async def GetServerInfo(
         self, request: control_pb2.GetServerInfoRequest, context: Context
@@ -154,6 +140,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Answers also while no verifier is up; then without models."""
         first = next(iter(self._models))
         models = [_model(service) for service in self._models if service.upstreams.model]
+        upstreams = [upstream for service in self._models for upstream in service.upstreams]
+        drafters = {name for u in upstreams if u.ready and u.info for name in u.info.drafters}
         return control_pb2.ServerInfo(
             version=rootward.__version__,
             role="gateway",
@@ -161,8 +149,8 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             incarnation=first.incarnation,
             lossless=min((model.lossless for model in models), default=control_pb2.ServerInfo.DISTRIBUTION),
             models=models,
-            verifiers=[worker_to_pb(u) for u in self._upstreams],
-            drafters=self._drafters(),
+            verifiers=map(worker_to_pb, upstreams),
+            drafters=[control_pb2.WorkerInfo(name=name, address=name, ready=True) for name in sorted(drafters)],
             features=FEATURES,
             uptime_s=first.uptime_s,
             clock_s=time.time(),
@@ -184,7 +172,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def WatchSession(
         self, request: control_pb2.WatchSessionRequest, context: Context
     ) -> AsyncIterator[control_pb2.SessionEvent]:
-        """Until the request has ended, or the caller."""
+        """Events of a session until the caller leaves, of a request until it has ended."""
         async with errors_as_status(context):
             kind = request.WhichOneof("watched")
             if kind is None or not getattr(request, kind):
@@ -201,18 +189,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         return control_pb2.AbortResponse(aborted=aborted)
 
     async def Drain(self, request: control_pb2.DrainRequest, context: Context) -> control_pb2.DrainResponse:
-        """Returns at once; the drain goes on."""
+        """Start a drain; returns at once."""
         running = self._models.load.num_running
         self._models.start_draining(request.timeout_s or self._shutdown_timeout_s)
         return control_pb2.DrainResponse(num_running=running)
-
-    @property
-    def _upstreams(self) -> list[Upstream]:
-        return [upstream for service in self._models for upstream in service.upstreams]
-
-    def _drafters(self) -> list[control_pb2.WorkerInfo]:
-        names = {name for u in self._upstreams if u.ready and u.info for name in u.info.drafters}
-        return [control_pb2.WorkerInfo(name=name, address=name, ready=True) for name in sorted(names)]
 
 
 def _model(service: GatewayService) -> control_pb2.ModelInfo:
@@ -234,7 +214,7 @@ def worker_to_pb(upstream: Upstream) -> control_pb2.WorkerInfo:
 
 @asynccontextmanager
 async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
-    """A client that does not read keeps its generation waiting, but not for ever."""
+    """Bounds the time that a client which does not read keeps its generation waiting."""
     longest_s = max(service.limits.request_timeout_s for service in models)
     try:
         async with asyncio.timeout(longest_s + SLOW_CLIENT_S):
@@ -244,7 +224,7 @@ async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
 
 
 def _request(service: GatewayService, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
-    if (model := service.upstreams.model) is not None:  # before each of its tokens becomes an object
+    if (model := service.upstreams.model) is not None:  # before a long list of tokens becomes a tuple
         check_length("prompt", len(message.token_ids.ids), model)
     return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
 
@@ -263,7 +243,7 @@ def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
 def request_from_pb(
     message: generate_pb2.GenerateRequest, *, deadline_s: float | None = None, metadata: Mapping[str, str] | None = None
 ) -> GenerateRequest:
-    """The request of a client. `metadata` is that of the call. InvalidRequest for what cannot be served."""
+    """The request of a client. `metadata` is that of the call. InvalidRequest names the field that cannot be served."""
     headers = metadata or {}
     stopping, response = message.stopping, message.response
     with refusing():
@@ -299,7 +279,7 @@ def request_from_pb(
 
 
 def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
-    """The conversation of a client."""
+    """The conversation of a client. InvalidRequest if it is empty."""
     if not message.messages:
         raise InvalidRequest("chat.messages", 0, "messages are not enough; send at least one")
     return Chat(
@@ -311,7 +291,7 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
 
 
 def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
-    """How it ended. `detail` adds the histogram of accepted lengths."""
+    """The finish message. `detail` adds the histogram of accepted lengths."""
     stats = ending.stats if detail else replace(ending.stats, acceptance_histogram=())
     finish = generate_pb2.Finish(
         reason=REASONS[ending.reason],
@@ -326,16 +306,13 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
 
 
 def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:
-    """A run of spans as the client wants to see it."""
-    chunk, spans = (
-        generate_pb2.GenerateChunk(request_id=delta.request_id, index=delta.index, offset=delta.offset),
-        delta.spans,
-    )
-    _tell(chunk, spans, response)
+    """A delta with the fields that the client asks for."""
+    chunk = generate_pb2.GenerateChunk(request_id=delta.request_id, index=delta.index, offset=delta.offset)
+    _set_output(chunk, delta.spans, response)
     if response.speculation_detail:
-        chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in spans)), "text_ends")
+        chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in delta.spans)), "text_ends")
     if delta.offset == 0:
-        _tell_of_prompt(chunk, delta.prompt_logprobs)
+        _set_prompt_logprobs(chunk, delta.prompt_logprobs)
     chunk.rounds.extend(map(ROUND.to_pb, delta.rounds))
     if delta.ending is not None:
         chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
@@ -349,33 +326,33 @@ def choice_to_pb(
     response: generate_pb2.ResponseOptions,
     prompt_logprobs: Sequence[TokenLogprob] = (),
 ) -> generate_pb2.Choice:
-    """A whole choice."""
+    """A whole choice with the fields that the client asks for."""
     choice = generate_pb2.Choice(index=index, finish=finish_to_pb(ending, detail=response.speculation_detail))
-    _tell(choice, spans, response)
-    _tell_of_prompt(choice, prompt_logprobs)
+    _set_output(choice, spans, response)
+    _set_prompt_logprobs(choice, prompt_logprobs)
     return choice
 
 
-def _tell(
+def _set_output(
     message: generate_pb2.GenerateChunk | generate_pb2.Choice,
     spans: Sequence[Span],
     response: generate_pb2.ResponseOptions,
 ) -> None:
-    """Text, ids and log-probabilities, as far as they are wanted."""
+    """Text, ids and log-probabilities, if the client asks for them."""
     if not response.HasField("text") or response.text:
-        message.text = "".join(s.text for s in spans)
+        message.text = text_of(spans)
     if not response.HasField("token_ids") or response.token_ids:
-        message.token_ids, message.accepted = (
-            pack_u32([s.token for s in spans], "token_ids"),
-            bytes(s.accepted for s in spans),
-        )
+        message.token_ids = pack_u32([s.token for s in spans], "token_ids")
+        message.accepted = bytes(s.accepted for s in spans)
     if response.HasField("logprobs") and spans:
         message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in spans if s.logprob is not None]))
 
 
-def _tell_of_prompt(message: generate_pb2.GenerateChunk | generate_pb2.Choice, told: Sequence[TokenLogprob]) -> None:
-    if told:
-        message.prompt_logprobs.CopyFrom(logprobs_to_pb(told))
+def _set_prompt_logprobs(
+    message: generate_pb2.GenerateChunk | generate_pb2.Choice, logprobs: Sequence[TokenLogprob]
+) -> None:
+    if logprobs:
+        message.prompt_logprobs.CopyFrom(logprobs_to_pb(logprobs))
 
 
 def _prompt(message: generate_pb2.GenerateRequest) -> str | tuple[int, ...] | Chat:
@@ -403,13 +380,13 @@ def _speculation(message: generate_pb2.Speculation) -> Speculation:
         name: getattr(message, name) if message.HasField(name) else None
         for name in ("num_draft_tokens", "max_depth", "topk")
     }
-    strategy = DraftStrategy.parse(message.draft_strategy) if message.draft_strategy else None
-    rule, law = VERIFICATIONS[verification] if verification else (None, None)
-    return Speculation(SpeculationMode(mode or "auto"), rule, law, **sizes, drafter=message.drafter, strategy=strategy)
+    return speculation_of(
+        mode or "auto", verification, message.draft_strategy or None, drafter=message.drafter, **sizes
+    )
 
 
 def _enum_name(kind: Any, field: str, number: int) -> str:
-    """In small letters, "" for the unspecified 0. InvalidRequest for a number without a name."""
+    """The name in lower case, "" for the unspecified 0. InvalidRequest for a number without a name."""
     names = {value: "" if value == 0 else name.lower() for name, value in kind.items()}
     if number not in names:
         raise InvalidRequest(field, number, f"is unknown; use {', '.join(n.upper() for n in names.values() if n)}")

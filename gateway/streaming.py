@@ -149,7 +149,7 @@ class GenerationResponse(Response):
 
 def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
     """Telling of these prompts would keep the loop."""
-    return answer.tells_prompt and sum(map(len, prompts)) > INLINE_TOKENS
+    return answer.shows_prompt and sum(map(len, prompts)) > INLINE_TOKENS
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:
