@@ -197,9 +197,9 @@ def redis() -> Schema:
         "Leases, sessions, the registry of workers. Losing it stops no running request.",
         mode=choice("`single`: one of ours; `external`: yours.", "single", "external"),
         keyPrefix=text(
-            "First part of all keys: releases that share an external Redis need different ones, or they find each other's workers.",
-            "rw",
-            pattern="^[A-Za-z0-9._-]{1,64}$",
+            "First part of all keys; empty: `rw` in `single`, `rw-NAMESPACE-RELEASE` in `external`. Releases of one prefix on one "
+            "Redis find each other's workers.",
+            pattern="^[A-Za-z0-9._-]{0,64}$",
         ),
         image=image(
             "Image of our own; `global.imageRegistry` stands before a repository that names no registry.",
@@ -376,10 +376,15 @@ def network_policy() -> Schema:
         "Default deny; exactly the calls that the parts make.",
         enabled=flag("Render them.", True),
         clients=listed("Peers (`from` entries) that may call the gateway; empty: everybody."),
+        workerClients=listed(
+            "More peers that may call verifiers and drafters, as gateways and verifiers of another release that has them in "
+            "its `discovery.verifiers`, `discovery.drafters` (without `tls`, whose certificates name one release)."
+        ),
         prometheusNamespaceSelector=free("Namespaces that may read the admin ports; empty: all."),
         kedaNamespaceSelector=free(
             "Namespaces that may ask the scaler.", {"matchLabels": {"kubernetes.io/metadata.name": "keda"}}
         ),
+        dnsPorts=listed("Ports of the cluster's DNS: the Service's and those of its pods.", "integer", [53, 5353]),
         apiServerPorts=listed(
             "Ports of the API server, for `discovery.mode: kubernetes`: the Service's and the one behind it.",
             "integer",

@@ -43,3 +43,10 @@ def test_the_image_runs_as_the_pods_do():
 def test_redis_refuses_writes_before_the_kernel_ends_it():
     words = " ".join(COMPOSE["redis"]["command"])
     assert int(re.search(r"--maxmemory (\d+)mb", words)[1]) < int(COMPOSE["redis"]["mem_limit"].rstrip("m"))
+
+
+@pytest.mark.parametrize("role", SETTINGS)
+def test_our_images_are_built_and_never_pulled(role):
+    """Compose pulls an image that is not there before it builds one, by a name that we do not own on a public registry."""
+    assert COMPOSE[role]["pull_policy"] == "build"
+    assert COMPOSE[role]["build"]["target"] == COMPOSE[role]["image"].partition(":")[0].removeprefix("rootward/")

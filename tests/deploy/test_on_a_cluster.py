@@ -14,6 +14,7 @@ import typer.main
 import yaml
 from support.helm import CHART, Helm, containers, named, of_kind, parsed, pods
 
+from gateway.settings import GatewaySettings
 from rootward.cli.main import app
 
 KEDA = "gateway: {scaler: {port: 50053}}\ndrafter: {pools: {default: {autoscaling: {mode: keda-push}}}}\n"
@@ -182,6 +183,12 @@ def test_a_host_name_of_both_protocols_is_refused(helm, http, grpc):
     done = helm.template(ROUTE % (f"'{http}'" if http else "", f"'{grpc}'"))
     assert done.returncode != 0
     assert f"gateway.route.grpcHostnames: {grpc}" in done.stderr
+
+
+def test_a_route_does_not_end_long_answers(helm):
+    """Implementations have their own limits for a whole response (Envoy: 15 s); "0s" is none."""
+    (route,) = of_kind(helm.rendered(ROUTE % ("llm.example", "")), "HTTPRoute")
+    assert [rule["timeouts"] for rule in route["spec"]["rules"]] == [{"request": "0s", "backendRequest": "0s"}]
 
 
 def test_a_wildcard_is_no_name_of_another_domain(helm):
@@ -554,9 +561,30 @@ def test_rules_record_and_watch_their_own_release_alone(helm):
             assert "rw-rootward-" in rule["expr"]
 
 
-def test_releases_that_share_a_redis_have_keys_of_their_own(helm):
+EXTERNAL = "redis: {mode: external, external: {existingSecret: u}}"
+
+
+def prefixes(objects) -> set[str]:
+    return {settings(objects, part)["redis_prefix"] for part in ("gateway", "verifier", "drafter-default")}
+
+
+def test_releases_that_share_a_redis_do_not_share_keys(helm):
+    """Without a word about it in their values; the longest names too."""
+    found = [prefixes(helm.rendered(EXTERNAL))]
+    long = "n" * 63
+    for release, namespace in (("blue", "llm"), ("rw", "llm-2"), ("rw", long), ("rw", "m" + long[1:])):
+        done = helm.run("template", release, str(CHART), "--namespace", namespace, "-f", "-", *REGISTRY, stdin=EXTERNAL)
+        texts = [o["data"].get("settings.yaml", "{}") for o in of_kind(parsed(done.stdout), "ConfigMap")]
+        found.append({given["redis_prefix"] for given in map(yaml.safe_load, texts) if "redis_prefix" in given})
+    assert [len(prefix) for prefix in found] == [1] * 5
+    assert len(set.union(*found)) == 5
+    assert all(re.fullmatch(GatewaySettings.model_fields["redis_prefix"].metadata[0].pattern, *p) for p in found)
+    assert prefixes(helm.rendered("")) == {"rw"}  # a Redis of its own: as before
+
+
+def test_releases_that_share_a_redis_may_name_their_keys(helm):
     objects = helm.rendered("redis: {mode: external, keyPrefix: blue, external: {existingSecret: u}}")
-    assert {settings(objects, part)["redis_prefix"] for part in ("gateway", "verifier", "drafter-default")} == {"blue"}
+    assert prefixes(objects) == {"blue"}
     users = named(helm.rendered("redis: {keyPrefix: blue}"), "Secret", "rw-rootward-redis")["stringData"]["users.acl"]
     assert "~blue:*" in users
     assert "rw:" not in users
@@ -570,6 +598,7 @@ class Connection:
     source: str
     port: int
     target: str  # component of the release, or "" for an address outside it
+    protocol: str = "TCP"
 
 
 SCALERS = {"keda-push": KEDA, "keda-push, mutual TLS": KEDA + MUTUAL_TLS}
@@ -598,6 +627,9 @@ def needed(name: str) -> Iterator[Connection]:
     yield Connection("gateway", 50052, "verifier")
     yield Connection("verifier", 50061, "drafter")
     yield Connection("test", 50051, "gateway")
+    for part in ("gateway", "verifier", "drafter", "test"):
+        for port in (53, 5353):  # OpenShift's DNS pods listen on 5353, and policies see the port of the pod
+            yield from (Connection(part, port, "", protocol) for protocol in ("UDP", "TCP"))
     for part in ("gateway", "verifier", "drafter"):
         yield Connection(part, 6380, "") if name == "external Redis" else Connection(part, 6379, "redis")
     match name:
@@ -639,6 +671,8 @@ def test_policies_refuse_what_nobody_needs(helm):
         ("drafter", 443, ""),
         ("gateway", 4317, ""),
         ("verifier", 29500, "verifier"),
+        ("gateway", 443, "", "UDP"),
+        ("verifier", 50061, "drafter", "UDP"),
     ]
     assert [c for c in unneeded if allowed(objects, Connection(*c))] == []
     proxied = helm.rendered(VALUE_SETS["downloads through a proxy"])
@@ -677,12 +711,25 @@ def test_releases_in_a_namespace_do_not_reach_each_other(helm):
     done = helm.run("template", "blue", str(CHART), "--namespace", "llm", *REGISTRY)
     ours, theirs = helm.rendered(""), parsed(done.stdout)
     both = [*ours, *theirs]
-    for connection in needed("defaults"):
+    for connection in (c for c in needed("defaults") if c.target):
         assert admitted(both, by_role(ours)[connection.source], by_role(ours)[connection.target], connection.port)
         if connection.target != "gateway":  # which takes requests from everybody
             assert not admitted(
                 both, by_role(ours)[connection.source], by_role(theirs)[connection.target], connection.port
             )
+
+
+def test_a_release_takes_drafts_from_another_one(helm):
+    """Its verifiers dial drafters of the other release, which admits them where its values say so."""
+    flags = ("--namespace", "llm", "-f", "-", *REGISTRY)
+    verifiers = "{podSelector: {matchLabels: {app.kubernetes.io/instance: rw, app.kubernetes.io/component: verifier}}}"
+    shared = f"networkPolicy: {{workerClients: [{verifiers}]}}"
+    ours = helm.rendered("discovery: {drafters: ['default=blue-rootward-drafter-default:50061']}")
+    for values, expected in ((shared, True), ("{}", False)):
+        theirs = parsed(helm.run("template", "blue", str(CHART), *flags, stdin=values).stdout)
+        drafter = by_role(theirs)["drafter"]
+        assert admitted([*ours, *theirs], by_role(ours)["verifier"], drafter, 50061) is expected
+        assert not admitted([*ours, *theirs], by_role(ours)["gateway"], drafter, 50061)
 
 
 def by_role(objects) -> dict[str, dict]:
@@ -691,14 +738,17 @@ def by_role(objects) -> dict[str, dict]:
 
 def allowed(objects, connection: Connection) -> bool:
     found = by_role(objects)
-    return admitted(objects, found[connection.source], found.get(connection.target), connection.port)
+    return admitted(
+        objects, found[connection.source], found.get(connection.target), connection.port, connection.protocol
+    )
 
 
-def admitted(objects, source, target, port: int) -> bool:
+def admitted(objects, source, target, port: int, protocol: str = "TCP") -> bool:
     """Whether egress of the source and ingress of the target admit it, as NetworkPolicies are defined. target None: an address outside."""
-    every = [{"port": port}]  # of a rule that names none
+    every = [{"port": port, "protocol": protocol}]  # of a rule that names none
     leaves = any(
-        admits(rule.get("to"), target) and any(p["port"] == port for p in rule.get("ports", every))
+        admits(rule.get("to"), target)
+        and any((p["port"], p["protocol"]) == (port, protocol) for p in rule.get("ports", every))
         for policy in policies_of(objects, source)
         for rule in policy["spec"].get("egress", [])
     )
@@ -707,7 +757,7 @@ def admitted(objects, source, target, port: int) -> bool:
     names = {p["name"]: p["containerPort"] for c in target["spec"]["containers"] for p in c.get("ports", [])}
     enters = any(
         admits(rule.get("from"), source)
-        and any(names.get(p["port"], p["port"]) == port for p in rule.get("ports", every))
+        and any((names.get(p["port"], p["port"]), p["protocol"]) == (port, protocol) for p in rule.get("ports", every))
         for policy in policies_of(objects, target)
         for rule in policy["spec"].get("ingress", [])
     )

@@ -36,9 +36,10 @@ def releases(request, helm):
     flags = ("--namespace", "llm", "-f", "-")
     if "imageRegistry" not in values:
         flags += ("--set", f"global.imageRegistry={REGISTRY}")
+    kept = ("--set", "redis.keyPrefix=rw") if "mode: external" in values else ()  # as docs/operations/upgrades.md says
     done = [
         helm.run("template", "rw", *where, *flags, stdin=values)
-        for where in ((str(BEFORE),), (str(CHART), "--is-upgrade"))
+        for where in ((str(BEFORE),), (str(CHART), "--is-upgrade", *kept))
     ]
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     return tuple({(o["kind"], o["metadata"]["name"]): o for o in parsed(one.stdout)} for one in done)

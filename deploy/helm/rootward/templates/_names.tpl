@@ -45,6 +45,16 @@ labels:
   {{- include "rootward.labels" . | nindent 2 }}
 {{- end }}
 
+{{/* First part of the keys in Redis. One that releases may share needs one for each. */}}
+{{- define "rootward.keyPrefix" -}}
+{{- if .Values.redis.keyPrefix }}{{ .Values.redis.keyPrefix }}
+{{- else if eq .Values.redis.mode "single" }}rw
+{{- else }}
+{{- $own := printf "rw-%s-%s" .Release.Namespace .Release.Name -}}
+{{ ternary $own (printf "rw-%s" (sha256sum $own | trunc 32)) (le (len $own) 64) }}
+{{- end }}
+{{- end }}
+
 {{/* Port of a URL: (url, plain: that of http without one) */}}
 {{- define "rootward.port" -}}
 {{- $port := regexFind ":[0-9]+$" (urlParse .url).host | trimPrefix ":" -}}

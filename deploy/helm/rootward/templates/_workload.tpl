@@ -11,7 +11,7 @@ budget.
 {{- $name := include "rootward.part" . }}
 {{- $weights := list }}
 {{- range .weights }}{{ $weights = append $weights (merge (dict "volume" (ternary (printf "model-%s" .name) "model" (not (empty .name))) "at" (ternary (printf "/models/%s" .name) "/models" (not (empty .name)))) .) }}{{ end }}
-{{- $common := dict "model" (include "rootward.modelPath" (first .weights).model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true "redis_prefix" $root.Values.redis.keyPrefix }}
+{{- $common := dict "model" (include "rootward.modelPath" (first .weights).model) "admin_listen" (include "rootward.listen" (dict "root" $root "port" 9090)) "shutdown_timeout_s" $v.drain.timeoutSeconds "log_level" $root.Values.global.logLevel "log_json" true "redis_prefix" (include "rootward.keyPrefix" $root | trim) }}
 {{- $tls := include "rootward.tlsSettings" . | fromYaml }}
 {{- $settings := mustMergeOverwrite (dict) $common $v.settings .settings $tls }}
 {{- if hasKey $settings "models" }}{{ $settings = omit $settings "model" }}{{ end }}
