@@ -14,7 +14,6 @@ Legend: C contexts, N nodes, K atoms, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ import numpy as np
 import torch
 
 from benchmarks.contexts import continued, prefill, random_prompts, tokenised
-from benchmarks.results import described
+from benchmarks.results import command, described, markdown_table, save
 from benchmarks.rows import quantise_top
 from rootward import demo
 from rootward.core import verification
@@ -273,7 +272,6 @@ def measure(given: argparse.Namespace, done: Callable[[str], None] = lambda _: N
         cells += [cell_of(temperature, key, np.array(values)) for key, values in samples.items()]
     return {
         "format": "rootward-acceptance/2",
-        **described(),
         "target": name_of(given.target, "demo/target"),
         "draft": name_of(given.draft, "demo/draft"),
         "vocabulary": vocabulary,
@@ -322,46 +320,42 @@ def name_of(spec: str, default: str) -> str:
 
 def as_markdown(report: dict[str, Any]) -> str:
     """One table per temperature, in order of the number of nodes."""
-    lines = [
+    head = described()
+    parts = [
         f"# Tokens per round: {report['target']} with {report['draft']}",
-        "",
-        f"{report['date']}, {report['hardware']}, commit {report['commit']}. {report['num_contexts']} contexts per temperature, "
+        f"{head['date']}, {head['hardware']}, commit {head['commit']}. {report['num_contexts']} contexts per temperature, "
         f"draft rows of {report['num_atoms']} atoms, V = {report['vocabulary']}. Closed form, bonus token included, ± 95 % over contexts.",
     ]
     cells = [Cell(**cell) for cell in report["cells"]]
     for temperature in sorted({cell.temperature for cell in cells}):
         here = sorted((c for c in cells if c.temperature == temperature), key=lambda c: (round(c.nodes), -c.tokens))
-        lines += ["", f"## Temperature {temperature:g}", "", "| strategy | rule | nodes | levels | tokens per round |"]
-        lines.append("|---|---|---:|---:|---:|")
-        for cell in here:
-            values = f"{cell.nodes:.1f} | {cell.levels:.1f} | {cell.tokens:.3f} ± {cell.half_width:.2f}"
-            lines.append(f"| {cell.strategy} | {cell.rule} | {values} |")
-    return "\n".join(lines) + "\n"
+        rows = [
+            (c.strategy, c.rule, f"{c.nodes:.1f}", f"{c.levels:.1f}", f"{c.tokens:.3f} ± {c.half_width:.2f}")
+            for c in here
+        ]
+        parts.append(f"## Temperature {temperature:g}")
+        header = ("strategy", "rule", "nodes", "levels", "tokens per round")
+        parts.append(markdown_table(header, rows, num_text_columns=2))
+    return "\n\n".join(parts) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. Errors are one line on stderr."""
+@command
+def main(argv: Sequence[str]) -> None:
     from rich.console import Console
     from rich.markdown import Markdown
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     ask_for_huge_pages()
-    try:
-        given = checked(parser().parse_args(sys.argv[1:] if argv is None else list(argv)))
-        groups = -(-given.num_contexts // GROUP) * len(given.temperatures)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-            bar = progress.add_task("loading", total=groups * len(list(trees_of(given))))
-            report = measure(given, lambda name: progress.update(bar, advance=1, description=name))
-    except ConfigurationError as wrong:
-        print(str(wrong).splitlines()[0], file=sys.stderr)
-        return wrong.exit_code
+    given = checked(parser().parse_args(argv))
+    groups = -(-given.num_contexts // GROUP) * len(given.temperatures)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("loading", total=groups * len(list(trees_of(given))))
+        report = measure(given, lambda name: progress.update(bar, advance=1, description=name))
     Console().print(Markdown(as_markdown(report)))
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "acceptance.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(given.out / "acceptance.json", report)
         (given.out / "acceptance.md").write_text(as_markdown(report), encoding="utf-8")
-    return 0
 
 
 def checked(given: argparse.Namespace) -> argparse.Namespace:

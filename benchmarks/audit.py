@@ -27,7 +27,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from benchmarks.dishonest import FAVOUR
-from benchmarks.results import described
+from benchmarks.results import save
 from benchmarks.services import address_of
 from rootward import demo
 from rootward.core.arrays import Floats, Ints
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--offline-runs", type=int, default=31, help="of each cheat")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    results: dict[str, Any] = {**described(), "alpha": ALPHA}
+    results: dict[str, Any] = {"alpha": ALPHA}
     if "shipped" in given.pairs:
         results["shipped pair"], rows = asyncio.run(on_shipped_pair(given.runs, given.honest_draws, given.cheats))
         stored = kept(rows)
@@ -296,7 +296,7 @@ def main() -> None:
         results["tables"] = asyncio.run(on_tables(given.table_draws))
     print(json.dumps(results, indent=1))
     if given.json:
-        given.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        save(given.json, results)
 
 
 if __name__ == "__main__":

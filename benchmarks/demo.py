@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import queue
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -30,14 +27,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from benchmarks import smollm2
+from benchmarks.results import cpu_model
 from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
+from rootward.cli.serve import address_of, services_running
 from rootward.client import Client, SamplingParams
-from rootward.errors import RootwardError
+from rootward.errors import ConfigurationError, RootwardError
 from rootward.settings import available_cores
 
-START_S, STOP_S = 180.0, 30.0
-READY = "rootward all listening on "
+START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SPECULATION = {"plain": "disabled", "trees": "required", "auto": "auto"}  # system -> mode of the request
 SYSTEMS = (*SPECULATION, "generate")
@@ -133,57 +131,18 @@ Measured = dict[float, dict[str, Tally]]  # temperature -> system -> counts
 @contextmanager
 def served(console: Console, flags: Sequence[str]) -> Iterator[str]:
     """The gRPC address of a gateway in front of the pair. Everything is stopped on leaving."""
-    command = [sys.executable, "-m", "rootward.cli", "serve", "all", "--log-level", "warning", *flags]
-    command += ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"]
-    with tempfile.TemporaryDirectory(prefix="rootward-demo-") as folder, open(Path(folder) / "log", "w+b") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log, ExitStack() as stack:
         try:
             with console.status("starting Redis, verifier, drafter and gateway …"):
-                lines = _until_ready(process, log)
-            for line in lines:
-                console.print(line, style="dim", highlight=False)
-            yield lines[-1].removeprefix(READY).split()[0]
-        finally:
-            _stop(process)
+                services = services_running(flags, start_timeout_s=START_TIMEOUT_S, stderr=log)
+                lines = stack.enter_context(services)
+        except ConfigurationError as error:
+            log.seek(0)
+            raise DemoFailed("\n".join([str(error), *log.read().splitlines()[-15:]])) from None
+        for line in lines:
+            console.print(line, style="dim", highlight=False)
+        yield address_of(lines)
     console.print("all processes have stopped", style="dim")
-
-
-def _until_ready(process: subprocess.Popen[str], log: IO[bytes]) -> list[str]:
-    """The lines up to the one that says that everything is ready."""
-    arrived: queue.Queue[str] = queue.Queue()
-    threading.Thread(target=_read_lines, args=(process, arrived), daemon=True).start()
-    lines: list[str] = []
-    deadline = time.monotonic() + START_S
-    while not lines or not lines[-1].startswith(READY):
-        try:
-            line = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise DemoFailed(f"the services were not ready after {START_S:.0f} s; their log:\n{_end_of(log)}") from None
-        if not line:
-            raise DemoFailed(f"the services did not start (exit code {process.wait()}); their log:\n{_end_of(log)}")
-        lines.append(line.strip())
-    return lines
-
-
-def _read_lines(process: subprocess.Popen[str], arrived: queue.Queue[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        arrived.put(line)
-    arrived.put("")
-
-
-def _end_of(log: IO[bytes]) -> str:
-    log.seek(0)
-    return "\n".join(log.read().decode(errors="replace").splitlines()[-15:])
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # a second signal ends the services at once
-        process.wait(STOP_S)
 
 
 def show(console: Console, client: Client, pair: Pair) -> None:
@@ -305,16 +264,7 @@ def report(measured: Measured, *, target: str) -> dict[str, Any]:
         for temperature, tallies in measured.items()
         for system, tally in tallies.items()
     ]
-    return {"target": target, "processor": processor(), "rows": rows}
-
-
-def processor() -> str:
-    """Name of the processor as Linux gives it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {"target": target, "processor": cpu_model(), "rows": rows}
 
 
 def shortfalls(measured: Measured, promised: dict[float, float]) -> list[str]:
@@ -345,7 +295,7 @@ def run(console: Console, *, shipped: bool, json_file: Path | None) -> None:
     with served(console, pair.flags) as address, Client(address, timeout=120.0) as client:
         show(console, client, pair)
         measured = measure(console, client, pair, generate)
-    title = f"{pair.num_measured} prompts, up to {pair.max_tokens} tokens each; {processor()}"
+    title = f"{pair.num_measured} prompts, up to {pair.max_tokens} tokens each; {cpu_model()}"
     console.print(table(measured, title=title))
     if json_file is not None:
         json_file.write_text(json.dumps(report(measured, target=pair.name), indent=1) + "\n", encoding="utf-8")

@@ -17,20 +17,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks.results import Interval, interval
-from benchmarks.services import Load, free_port, measured, scraped, service
+from benchmarks.results import Interval, command, interval, markdown_row, markdown_table, save
+from benchmarks.services import Load, free_port, measured, scraped, service, verifier_with_drafters
 from benchmarks.slow_link import Conditions, SlowLink
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from rootward.errors import ConfigurationError
-from rootward.wire.clients import RemoteDrafter, RemoteVerifier
+from rootward.wire.clients import RemoteVerifier
 
 TABLE = "tabular:vocab=2048,seed=1,order=1,sharpness=3"
 RTTS_MS = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)
@@ -38,6 +36,16 @@ LONGEST_WAIT_MS = 5000.0
 WARM_UP = 0.5  # of a measurement, so that what a verifier learns it learns before
 LAWS = {"traversal": (Rule.TRAVERSAL, DraftMode.SAMPLED), "coupled": (Rule.MATCH, DraftMode.COUPLED)}
 WAITS = " waiting"
+COLUMNS = (
+    "turn",
+    "system",
+    "round trip, ms",
+    "tokens/s",
+    "per round",
+    "with a tree",
+    "root guessed",
+    "bytes per round",
+)
 COMMITS = ("rootward_draft_commits_total:grown", "rootward_draft_commits_total:new")
 
 
@@ -109,11 +117,7 @@ async def running(system: System, given: argparse.Namespace) -> AsyncIterator[De
         target = f"{TABLE},step_ms={given.verify_ms}"
         shape = ("--num-draft-tokens", str(given.nodes), "--max-num-seqs", str(given.sessions))
         flags = ("--model", target, "--drafters", link.address, "--admin-listen", admin, *shape, *system.flags)
-        verifier = await enter(RemoteVerifier(await enter(service("verifier_service", *flags))))
-        async with asyncio.timeout(30), RemoteDrafter(address) as drafter:
-            await drafter.get_info()
-            while not (await verifier.get_info()).drafters:
-                await asyncio.sleep(0.05)
+        verifier = await enter(verifier_with_drafters(await enter(service("verifier_service", *flags)), 1))
         yield Deployment(system, verifier, admin, link)
 
 
@@ -143,43 +147,28 @@ def claims(found: Sequence[Point], rtt_ms: float) -> dict[str, Interval]:
     return kept | {f"{name} of waiting": ratio(found, (name, rtt_ms), (name + WAITS, rtt_ms)) for name in LAWS}
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. What is wrong is told in one line on stderr."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    try:
-        if not given.rtts or 0.0 not in given.rtts:
-            raise ConfigurationError("--rtts: need 0 among them; everything is compared with zero distance")
-        print(
-            "| turn | system | round trip, ms | tokens/s | per round | with a tree | root guessed | bytes per round |"
-        )
-        print("|---|---|---|---|---|---|---|---|")
-        found = asyncio.run(points(given))
-    except ConfigurationError as wrong:
-        print(str(wrong).splitlines()[0], file=sys.stderr)
-        return wrong.exit_code
-    told = {f"{rtt_ms:g}": claims(found, rtt_ms) for rtt_ms in given.rtts if rtt_ms}
-    for rtt_ms, values in told.items():
+@command
+def main(argv: Sequence[str]) -> None:
+    given = _parser().parse_args(argv)
+    if 0.0 not in given.rtts:
+        raise ConfigurationError("--rtts: need 0 among them; everything is compared with zero distance")
+    print(markdown_table(COLUMNS, []))
+    found = asyncio.run(points(given))
+    ratios = {f"{rtt_ms:g}": claims(found, rtt_ms) for rtt_ms in given.rtts if rtt_ms}
+    for rtt_ms, values in ratios.items():
         for name, value in values.items():
             print(f"{rtt_ms} ms, {name}: {value}")
     if given.out is not None:
-        _write(given, found, told)
-    return 0
-
-
-def _write(given: argparse.Namespace, found: list[Point], told: dict[str, dict[str, Interval]]) -> None:
-    from benchmarks.results import described
-
-    given.out.mkdir(parents=True, exist_ok=True)
-    settings = {name: value for name, value in vars(given).items() if name != "out"}
-    kept = {rtt: {name: value._asdict() for name, value in values.items()} for rtt, values in told.items()}
-    report: dict[str, Any] = {**described(), "settings": settings, "claims": kept}
-    report["points"] = [asdict(point) for point in found]
-    (given.out / "distance.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        settings = {name: value for name, value in vars(given).items() if name != "out"}
+        kept = {rtt: {name: value._asdict() for name, value in values.items()} for rtt, values in ratios.items()}
+        report = {"settings": settings, "claims": kept, "points": [asdict(point) for point in found]}
+        save(given.out / "distance.json", report)
 
 
 def _line(point: Point) -> str:
-    shares = f"{point.with_tree:.2f} | {point.guessed:.2f} | {point.wire_bytes:.0f}"
-    return f"| {point.turn} | {point.system} | {point.rtt_ms:g} | {point.rate:.1f} | {point.tokens:.2f} | {shares} |"
+    shares = (f"{point.with_tree:.2f}", f"{point.guessed:.2f}", f"{point.wire_bytes:.0f}")
+    numbers = (f"{point.rtt_ms:g}", f"{point.rate:.1f}", f"{point.tokens:.2f}", *shares)
+    return markdown_row((point.turn, point.system, *numbers))
 
 
 def _parser() -> argparse.ArgumentParser:

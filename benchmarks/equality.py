@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from asyncio.subprocess import DEVNULL
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.peers import TASKS, TOPICS
-from benchmarks.results import described
+from benchmarks.results import save
 from benchmarks.services import free_port, service
 from rootward import demo
 from rootward.client import AsyncClient, SamplingParams, Speculation
@@ -225,13 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     title = f"{given.model.name}, {given.dtype}, {given.max_tokens} tokens a text"
     Console(width=120).print(table_of(found, title))
     if given.out:
-        result = {
-            **described(),
-            "model": given.model.name,
-            "dtype": given.dtype,
-            "rows": [asdict(one) for one in found],
-        }
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        rows = [asdict(one) for one in found]
+        save(given.out, {"model": given.model.name, "dtype": given.dtype, "rows": rows})
     return 3 if any(one.differ for one in found) else 0
 
 

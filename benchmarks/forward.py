@@ -9,7 +9,6 @@ packed weights (`torch.ops.mkldnn`), which is free to differ. All are run in tur
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import described
+from benchmarks.results import cpu_model, save
 from rootward.engine import cpu_kernels
 from rootward.engine.layers import Linear
 from rootward.engine.model import HuggingFaceModel
@@ -124,7 +123,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     torch.set_num_threads(given.threads)
     result = {
-        **described(),
         "model": Path(given.model).stem,
         "context": given.context,
         "threads": given.threads,
@@ -133,12 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for dtype in given.dtypes:
         model = HuggingFaceModel.load(given.model, dtype=dtype, max_slots=len(given.rows), max_len=given.context + 256)
         found = measure(model, given.rows, context=given.context, seconds=given.seconds)
-        Console(width=120).print(
-            table_of(found, f"{result['model']}, {dtype}, {given.threads} threads, {result['hardware']}")
-        )
+        Console(width=120).print(table_of(found, f"{result['model']}, {dtype}, {given.threads} threads, {cpu_model()}"))
         result["ms"][dtype] = found
     if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(given.out, result)
     return 0
 
 

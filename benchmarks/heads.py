@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -21,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.results import described
-from benchmarks.services import free_port, scraped, service
+from benchmarks.results import markdown_table, save
+from benchmarks.services import free_port, scraped, service, verifier_with_drafters
 from benchmarks.slow_link import Conditions, SlowLink
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
@@ -105,12 +104,12 @@ async def running(given: argparse.Namespace) -> AsyncIterator[Deployment]:
         flags = ("--draft-head", given.head, "--local-draft", "none", "--admin-listen", admin)
         flags += ("--drafters", f"near={drafter},far={link.address}")
         remote = await enter(service("verifier_service", *of_verifier, *flags))
-        verifiers = [await enter(RemoteVerifier(address)) for address in (local, remote)]
-        deployment = Deployment(verifiers[0], verifiers[1], admin, link)
-        async with asyncio.timeout(60):
-            while len((await deployment.remote.get_info()).drafters) < 2:
-                await asyncio.sleep(0.05)
-        yield deployment
+        yield Deployment(
+            local=await enter(RemoteVerifier(local)),
+            remote=await enter(verifier_with_drafters(remote, 2)),
+            admin=admin,
+            link=link,
+        )
 
 
 async def measured(given: argparse.Namespace) -> tuple[list[Run], bool]:
@@ -136,22 +135,19 @@ async def measured(given: argparse.Namespace) -> tuple[list[Run], bool]:
     return found, len(said) == 1
 
 
-def report(found: Sequence[Run]) -> list[str]:
+def report(found: Sequence[Run]) -> str:
     """Medians over the turns, as a table."""
-    lines = ["| system | tokens/s | of the head in the verifier | tokens a round | bytes of features a round |"]
-    lines += ["|---|---:|---:|---:|---:|"]
     local = {run.turn: run.tokens_per_s for run in found if run.system == LOCAL}
-    for name in dict.fromkeys(
-        run.system for run in sorted(found, key=lambda run: (run.system != "plain", run.system != LOCAL))
-    ):
+    rows = []
+    for name in sorted({run.system for run in found}, key=lambda name: (name != "plain", name != LOCAL, name)):
         own = [run for run in found if run.system == name]
-        speed, share = (
-            median(run.tokens_per_s for run in own),
-            median(run.tokens_per_s / local[run.turn] for run in own),
-        )
-        tokens, sent = median(run.tokens_per_round for run in own), median(run.feature_bytes for run in own)
-        lines.append(f"| {name} | {speed:.1f} | {share:.2f} | {tokens:.2f} | {sent:.0f} |")
-    return lines
+        speed = median(run.tokens_per_s for run in own)
+        share = median(run.tokens_per_s / local[run.turn] for run in own)
+        tokens = median(run.tokens_per_round for run in own)
+        sent = median(run.feature_bytes for run in own)
+        rows.append((name, f"{speed:.1f}", f"{share:.2f}", f"{tokens:.2f}", f"{sent:.0f}"))
+    header = ("system", "tokens/s", "of the head in the verifier", "tokens a round", "bytes of features a round")
+    return markdown_table(header, rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -169,11 +165,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="JSON result")
     given = parser.parse_args(argv)
     found, equal = asyncio.run(measured(given))
-    print("\n".join([*report(found), "", f"greedy texts are those of plain decoding: {equal}"]))
+    print(f"{report(found)}\n\ngreedy texts are those of plain decoding: {equal}")
     if given.out is not None:
         options = {name: str(value) for name, value in vars(given).items() if name not in ("target", "head", "out")}
-        result = {**described(), **options, "texts_equal": equal, "runs": [asdict(run) for run in found]}
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(given.out, {**options, "texts_equal": equal, "runs": [asdict(run) for run in found]})
     return 0 if equal else 3
 
 

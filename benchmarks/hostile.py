@@ -28,7 +28,7 @@ from typing import Any
 import grpc
 import httpx
 
-from benchmarks.results import described
+from benchmarks.results import save
 from benchmarks.services import free_port
 from rootward import demo
 from rootward.keys import digest, new_key
@@ -287,7 +287,7 @@ def main() -> None:
         results[name] = asyncio.run(measured(given.checkout.resolve(), name))
         print(f"{name}: {results[name]}", flush=True)
         if given.json:
-            given.json.write_text(json.dumps({**described(), "attacks": results}, indent=1) + "\n", encoding="utf-8")
+            save(given.json, {"attacks": results})
 
 
 if __name__ == "__main__":

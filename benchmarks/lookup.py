@@ -9,13 +9,13 @@ python -m benchmarks.lookup --sources ngram: ngram+recycling: --budgets 16 --out
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import command, markdown_row, markdown_table, save
 from rootward.core.living_tree import LivingTree
 from rootward.core.lookup import Recipe, Shape, Source, Successors, extend_tree, parse_recipe
 from rootward.core.requests import DraftMode
@@ -100,23 +100,14 @@ def texts_of(model: str, prompts: Path | None, temperature: float, num: int, len
     return [(head, text[len(head) :]) for head, text in zip(heads, made, strict=True)]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. What is wrong is told in one line on stderr."""
+@command
+def main(argv: Sequence[str]) -> None:
     ask_for_huge_pages()
-    given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    try:
-        recipes = [_recipe(spec) for spec in given.sources]
-        results = _results(given, recipes)
-    except ConfigurationError as wrong:
-        print(str(wrong).splitlines()[0], file=sys.stderr)
-        return wrong.exit_code
+    given = _parser().parse_args(argv)
+    results = _results(given, [_recipe(spec) for spec in given.sources])
     if given.out is not None:
-        from benchmarks.results import described
-
         name = Path(given.model).name if given.model else "demo/target"
-        report = {**described(), "model": name, "seed": given.seed, "length": given.length, "results": results}
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0
+        save(given.out, {"model": name, "seed": given.seed, "length": given.length, "results": results})
 
 
 def _results(given: argparse.Namespace, recipes: Sequence[Recipe]) -> list[dict[str, Any]]:
@@ -124,13 +115,13 @@ def _results(given: argparse.Namespace, recipes: Sequence[Recipe]) -> list[dict[
     from rootward import demo
 
     model, results = given.model or str(demo.paths().target), []
-    print("| temperature | drafter | nodes | tokens per round | nodes per round |\n|---|---|---|---|---|")
+    print(markdown_table(("temperature", "drafter", "nodes", "tokens per round", "nodes per round"), []))
     for temperature in given.temperatures:
         texts = texts_of(model, given.prompts, temperature, given.num_texts, given.length, given.seed)
         for row in measure(recipes, texts, given.budgets, DraftMode.COUPLED):
             results.append({"temperature": temperature, **row})
-            numbers = f"{row['budget']} | {row['block_efficiency']:.2f} | {row['nodes_per_round']:.1f}"
-            print(f"| {temperature:g} | {row['source']} | {numbers} |", flush=True)
+            numbers = (row["budget"], f"{row['block_efficiency']:.2f}", f"{row['nodes_per_round']:.1f}")
+            print(markdown_row((f"{temperature:g}", row["source"], *numbers)), flush=True)
     return results
 
 

@@ -31,7 +31,7 @@ import httpx
 import psutil
 
 from benchmarks.peers_report import as_markdown, print_tables, write_readme
-from benchmarks.results import described
+from benchmarks.results import command, described, save
 from benchmarks.services import free_port, service
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
@@ -429,36 +429,31 @@ def versions(given: argparse.Namespace, missing: dict[str, str]) -> dict[str, st
     import subprocess
 
     found = {}
-    for system, command in (("llama.cpp", given.llama_server), ("vllm", given.vllm)):
+    for system, binary in (("llama.cpp", given.llama_server), ("vllm", given.vllm)):
         if system in given.systems and system not in missing:
-            done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run([binary, "--version"], capture_output=True, text=True, timeout=120, check=False)
             lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
             version = [line for line in lines if line.startswith("version:") or line[:1].isdigit()]
             found[system] = version[0].removeprefix("version:").strip() if version else "unknown"
     return found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@command
+def main(argv: Sequence[str]) -> None:
     given = parser().parse_args(argv)
-    try:
-        if given.show is not None:
-            report = json.loads(given.show.read_text(encoding="utf-8"))
-        elif given.model is None:
-            raise ConfigurationError("--model: missing; give the folder of the model, or --show RESULT.json")
-        else:
-            report = asyncio.run(measure(given))
-    except ConfigurationError as wrong:
-        print(str(wrong).splitlines()[0], file=sys.stderr)
-        return wrong.exit_code
+    if given.show is not None:
+        report = json.loads(given.show.read_text(encoding="utf-8"))
+    elif given.model is None:
+        raise ConfigurationError("--model: missing; give the folder of the model, or --show RESULT.json")
+    else:
+        report = asyncio.run(measure(given))
     print_tables(report)
     if given.out is not None:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(given.out, report)
         given.out.with_suffix(".md").write_text(as_markdown([report]), encoding="utf-8")
     if given.readme is not None:
         results = [json.loads(path.read_text(encoding="utf-8")) for path in [given.show, *given.more] if path]
         write_readme(given.readme, results or [report])
-    return 0
 
 
 def parser() -> argparse.ArgumentParser:

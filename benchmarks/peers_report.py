@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import markdown_table
+
 BEGIN, END = "<!-- peers: begin, written by benchmarks.peers -->", "<!-- peers: end -->"
 NAMES = {"rootward": "Rootward", "transformers": "transformers", "llama.cpp": "llama.cpp", "vllm": "vLLM"}
 
@@ -51,10 +53,9 @@ def print_tables(report: dict[str, Any]) -> None:
         console.print(f"{system} is missing: {why}")
 
 
-def markdown_table(report: dict[str, Any], value: str, digits: int, first: str) -> str:
+def table_of(report: dict[str, Any], value: str, digits: int, first: str) -> str:
     header = [first, *(f"T = {temperature:g}, {batch}" for temperature, batch in settings_of(report))]
-    lines = ["| " + " | ".join(header) + " |", "|---|" + "---:|" * (len(header) - 1)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows_of(report, value, digits)])
+    return markdown_table(header, rows_of(report, value, digits))
 
 
 def heading(report: dict[str, Any]) -> str:
@@ -73,8 +74,8 @@ def as_markdown(reports: Sequence[dict[str, Any]]) -> str:
     parts = []
     for report in reports:
         parts.append(heading(report))
-        parts.append(markdown_table(report, "tokens_per_s", 1, "tokens/s at T, requests at once"))
-        parts.append(markdown_table(report, "first_token_ms", 0, "time to first token in ms at T, requests at once"))
+        parts.append(table_of(report, "tokens_per_s", 1, "tokens/s at T, requests at once"))
+        parts.append(table_of(report, "first_token_ms", 0, "time to first token in ms at T, requests at once"))
         parts += [f"{NAMES[system]} was not installed." for system in report["missing"]]
     return "\n\n".join(parts) + "\n"
 
@@ -88,5 +89,5 @@ def write_readme(path: Path, reports: Sequence[dict[str, Any]]) -> None:
         raise ValueError(f"{path.name}: no markers {BEGIN!r} and {END!r}; add them where the tables belong")
     parts = []
     for report in reports:
-        parts += [heading(report), markdown_table(report, "tokens_per_s", 1, "tokens/s at T, requests at once")]
+        parts += [heading(report), table_of(report, "tokens_per_s", 1, "tokens/s at T, requests at once")]
     path.write_text(before + BEGIN + "\n" + "\n\n".join(parts) + "\n" + END + after, encoding="utf-8")

@@ -1,12 +1,15 @@
-"""The head of a dated result (hardware, commit, versions; nothing that identifies one machine), and its statistics."""
+"""Results of benchmarks: files with a head (date, hardware, commit, versions; nothing that identifies one machine), tables, statistics."""
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from math import comb
 from os import cpu_count
@@ -15,6 +18,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from rootward.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rootward.engine.tabular import TabularModel
@@ -59,6 +64,37 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def save(path: Path, report: Mapping[str, Any]) -> None:
+    """Write a report with its head as JSON; folders are made. NaN becomes null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**described(), **report}, indent=1).replace("NaN", "null")
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def markdown_row(cells: Iterable[object]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Iterable[object]], *, num_text_columns: int = 1) -> str:
+    """The columns after the first `num_text_columns` are aligned to the right."""
+    rule = "|---" * num_text_columns + "|---:" * (len(header) - num_text_columns) + "|"
+    return "\n".join([markdown_row(header), rule, *map(markdown_row, rows)])
+
+
+def command(main: Callable[[Sequence[str]], int | None]) -> Callable[..., int]:
+    """A main of arguments as one that returns an exit code; a ConfigurationError is one line on stderr."""
+
+    @wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(sys.argv[1:] if argv is None else argv) or 0
+        except ConfigurationError as error:
+            print(str(error).splitlines()[0], file=sys.stderr)
+            return error.exit_code
+
+    return run
 
 
 WANTED_COVERAGE = 0.9

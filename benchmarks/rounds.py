@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.results import described
-from benchmarks.services import Load, Outcome, free_port, measured, scraped, service
+from benchmarks.results import command, markdown_table, save
+from benchmarks.services import Load, Outcome, free_port, measured, scraped, service, verifier_with_drafters
 from rootward import demo
 from rootward.core.requests import Speculation, SpeculationMode
-from rootward.errors import ConfigurationError
 from rootward.wire.clients import RemoteVerifier
 
 SESSIONS = (1, 2, 4, 8, 16)
@@ -90,10 +88,7 @@ async def points(given: argparse.Namespace, drafters: int, sessions: Sequence[in
         flags = ["--model", target, "--drafters", ",".join(peers), "--admin-listen", admins[0]]
         flags += ["--num-draft-tokens", str(given.nodes), "--max-num-seqs", str(places)]
         flags += ["--max-num-batched-tokens", str(places * (given.nodes + 1) + 64), *device]
-        verifier = await enter(RemoteVerifier(await enter(service("verifier_service", *flags))))
-        async with asyncio.timeout(30):
-            while len((await verifier.get_info()).drafters) < drafters:
-                await asyncio.sleep(0.05)
+        verifier = await enter(verifier_with_drafters(await enter(service("verifier_service", *flags)), drafters))
         for number in sessions:
             found.append(await _point(verifier, admins, drafters, number, given.max_tokens))
     return found
@@ -133,32 +128,25 @@ async def measured_points(given: argparse.Namespace) -> list[Point]:
     return one + await points(given, 2, [2 * n for n in sorted(given.sessions)[-2:]])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code. Errors are one line on stderr."""
-    given = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    try:
-        found = asyncio.run(measured_points(given))
-    except ConfigurationError as wrong:
-        print(str(wrong).splitlines()[0], file=sys.stderr)
-        return wrong.exit_code
+@command
+def main(argv: Sequence[str]) -> None:
+    given = _parser().parse_args(argv)
+    found = asyncio.run(measured_points(given))
     print(table(found))
     if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
         settings = {name: str(value) for name, value in vars(given).items() if name not in ("out", "draft", "target")}
-        report = {**described(), "settings": settings, "points": [asdict(point) for point in found]}
-        (given.out / "rounds.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        save(given.out / "rounds.json", {"settings": settings, "points": [asdict(point) for point in found]})
         (given.out / "rounds.md").write_text(table(found) + "\n", encoding="utf-8")
-    return 0
 
 
 def table(found: Sequence[Point]) -> str:
     """Markdown; times in milliseconds."""
     names = ("drafters", "sessions", "tokens/s a session", "S, ms", "A, row-ms", "Z, ms", "R, ms", "W, ms", "D, rows")
-    lines = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    rows = []
     for p in found:
         times = (f"{1e3 * x:.1f}" for x in (p.draft_s, p.row_s, p.rest_s, p.round_s, p.stall_s))
-        lines.append("| " + " | ".join((f"{p.drafters} | {p.sessions} | {p.rate:.1f}", *times, f"{p.demand:.1f} |")))
-    return "\n".join(lines)
+        rows.append((p.drafters, p.sessions, f"{p.rate:.1f}", *times, f"{p.demand:.1f}"))
+    return markdown_table(names, rows, num_text_columns=0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,14 +13,18 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.request import urlopen
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from rootward.clock import SystemClock
 from rootward.core.requests import Sampling, Speculation, SpeculationStats, Stopping, VerifierRequest
 from rootward.errors import ConfigurationError
 from rootward.ports import Verifier
+from rootward.wire.clients import RemoteVerifier
 
 START_S = 600.0
 STOP_S = 10.0
 SCRAPE_S = 10.0
+DRAFTERS_S = 60.0  # for a verifier to connect its drafters
 _LISTENING = re.compile(r"listening on (\S+:\d+)")
 
 
@@ -68,14 +72,22 @@ def scraped(admin: str) -> dict[str, float]:
     with urlopen(f"http://{admin}/metrics", timeout=SCRAPE_S) as answer:
         text = answer.read().decode()
     found: dict[str, float] = defaultdict(float)
-    for line in text.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            bare, _, labels = name.partition("{")
-            found[bare] += float(value)
-            if labels:
-                found[f"{bare}:{labels.split(chr(34))[1]}"] += float(value)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] += sample.value
+            for value in sample.labels.values():
+                found[f"{sample.name}:{value}"] += sample.value
     return found
+
+
+@asynccontextmanager
+async def verifier_with_drafters(address: str, num_drafters: int) -> AsyncIterator[RemoteVerifier]:
+    """A verifier once it has so many drafters."""
+    async with RemoteVerifier(address) as verifier:
+        async with asyncio.timeout(DRAFTERS_S):
+            while len((await verifier.get_info()).drafters) < num_drafters:
+                await asyncio.sleep(0.05)
+        yield verifier
 
 
 LONGEST_S = 600.0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -26,8 +25,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from benchmarks.demo import spread
-from benchmarks.results import described, p_value
-from benchmarks.services import address_of, generated, service
+from benchmarks.results import described, markdown_table, p_value, save
+from benchmarks.services import address_of, generated, service, verifier_with_drafters
 from rootward import demo
 from rootward.core.requests import (
     DraftStrategy,
@@ -134,16 +133,6 @@ async def texts_of(
 
 
 @asynccontextmanager
-async def connected(address: str, num_drafters: int) -> AsyncIterator[RemoteVerifier]:
-    """A verifier once it has all its drafters."""
-    async with RemoteVerifier(address) as remote:
-        async with asyncio.timeout(START_S):
-            while len((await remote.get_info()).drafters) < num_drafters:
-                await asyncio.sleep(0.05)
-        yield remote
-
-
-@asynccontextmanager
 async def started(target: str, draft: str, sessions: int) -> AsyncIterator[RemoteVerifier]:
     """A verifier with drafters of every kind, each in a pool of its own."""
     size = "--max-num-seqs", str(sessions), "--log-level", "warning"
@@ -155,7 +144,7 @@ async def started(target: str, draft: str, sessions: int) -> AsyncIterator[Remot
             pools.append(f"{pool}={address}")
         flags = verifier_flags(target, ",".join(pools))
         address = await stack.enter_async_context(service("verifier_service", *flags, *size))
-        remote = await stack.enter_async_context(connected(address, len(pools)))
+        remote = await stack.enter_async_context(verifier_with_drafters(address, len(pools)))
         yield remote
         caught = [name for name in (await remote.get_info()).stats if name.startswith("drafter_caught/")]
         if caught:
@@ -223,7 +212,7 @@ async def laws(options: argparse.Namespace, chosen: dict[str, Speculation]) -> t
     async with service("benchmarks.dishonest", "--cheat", CHEAT, "--model", DRAFT, *size) as drafter:
         flags = verifier_flags(TARGET, f"{MODEL}={drafter}")
         command = sys.executable, "-c", WITHOUT_AUDIT, "--listen", "127.0.0.1:0", *flags, *size
-        async with address_of(*command) as address, connected(address, 1) as verifier:
+        async with address_of(*command) as address, verifier_with_drafters(address, 1) as verifier:
             pairs = ((name, ways()[name], rule) for name, rule in CONTROL)
             return cells, [await told(test.measure(verifier, name, wish, rule)) for name, wish, rule in pairs]
 
@@ -292,20 +281,23 @@ def together(cells: Sequence[Cell]) -> float:
 def tables(cells: Sequence[Cell], control: Sequence[Cell], greedy: dict[str, float]) -> str:
     """Markdown."""
     rules = [rule.value for rule in Rule]
-    of = {(cell.drafts, cell.rule): cell for cell in cells}
-    lines = [f"| drafts | {' | '.join(rules)} | T = 0 |", "|---|" + "---|" * len(rules) + "---:|"]
-    for name, tokens in greedy.items():
-        pairs = " | ".join(written(of[name, rule]) for rule in rules)
-        lines.append(f"| `{name}` | {pairs} | {tokens:.2f} |")
-    lines += ["", "| control: cheating drafter, no audit | rule | p |", "|---|---|---:|"]
-    lines += [f"| `{cell.drafts}` | {cell.rule} | {rounded(cell.p_value)} |" for cell in control]
-    lines += ["", "| refused | answer of the verifier |", "|---|---|"]
+    by_pair = {(cell.drafts, cell.rule): cell for cell in cells}
+    tokens = [
+        (f"`{name}`", *(written(by_pair[name, rule]) for rule in rules), f"{greedy[name]:.2f}") for name in greedy
+    ]
+    controls = [(f"`{cell.drafts}`", cell.rule, rounded(cell.p_value)) for cell in control]
     reasons: dict[str, list[str]] = {}
     for cell in cells:
         if cell.refused:
             reasons.setdefault(cell.refused, []).append(f"`{cell.drafts}` {cell.rule}")
-    lines += [f"| {', '.join(pairs)} | {reason} |" for reason, pairs in reasons.items()]
-    return "\n".join(lines)
+    refusals = [(", ".join(pairs), reason) for reason, pairs in reasons.items()]
+    return "\n\n".join(
+        [
+            markdown_table(("drafts", *rules, "T = 0"), tokens, num_text_columns=1 + len(rules)),
+            markdown_table(("control: cheating drafter, no audit", "rule", "p"), controls, num_text_columns=2),
+            markdown_table(("refused", "answer of the verifier"), refusals, num_text_columns=2),
+        ]
+    )
 
 
 def written(cell: Cell) -> str:
@@ -316,13 +308,14 @@ def rounded(p: float) -> str:
     return f"{p:.2g}" if p >= SMALLEST else f"< {SMALLEST:g}"
 
 
-def page(report: dict[str, Any], cells: Sequence[Cell], table: str, options: argparse.Namespace) -> str:
+def page(cells: Sequence[Cell], table: str, options: argparse.Namespace) -> str:
+    head = described()
     served = [cell for cell in cells if not cell.refused]
     error = max(cell.error for cell in served)
     smallest = min(cell.p_value for cell in served)
     return f"""# Draft strategies and verification rules through the services
 
-`python -m benchmarks.strategies` at commit {report["commit"]}, {report["hardware"]}.
+`python -m benchmarks.strategies` at commit {head["commit"]}, {head["hardware"]}.
 
 Every pair is asked for by request (`draft_strategy`, `verification`, `drafter` of `speculation`, required, {NODES} nodes) of one running
 system: a verifier, a drafter with a model and two without one, `ngram:` and `recycling:`. What `ngram`, `recycling` and `ngram+recycling`
@@ -348,15 +341,9 @@ async def measure(options: argparse.Namespace) -> int:
     table = tables(cells, control, greedy)
     print(table)
     if options.out is not None:
-        report = described() | {
-            "cells": [asdict(cell) for cell in cells],
-            "control": [asdict(cell) for cell in control],
-            "greedy": greedy,
-        }
-        options.out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report, indent=1).replace("NaN", "null")
-        (options.out / "strategies.json").write_text(text + "\n", encoding="utf-8")
-        (options.out / "README.md").write_text(page(report, cells, table, options), encoding="utf-8")
+        pairs = {"cells": [asdict(cell) for cell in cells], "control": [asdict(cell) for cell in control]}
+        save(options.out / "strategies.json", {**pairs, "greedy": greedy})
+        (options.out / "README.md").write_text(page(cells, table, options), encoding="utf-8")
     found = faults(cells, control)
     print("\n".join(found) or "every test says what it must")
     return bool(found)

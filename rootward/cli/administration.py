@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Url
+from rootward.cli.options import DEFAULT_URL, ApiKey, Url, open_client
 
 
 def abort(
@@ -18,9 +18,7 @@ def abort(
 
     Those of the key's own tenant, or any with an admin key.
     """
-    from rootward.client import Client
-
-    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+    with open_client(url, api_key) as client:
         for request_id in client.abort(request_ids):
             typer.echo(request_id)
 
@@ -36,7 +34,5 @@ def drain(
 
     Needs an admin key where the gateway has keys. Requests that it ends go on at another gateway, if their clients know one.
     """
-    from rootward.client import Client
-
-    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+    with open_client(url, api_key) as client:
         typer.echo(f"{client.drain(timeout_s=timeout_s)} running")

@@ -1,13 +1,11 @@
-"""`rootward check TARGET [DRAFT]`: does speculation change what this model writes? Measured through the services."""
+"""`rootward check TARGET [DRAFT]`: compares the texts of a model with and without speculation, through the services."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Annotated
@@ -15,7 +13,7 @@ from typing import Annotated
 import typer
 
 from rootward.cli.options import Output, OutputFormat
-from rootward.cli.serve import command_of
+from rootward.cli.serve import address_of, services_running
 from rootward.client import AsyncClient, GenerationResult, SamplingParams
 from rootward.errors import ConfigurationError
 
@@ -29,7 +27,7 @@ TEXTS = (
     '{"name": "Ada", "year": 1815}, {"name": "Alan", "year": 1912}, {"name":',
     "Write a short letter to a friend about a journey by train.",
 )
-WITHOUT_MODEL = "ngram+recycling:"  # n-grams of the text, and the tokens that followed each token lately
+WITHOUT_MODEL = "ngram+recycling:"  # n-grams of the text, and Token Recycling
 COMPARED_TOKENS = 3  # of every sampled text, its first ones
 LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
 AT_ONCE = 16
@@ -66,11 +64,11 @@ def check(
     Starts the services. At temperature 0 the texts with trees, alone and in a batch, must equal those of plain decoding. At temperature 1
     the next tokens with and without trees are compared by a chi-square test. Exit code 0 if nothing differs, 3 otherwise.
     """
-    flags = ["--model", target, "--draft-model", draft, "--verifier-flags", f"--dtype {dtype}"]
-    with _services(flags, start_timeout_s) as address:
+    flags = ["--redis-url", "none", "--model", target, "--draft-model", draft, "--verifier-flags", f"--dtype {dtype}"]
+    with services_running(flags, start_timeout_s=start_timeout_s) as lines:
         findings = asyncio.run(
             _findings(
-                address,
+                address_of(lines),
                 texts=list(islice(cycle(TEXTS), prompts)),
                 num_tokens=tokens,
                 num_samples=samples if contexts else 0,
@@ -89,33 +87,6 @@ def check(
     if wrong:
         message = f"{wrong[0].name}: {wrong[0].failures} of {wrong[0].number} differ"
         raise ConfigurationError(f"{message}; use --dtype float32, and report it if that does not help", exit_code=3)
-
-
-@contextmanager
-def _services(flags: Sequence[str], timeout_s: float) -> Iterator[str]:
-    """The address of services that run until the end of the block."""
-    own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--redis-url", "none", "--log-level", "warning"]
-    command = command_of("all", [*own, "--start-timeout-s", str(timeout_s), *flags])
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        yield _address(process)
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _address(process: subprocess.Popen[str]) -> str:
-    """The gateway's, once all services are ready. ConfigurationError with the exit code of the process if it ends before."""
-    for line in process.stdout or ():
-        _, ready, rest = line.partition(" all listening on ")
-        if ready:
-            return rest.split()[0]
-    message = "check: the services do not start; the message above says why"
-    raise ConfigurationError(message, exit_code=process.wait() or 1)
 
 
 async def _findings(

@@ -11,6 +11,7 @@ import typer
 
 from rootward.cli.options import Output, OutputFormat
 from rootward.errors import ConfigurationError
+from rootward.ports import ModelInfo
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,14 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model, as far as pairing is concerned."""
+    """One model. num_padding: ids of the model that its tokenizer does not know."""
 
-    tokenizer: str  # content hash, "" without one
-    vocab_size: int
-    num_padding: int  # ids of the model that the tokenizer does not know
-    context: int
-    eos_ids: tuple[int, ...]
-    trees: bool
+    info: ModelInfo
+    num_padding: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,39 +64,43 @@ def check_pair(
 
 
 def compare(target: Side, draft: Side, difference: str) -> list[Finding]:
-    """Plain comparison. `difference` describes the first token the tokenizers read differently; "" = none."""
-    same_tokens = target.tokenizer == draft.tokenizer and not difference
+    """The properties of both models. difference: the first token that the tokenizers read differently, described; "" if there is none."""
+    t = target.info
+    d = draft.info
+    same_tokens = t.tokenizer_hash == d.tokenizer_hash and not difference
     fix = "the drafter needs --target-tokenizer, and drafts only what both vocabularies have"
     tokenizer = "" if same_tokens else f"{difference or 'the tokenizers split text differently'}; {fix}"
-    small = draft.vocab_size < target.vocab_size - target.num_padding
-    fitting = target.tokenizer != "" or target.vocab_size == draft.vocab_size
-    padding_only = fitting and not small
-    shorter = draft.context < target.context
+    has_all_tokens = d.vocab_size >= t.vocab_size - target.num_padding
+    comparable = t.tokenizer_hash != "" or t.vocab_size == d.vocab_size
     return [
-        _finding("tokenizer", target.tokenizer[:12] or "-", draft.tokenizer[:12] or "-", tokenizer),
+        _finding("tokenizer", t.tokenizer_hash[:12] or "-", d.tokenizer_hash[:12] or "-", tokenizer),
         _finding(
             "vocabulary",
-            f"{target.vocab_size} ({target.num_padding} padding)",
-            f"{draft.vocab_size} ({draft.num_padding} padding)",
-            "" if padding_only else "the draft model lacks tokens of the target; use models of one vocabulary",
+            f"{t.vocab_size} ({target.num_padding} padding)",
+            f"{d.vocab_size} ({draft.num_padding} padding)",
+            ""
+            if comparable and has_all_tokens
+            else "the draft model lacks tokens of the target; use models of one vocabulary",
         ),
         _finding(
             "context",
-            str(target.context),
-            str(draft.context),
-            note="drafting ends where the draft's context does" if shorter else "",
+            str(t.max_positions),
+            str(d.max_positions),
+            note="drafting ends where the draft's context does" if d.max_positions < t.max_positions else "",
         ),
         _finding(
             "end tokens",
-            _ids(target.eos_ids),
-            _ids(draft.eos_ids),
-            note="" if target.eos_ids == draft.eos_ids else "those of the target count",
+            _ids(t.eos_ids),
+            _ids(d.eos_ids),
+            note="" if t.eos_ids == d.eos_ids else "those of the target count",
         ),
         _finding(
             "token trees",
-            _yes(target.trees),
-            _yes(draft.trees),
-            "" if target.trees and draft.trees else "this architecture cannot hold a token tree; it decodes plainly",
+            "yes" if t.supports_trees else "no",
+            "yes" if d.supports_trees else "no",
+            ""
+            if t.supports_trees and d.supports_trees
+            else "this architecture cannot hold a token tree; it decodes plainly",
         ),
     ]
 
@@ -114,17 +115,8 @@ def _look(spec: str) -> Side:
     from rootward.engine.tokenizers import num_ids
 
     model: Any = load_model(spec, dtype="auto", max_slots=1)
-    info = model.info
     tokenizer = getattr(model, "tokenizer", None)
-    padding = max(0, info.vocab_size - num_ids(tokenizer)) if tokenizer is not None else 0
-    return Side(
-        tokenizer=info.tokenizer_hash,
-        vocab_size=info.vocab_size,
-        num_padding=padding,
-        context=info.max_positions,
-        eos_ids=info.eos_ids,
-        trees=info.supports_trees,
-    )
+    return Side(model.info, max(0, model.info.vocab_size - num_ids(tokenizer)) if tokenizer is not None else 0)
 
 
 def _first_difference(target: str, draft: str) -> str:
@@ -151,7 +143,3 @@ def _table(findings: list[Finding]) -> Table:
 
 def _ids(ids: tuple[int, ...]) -> str:
     return ", ".join(map(str, ids)) or "-"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"

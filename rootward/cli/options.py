@@ -1,14 +1,17 @@
-"""Options that several subcommands share."""
+"""Options that several subcommands share, and the client that short calls use."""
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rootward.client import Client
+
 DEFAULT_URL = "127.0.0.1:50051"
-STATUS_TIMEOUT_S = 5.0  # of commands that only look at a gateway
+STATUS_TIMEOUT_S = 5.0  # of commands that do not generate
 
 
 class OutputFormat(str, Enum):
@@ -29,3 +32,10 @@ Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may 
 NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")]
 Model = Annotated[str, typer.Option(help="Served name. (default: the only one)")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the whole text.")]
+
+
+def open_client(url: str, api_key: str) -> Client:
+    """A client for calls that only ask or command a gateway: short timeout, no retries."""
+    from rootward.client import Client
+
+    return Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import Any
+from typing import IO, Any
 
 import typer
 from typer.core import TyperCommand
@@ -17,11 +20,13 @@ from rootward.cli.bench_serve import bench_serve
 from rootward.errors import ConfigurationError
 
 OWN_FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}  # parsed by the module
-MARKS = {
+READY = " all listening on "  # in the line that `serve all` prints when all services are ready
+STOP_TIMEOUT_S = 30.0
+PACKAGE_OF_EXTRA = {
     "gateway": "orjson",
     "worker": "torch",
     "training": "matplotlib",
-}  # a package that shows whether the extra is there
+}  # the extra is installed if this package is
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +109,42 @@ def command_of(role: str, flags: list[str]) -> list[str]:
     return _command(f"serve {role}", SERVICES[role], flags)
 
 
+@contextmanager
+def services_running(
+    flags: Sequence[str], *, start_timeout_s: float, stderr: IO[Any] | None = None
+) -> Iterator[list[str]]:
+    """Runs `serve all` on free ports of this machine until the end of the block. Returns the lines that it printed up to its address.
+
+    ConfigurationError with the exit code of the process if it does not start.
+    """
+    own = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--log-level", "warning"]
+    command = command_of("all", [*own, "--start-timeout-s", str(start_timeout_s), *flags])
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        lines: list[str] = []
+        while not lines or READY not in lines[-1]:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                raise ConfigurationError("serve all: the services do not start; see their log", process.wait() or 1)
+            lines.append(line.strip())
+        yield lines
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def address_of(lines: Sequence[str]) -> str:
+    """The gRPC address of the gateway in what `services_running` returns."""
+    return lines[-1].partition(READY)[2].split()[0]
+
+
 def _command(name: str, program: Program, flags: list[str]) -> list[str]:
-    missing = [extra for extra in program.extras if find_spec(MARKS[extra]) is None]
+    missing = [extra for extra in program.extras if find_spec(PACKAGE_OF_EXTRA[extra]) is None]
     if missing:
         raise ConfigurationError(f"{name}: needs more packages; run pip install 'rootward[{','.join(missing)}]'")
     if find_spec(package := program.module.partition(".")[0]) is None:
@@ -134,7 +173,7 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
 def _flags(program: Program) -> list[str]:
     """Of the program's parser; none if it has no such parser or needs packages that are not installed."""
     module, _, attributes = program.parser.partition(":")
-    if not module or any(find_spec(MARKS[extra]) is None for extra in program.extras):
+    if not module or any(find_spec(PACKAGE_OF_EXTRA[extra]) is None for extra in program.extras):
         return []
     actions = attrgetter(attributes)(import_module(module))()._actions
     return [flag for action in actions for flag in action.option_strings if flag.startswith("--")]

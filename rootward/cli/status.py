@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Output, OutputFormat, Url
+from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -14,17 +14,13 @@ if TYPE_CHECKING:
     from rootward.client.types import Load, ServerInfo
 
 
-CAUGHT = "drafter_caught/"  # of a gauge of verifiers, before the address of the drafter
-
-
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
     """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
     from rich.console import Console
 
-    from rootward.client import Client
     from rootward.errors import UnavailableError
 
-    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+    with open_client(url, api_key) as client:
         info = client.server_info()
         load = client.load()
     if output is OutputFormat.json:
@@ -46,12 +42,6 @@ def _table(url: str, info: ServerInfo, load: Load) -> Table:
         for worker in workers:
             state = "draining" if worker.draining else "ready" if worker.ready else "not ready"
             table.add_row(role, worker.name or "-", worker.address, state)
-    for address in _caught(load):
+    for address in load.caught_drafters:
         table.add_row("drafter", "-", address, "caught by the audit; verified by match")
     return table
-
-
-def _caught(load: Load) -> list[str]:
-    """Addresses of drafters that the audit of a verifier has caught."""
-    names = {name for verifier in load.verifiers for name in verifier.stats}
-    return sorted(name.removeprefix(CAUGHT) for name in names if name.startswith(CAUGHT))

@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rootward.cli.options import DEFAULT_URL, STATUS_TIMEOUT_S, ApiKey, Output, OutputFormat, Url
+from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from rootward.client.types import Load, VerifierLoad
-
-SPEEDUP = "spec_decode_speedup_estimate"
 
 
 def top(
@@ -43,9 +41,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from rootward.client import Client
-
-    with Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0) as client:
+    with open_client(url, api_key) as client:
         before = client.load()
         if once or output is OutputFormat.json:
             time.sleep(interval)
@@ -104,7 +100,7 @@ def _view(url: str, before: Load, now: Load) -> RenderableType:
 def _row(verifier: VerifierLoad) -> tuple[str, ...]:
     counts = (verifier.num_running, verifier.num_waiting, verifier.max_sessions)
     state = "ready" if verifier.ready else "not ready"
-    return verifier.name, state, *map(str, counts), _number(verifier.stats.get(SPEEDUP) or None, 2)
+    return verifier.name, state, *map(str, counts), _number(verifier.speedup, 2)
 
 
 def _number(value: float | None, digits: int = 1) -> str:

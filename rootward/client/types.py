@@ -196,6 +196,15 @@ class VerifierLoad:
     max_sessions: int
     stats: Mapping[str, float] = field(default_factory=dict)  # gauges, as its metrics have them
 
+    @property
+    def speedup(self) -> float | None:
+        """Measured speed of trees over plain decoding; None before both were measured."""
+        return self.stats.get("spec_decode_speedup_estimate") or None
+
+    def of_drafters(self, name: str) -> dict[str, float]:
+        """A gauge that the verifier has of each drafter, by the address of the drafter."""
+        return {key.removeprefix(f"{name}/"): value for key, value in self.stats.items() if key.startswith(f"{name}/")}
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -210,6 +219,11 @@ class Load:
     num_rounds: int = 0  # bonus tokens among them
     uptime_s: float = 0.0
     verifiers: tuple[VerifierLoad, ...] = ()
+
+    @property
+    def caught_drafters(self) -> list[str]:
+        """Addresses of drafters that the audit of a verifier has caught."""
+        return sorted({address for verifier in self.verifiers for address in verifier.of_drafters("drafter_caught")})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ import asyncio
 import socket
 import ssl
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rootward.addresses import split_host_port
 from rootward.client.connection import parse_target
-from rootward.client.types import Load, ServerInfo
+from rootward.client.types import Load, ServerInfo, VerifierLoad
 from rootward.doctor.findings import Finding, Level, graded
 
 TIMEOUT_S = 5.0
@@ -24,11 +24,6 @@ SKEW_S, LARGE_SKEW_S = 1.0, 30.0
 KV_FULL, KV_NEARLY_FULL = 0.98, 0.9
 DAYS_LEFT = 14
 SLOW_REDIS_MS = 10.0
-CAUGHT, FIRST_GROWTH = (
-    "drafter_caught/",
-    "drafter_first_growth_ms/",
-)  # stats of verifiers, before the address of a drafter
-SPEEDUP = "spec_decode_speedup_estimate"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +69,8 @@ class System:
     certificates: Sequence[CertificateSeen] = ()
 
     @property
-    def stats(self) -> Mapping[str, Mapping[str, float]]:
-        """Of each verifier, by name."""
-        return {} if self.load is None else {one.name: one.stats for one in self.load.verifiers}
+    def verifiers(self) -> tuple[VerifierLoad, ...]:
+        return () if self.load is None else self.load.verifiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +143,7 @@ def _verifiers(system: System) -> Finding:
 def _drafters(system: System) -> Finding:
     assert system.info is not None
     number = len(system.info.drafters)
-    alone = sum(stats.get("drafters_left_alone", 0.0) for stats in system.stats.values())
+    alone = sum(one.stats.get("drafters_left_alone", 0.0) for one in system.verifiers)
     warning = ""
     if not number:
         warning = "trees are looked up in the text, or grown by a head; start drafters where `rootward plan` says that they pay"
@@ -159,16 +153,20 @@ def _drafters(system: System) -> Finding:
 
 
 def _trust(system: System) -> Finding | None:
-    names = _by_drafter(system, CAUGHT)
+    assert system.load is not None
+    names = system.load.caught_drafters
     if not names:
         return None
     advice = "it draws from another distribution than it declares: replace it (docs/operations/drafters.md)"
-    return Finding("audit", Level.PROBLEM, f"caught: {', '.join(sorted(names))}", advice)
+    return Finding("audit", Level.PROBLEM, f"caught: {', '.join(names)}", advice)
 
 
 def _distance(system: System) -> Finding | None:
     drafters = [one for one in system.workers if one.role == "drafter" and not one.error]
-    late = _by_drafter(system, FIRST_GROWTH)
+    late: dict[str, float] = {}  # the largest time that a verifier has measured, by drafter
+    for verifier in system.verifiers:
+        for address, ms in verifier.of_drafters("drafter_first_growth_ms").items():
+            late[address] = max(ms, late.get(address, ms))
     if not drafters and not late:
         return None
     far = [f"{one.address} ({one.rtt_ms:.0f} ms)" for one in drafters if one.rtt_ms > FAR_MS]
@@ -187,11 +185,10 @@ def _distance(system: System) -> Finding | None:
 
 
 def _pays(system: System) -> Finding | None:
-    known = {name: stats[SPEEDUP] for name, stats in system.stats.items() if stats.get(SPEEDUP)}
-    tried = {name: value for name, value in known.items() if value != 1.0}
+    tried = [one.speedup for one in system.verifiers if one.speedup not in (None, 1.0)]
     if not tried:
         return None
-    worst = min(tried.values())
+    worst = min(tried)
     warning = "speculation gains nothing there and is switched off; `rootward plan TARGET DRAFT` says what would help"
     return graded("speculation", f"{worst:.2f} x of plain decoding", warning=warning if worst < 1.0 else "")
 
@@ -238,12 +235,12 @@ def _queue(system: System) -> Finding:
 
 def _kv(system: System) -> Finding | None:
     usage = {
-        name: stats["kv_cache_usage_ratio"] for name, stats in system.stats.items() if "kv_cache_usage_ratio" in stats
+        one.name: one.stats["kv_cache_usage_ratio"] for one in system.verifiers if "kv_cache_usage_ratio" in one.stats
     }
     if not usage:
         return None
     name = max(usage, key=usage.__getitem__)
-    preempted = sum(stats.get("num_preemptions_total", 0.0) for stats in system.stats.values())
+    preempted = sum(one.stats.get("num_preemptions_total", 0.0) for one in system.verifiers)
     advice = (
         f"{name}: sessions wait or are preempted; more --kv-cache-tokens, fewer --max-num-seqs, or another verifier"
     )
@@ -291,17 +288,6 @@ def _certificate(seen: CertificateSeen) -> Finding:
 
 def _answering(system: System) -> list[Seen]:
     return [one for one in (system.gateway, *system.workers) if not one.error]
-
-
-def _by_drafter(system: System, prefix: str) -> dict[str, float]:
-    """A stat that verifiers have of each drafter, by its address: the largest of them."""
-    found: dict[str, float] = {}
-    for stats in system.stats.values():
-        for name, value in stats.items():
-            if name.startswith(prefix):
-                address = name.removeprefix(prefix)
-                found[address] = max(value, found.get(address, value))
-    return found
 
 
 # -- facts --------------------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from rootward.cli.serve import command_of
 from rootward.client.types import TokenDelta
 from rootward.core.requests import Form, SpeculationMode, Structure
 from rootward.demo import paths
+from rootward.ports import ModelInfo
 from rootward.v1 import generate_pb2
 
 
@@ -117,13 +118,12 @@ async def test_drain_lets_nothing_new_in(capsys):
 
 
 def test_status_names_drafters_that_the_audit_has_caught():
-    from rootward.cli.status import _caught
     from rootward.client.types import Load, VerifierLoad
 
     stats = {"drafter_caught/10.0.0.7:50061": 1.0, "drafters_up": 2.0}
     verifiers = (VerifierLoad("v", True, 0, 0, 8, stats), VerifierLoad("w", True, 0, 0, 8, stats))
-    assert _caught(Load(0, 0, 16, False, verifiers=verifiers)) == ["10.0.0.7:50061"]
-    assert _caught(Load(0, 0, 8, False)) == []
+    assert Load(0, 0, 16, False, verifiers=verifiers).caught_drafters == ["10.0.0.7:50061"]
+    assert Load(0, 0, 8, False).caught_drafters == []
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,9 @@ def test_a_closed_pipe_is_no_error():
     assert "Traceback" not in done.stderr
 
 
-SIDE = Side("hash", 100, 4, 1024, (0,), True)
+def side(*, num_padding: int = 4, **info) -> Side:
+    fitting = {"tokenizer_hash": "hash", "vocab_size": 100, "max_positions": 1024, "eos_ids": (0,)}
+    return Side(ModelInfo("model", **fitting | info), num_padding)
 
 
 def verdicts(target, draft, difference=""):
@@ -304,19 +306,17 @@ def verdicts(target, draft, difference=""):
 
 
 def test_pairs():
-    from dataclasses import replace
-
-    assert set(verdicts(SIDE, SIDE).values()) == {"ok"}
-    assert verdicts(SIDE, replace(SIDE, tokenizer="other"))["tokenizer"] == "error"
-    assert verdicts(SIDE, SIDE, "first differing token: 3")["tokenizer"] == "error"
-    assert verdicts(SIDE, replace(SIDE, vocab_size=96, num_padding=0))["vocabulary"] == "ok"
-    assert verdicts(SIDE, replace(SIDE, vocab_size=95))["vocabulary"] == "error"
-    assert verdicts(SIDE, replace(SIDE, context=512))["context"] == "note"
-    assert verdicts(replace(SIDE, context=512), SIDE)["context"] == "ok"
-    assert verdicts(SIDE, replace(SIDE, eos_ids=()))["end tokens"] == "note"
-    assert verdicts(SIDE, replace(SIDE, trees=False))["token trees"] == "error"
-    bare = replace(SIDE, tokenizer="", num_padding=0)
-    assert verdicts(bare, replace(bare, vocab_size=101))["vocabulary"] == "error"
+    assert set(verdicts(side(), side()).values()) == {"ok"}
+    assert verdicts(side(), side(tokenizer_hash="other"))["tokenizer"] == "error"
+    assert verdicts(side(), side(), "first differing token: 3")["tokenizer"] == "error"
+    assert verdicts(side(), side(vocab_size=96, num_padding=0))["vocabulary"] == "ok"
+    assert verdicts(side(), side(vocab_size=95))["vocabulary"] == "error"
+    assert verdicts(side(), side(max_positions=512))["context"] == "note"
+    assert verdicts(side(max_positions=512), side())["context"] == "ok"
+    assert verdicts(side(), side(eos_ids=()))["end tokens"] == "note"
+    assert verdicts(side(), side(supports_trees=False))["token trees"] == "error"
+    bare = {"tokenizer_hash": "", "num_padding": 0}
+    assert verdicts(side(**bare), side(**bare, vocab_size=101))["vocabulary"] == "error"
 
 
 @pytest.mark.skipif(not (paths().draft / "tokenizer.json").is_file(), reason="the demo pair is not trained yet")
