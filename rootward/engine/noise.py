@@ -1,9 +1,9 @@
-"""The noise of target and bonus tokens where the logits are: Philox-4x32-10 in tensor arithmetic, the same words as `rootward.core.rng`.
+"""Tokens chosen by keyed noise, where the rows are: argmax of log mass + Gumbel noise, the noise of `rootward.core.rng`.
 
-A product of two 32-bit words wraps in int64, but its bits are those of the unsigned product, and masking after the shift removes the
-sign. So no unsigned type is needed.
+On a CPU a compiled loop finds it without the noise of most tokens (`verify_kernels.noisy_choice`). On a device it is tensor arithmetic:
+a product of two 32-bit words wraps in int64, but its bits are those of the unsigned product, and masking after the shift removes the sign.
 
-Legend: P positions, V vocabulary, H = ⌈V / 2⌉ blocks (two tokens share one).
+Legend: T rows, P positions, V vocabulary, H = ⌈V / 2⌉ blocks (two tokens share one).
 """
 
 from __future__ import annotations
@@ -13,42 +13,49 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
+from rootward.core.arrays import Ints
+from rootward.core.rng import Key, Role
+from rootward.engine import verify_kernels as kernels
+from rootward.engine.atoms import readable
 
 MASK = 0xFFFFFFFF
 
-
-@torch.inference_mode()
-def target_noise(at: Sequence[tuple[Key, int]], vocab: int, device: torch.device | str) -> torch.Tensor:
-    """float64[P, V]: Gumbel noise of the target's own token at each (key, absolute position); see `rng.target_gumbel`."""
-    if torch.device(device).type == "cpu":  # numpy multiplies 64-bit integers several times faster than torch
-        return torch.from_numpy(np.stack([target_gumbel(key, position, vocab) for key, position in at]))
-    return device_noise(at, vocab, device)
+At = tuple[Key, int, int]  # key, epoch, absolute position
 
 
 @torch.inference_mode()
-def bonus_noise(at: Sequence[tuple[Key, int, int]], vocab: int, device: torch.device | str) -> torch.Tensor:
-    """float64[P, V]: Gumbel noise of the bonus token at each (key, epoch, absolute position); see `rng.bonus_gumbel`."""
-    if torch.device(device).type == "cpu":
-        return torch.from_numpy(np.stack([bonus_gumbel(key, epoch, position, vocab) for key, epoch, position in at]))
-    return _gumbel([(key, position, epoch) for key, epoch, position in at], Role.BONUS, vocab, device)
+def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: Ints) -> Ints:
+    """int64[T]: argmax of log mass + noise, never a token without mass. Row t has the noise of `role` at at[noise_of[t]] (Role.TARGET
+    knows no epoch: 0). ValueError if a row has no mass."""
+    if readable(mass_TV.device):
+        choice = np.full(len(mass_TV), -1, dtype=np.int64)
+        key, position, epoch = _numbers(role, at).T.copy()
+        kernels.noisy_choice(mass_TV.numpy(), noise_of, key, position, epoch, np.uint64(role.value), choice)
+    else:
+        rows = torch.from_numpy(noise_of).to(mass_TV.device)
+        choice_T = (mass_TV.double().log() + gumbel(role, at, int(mass_TV.shape[1]), mass_TV.device)[rows]).argmax(-1)
+        has_mass_T = mass_TV.gather(1, choice_T[:, None])[:, 0] > 0.0
+        choice = torch.where(has_mass_T, choice_T, -1).cpu().numpy()
+    if (choice < 0).any():
+        raise ValueError("target: a row has no mass; give rows that are laws")
+    return choice
 
 
-def device_noise(at: Sequence[tuple[Key, int]], vocab: int, device: torch.device | str) -> torch.Tensor:
-    """`target_noise` in tensor arithmetic, without a transfer."""
-    return _gumbel([(key, position, 0) for key, position in at], Role.TARGET, vocab, device)
-
-
-def _gumbel(at: Sequence[tuple[Key, int, int]], role: Role, vocab: int, device: torch.device | str) -> torch.Tensor:
-    """float64[P, V] at each (key, position, epoch)."""
-    derived = {key: key.derive(role) for key in {key for key, *_ in at}}
-    table = [[derived[key] & MASK, derived[key] >> 32, position, epoch] for key, position, epoch in at]
+def gumbel(role: Role, at: Sequence[At], vocab: int, device: torch.device | str) -> torch.Tensor:
+    """float64[P, V]: the noise of a role, in tensor arithmetic; see `rng.target_gumbel` and `rng.bonus_gumbel`."""
+    table = [[key & MASK, key >> 32, position, epoch] for key, position, epoch in _numbers(role, at).tolist()]
     k0, k1, position, epoch = torch.tensor(table, dtype=torch.int64, device=device).T[:, :, None]
     block = torch.arange((vocab + 1) // 2, device=device)[None, :]
     out = _philox([block, position, epoch, torch.full_like(position, role.value)], k0, k1)
     low, high = torch.stack([out[0], out[2]], -1), torch.stack([out[1], out[3]], -1)
     bits = (high << 20 | low >> 12).flatten(1)[:, :vocab]  # the high 52 of 64
     return -torch.log(-torch.log1p(-(bits.double() + 0.5) * 2.0**-52))
+
+
+def _numbers(role: Role, at: Sequence[At]) -> np.ndarray:
+    """uint64[P, 3]: derived key, position and epoch."""
+    derived = {key: key.derive(role) for key in {key for key, *_ in at}}
+    return np.array([(derived[key], position, epoch) for key, epoch, position in at], dtype=np.uint64).reshape(-1, 3)
 
 
 def _philox(c: list[torch.Tensor], k0: torch.Tensor, k1: torch.Tensor) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ children are handled one by one in the order of a `Forest.turn`, by compiled loo
     multi_step   token-level, i.i.d. siblings in uniformly random order   "SpecInfer" (2305.09781)
     match        the target's own token per node                          algorithms.md, 5.8 and 5.9
 
-Legend: B trees, T nodes of all trees, K atoms, G gathered tokens (the K atoms first), V vocabulary, P positions.
+Legend: B trees, T nodes of all trees, K atoms, G gathered tokens (the K atoms first), V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from numpy.typing import ArrayLike
 from rootward.core.arrays import Bools, Floats, Ints
 from rootward.core.audit import Draws
 from rootward.core.requests import Rule, Sampling
-from rootward.core.rng import Key, bonus_coin, coins_batch
+from rootward.core.rng import Key, Role, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree
 from rootward.core.verification import match
 from rootward.engine import verify_kernels as kernels
-from rootward.engine.noise import bonus_noise, target_noise
+from rootward.engine.atoms import readable
+from rootward.engine.noise import At, noisy_choice
 from rootward.engine.sampling import greedy_choice, laws
 
 ALGORITHMS = ("traversal", "block", "token", "multi_step")
@@ -121,19 +122,12 @@ def _match_greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFun
 def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
     """argmax log p + g with noise keyed by (seed, absolute position): the same token whatever the tree or the drafter."""
     probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
-    at: list[tuple[Key, int]] = []
-    position_T: list[int] = []  # index into `at`: nodes of one depth share the noise of their position
+    at: list[At] = []
+    noise_of: list[Ints] = []  # index into `at`: nodes of one depth share the noise of their position
     for r in rounds:
-        position_T += (len(at) + r.tree.depth).tolist()
-        at += [(r.key, r.length + d) for d in range(int(r.tree.depth.max()) + 1)]
-    noise_PV = target_noise(at, int(probs_TV.shape[1]), probs_TV.device)
-    return _matched(rounds, gumbel_choice(probs_TV, noise_PV, np.array(position_T)))
-
-
-def gumbel_choice(probs_TV: torch.Tensor, noise_PV: torch.Tensor, position_T: Ints) -> Ints:
-    """int64[T]: argmax of log p + g; row t uses the noise position_T[t]."""
-    rows = torch.from_numpy(position_T).to(probs_TV.device)
-    return (probs_TV.double().log() + noise_PV[rows]).argmax(-1).cpu().numpy()
+        noise_of.append(len(at) + r.tree.depth)
+        at += [(r.key, 0, r.length + d) for d in range(int(r.tree.depth.max()) + 1)]
+    return _matched(rounds, noisy_choice(probs_TV, Role.TARGET, at, np.concatenate(noise_of)))
 
 
 def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
@@ -206,7 +200,7 @@ def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
     if int(ids_TG.max(initial=-1)) >= vocab:
         raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
     at, tail = np.zeros(ids_TG.shape), np.zeros(len(ids_TG))
-    if probs_TV.device.type == "cpu":
+    if readable(probs_TV.device):
         kernels.gather(probs_TV.numpy(), np.ascontiguousarray(ids_TG), at, tail)
     else:
         present = ids_TG >= 0
@@ -224,7 +218,7 @@ def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
 
 
 @torch.inference_mode()
-def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[tuple[Key, int, int]]) -> Ints:
+def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[At]) -> Ints:
     """int64[B]: a token from the residual distribution of each stop node, by the bonus coin of each (key, epoch, position).
 
     The inverse distribution function runs over the gathered tokens first, so a row of the vocabulary is read only where the coin falls
@@ -251,13 +245,12 @@ def draw_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[
 
 
 @torch.inference_mode()
-def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[tuple[Key, int, int]]) -> Ints:
+def shared_bonus(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, at: Sequence[At]) -> Ints:
     """int64[B]: argmax of log r + b for the residual distribution r of each stop node and the bonus noise b of each (key, epoch, position).
 
     Never a token without mass."""
     rows_BV = _residual_rows(probs_TV, law, stop, outside=False)
-    _require_mass(rows_BV.amax(-1).cpu().numpy())
-    return (rows_BV.log() + bonus_noise(at, int(rows_BV.shape[1]), rows_BV.device)).argmax(-1).cpu().numpy()
+    return noisy_choice(rows_BV, Role.BONUS, at, np.arange(len(stop)))
 
 
 def _residual_rows(probs_TV: torch.Tensor, law: ForestLaw, stop: Ints, *, outside: bool) -> torch.Tensor:

@@ -191,3 +191,62 @@ def stop_nodes(parent: Any, turn: Any, budgets: Any, entry: Any, budget: Any, co
         if parent[c] >= 0 and (stop[c] >= 0 if budgets[c] else coins[c] < entry[c]):
             stop[parent[c]] = stop[c]
     return stop
+
+
+PART = {
+    "forceinline": True,
+    "error_model": "numpy",
+}  # inlined, so that a kernel is the same whether it is compiled or read from the cache
+LOW, HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+BLOCK = 256
+
+
+@numba.njit(**PART)
+def _uniforms(uniform: Any, key: Any, position: Any, epoch: Any, salt: Any) -> None:
+    """uniform[V] in (0, 1): the v of `rng.target_gumbel` and `rng.bonus_gumbel`, whose noise is −log(−log(1 − v)). Philox-4x32-10."""
+    for i in range((len(uniform) + 1) // 2):
+        c0, c1, c2, c3 = np.uint64(i), position, epoch, salt
+        k0, k1 = key & LOW, key >> HALF
+        for _ in range(10):
+            product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+            c0, c1 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW
+            c2, c3 = (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & LOW, (k1 + np.uint64(0xBB67AE85)) & LOW
+        uniform[2 * i] = (np.float64((c0 | c1 << HALF) >> np.uint64(12)) + 0.5) * 2.0**-52
+        if 2 * i + 1 < len(uniform):
+            uniform[2 * i + 1] = (np.float64((c2 | c3 << HALF) >> np.uint64(12)) + 0.5) * 2.0**-52
+
+
+@numba.njit(**PART)
+def _race(mass: Any, uniform: Any) -> int:
+    """argmax of mass / E with E = −log(1 − v), the token of the largest log mass + noise; -1 if no token has mass.
+
+    E >= v, so a token can only win if mass > best · v: few tokens need a logarithm, and blocks without any are passed over.
+    """
+    best, winner = 0.0, -1
+    for first in range(0, len(mass), BLOCK):
+        last = min(first + BLOCK, len(mass))
+        candidates = 0
+        for x in range(first, last):
+            candidates += mass[x] > best * uniform[x]
+        if candidates:
+            for x in range(first, last):
+                if mass[x] > best * uniform[x]:
+                    ratio = mass[x] / -np.log1p(-uniform[x])
+                    if ratio > best:
+                        best, winner = ratio, x
+    return winner
+
+
+U1 = numba.uint64[::1]
+
+
+@numba.njit([numba.void(m, I1, U1, U1, U1, numba.uint64, I1) for m in (F32_2, F2)], **exact)
+def noisy_choice(mass: Any, noise_of: Any, key: Any, position: Any, epoch: Any, salt: Any, choice: Any) -> None:
+    """choice[T] = argmax of log mass[T, V] + noise, where row t has the noise number noise_of[t], at key, position and epoch [P]."""
+    uniform = np.empty(mass.shape[1])
+    for p in range(len(key)):
+        _uniforms(uniform, key[p], position[p], epoch[p], salt)
+        for t in range(len(mass)):
+            if noise_of[t] == p:
+                choice[t] = _race(mass[t], uniform)

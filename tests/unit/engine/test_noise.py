@@ -1,4 +1,4 @@
-"""The device's noise is the host's."""
+"""Tokens chosen by noise are those of the oracle's noise, on a CPU and in tensor arithmetic."""
 
 from __future__ import annotations
 
@@ -7,36 +7,57 @@ import pytest
 import torch
 
 from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
-from rootward.engine import noise as noise_module
-from rootward.engine.noise import bonus_noise, device_noise, target_noise
-from rootward.engine.verify import gumbel_choice
+from rootward.engine.noise import gumbel, noisy_choice
+
+AT = [(Key(5), 1, 0), (Key(2**64 - 1, 3), 2**32 - 1, 17), (Key(5), 2, 2**32 - 1), (Key(123456789), 1, 4)]
 
 
+def oracle(role: Role, at: tuple[Key, int, int], vocab: int) -> np.ndarray:
+    key, epoch, position = at
+    return (
+        target_gumbel(key, position, vocab)
+        if role is Role.TARGET
+        else bonus_gumbel(key.bonus(), epoch, position, vocab)
+    )
+
+
+def places(role: Role) -> list[tuple[Key, int, int]]:
+    return [(key, 0 if role is Role.TARGET else epoch, position) for key, epoch, position in AT]
+
+
+@pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
 @pytest.mark.parametrize("vocab", [1, 2, 7, 2049])
-def test_the_same_numbers_as_on_the_host(vocab: int) -> None:
-    at = [(Key(5), 0), (Key(2**64 - 1, 3), 17), (Key(5), 2**32 - 1), (Key(123456789), 4)]
-    for noise in (device_noise(at, vocab, "cpu"), target_noise(at, vocab, "cpu")):
-        for row, (key, position) in zip(noise.numpy(), at, strict=True):
-            np.testing.assert_allclose(row, target_gumbel(key, position, vocab), rtol=1e-12, atol=1e-12)
+def test_tensor_arithmetic_has_the_numbers_of_the_oracle(role: Role, vocab: int) -> None:
+    at = places(role)
+    for row, one in zip(gumbel(role, at, vocab, "cpu").numpy(), at, strict=True):
+        np.testing.assert_allclose(row, oracle(role, one, vocab), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 2048])
-def test_the_noise_of_the_bonus_token_is_what_a_drafter_computes(vocab: int) -> None:
-    at = [(Key(5), 1, 0), (Key(2**64 - 1, 3), 2**32 - 1, 17), (Key(5), 2, 0)]
-    on_device = noise_module._gumbel([(key, position, epoch) for key, epoch, position in at], Role.BONUS, vocab, "cpu")
-    for noise in (on_device, bonus_noise(at, vocab, "cpu")):
-        for row, (key, epoch, position) in zip(noise.numpy(), at, strict=True):
-            np.testing.assert_allclose(row, bonus_gumbel(key.bonus(), epoch, position, vocab), rtol=1e-12, atol=1e-12)
-
-
-def test_the_choice_takes_the_noise_of_its_row_and_never_a_token_without_mass() -> None:
+@pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [1, 2, 255, 256, 257, 2049])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_the_choice_is_the_largest_under_the_noise_of_its_row(
+    role: Role, dtype: torch.dtype, vocab: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rootward.engine.noise.readable", lambda device: on_host)
     rng = np.random.default_rng(0)
-    probs = rng.random((6, 40)) * (rng.random((6, 40)) > 0.5)
-    probs /= probs.sum(-1, keepdims=True)
-    noise = rng.gumbel(size=(2, 40))
-    row = np.array([0, 0, 1, 1, 0, 1])
-    with np.errstate(divide="ignore"):
-        wanted = (np.log(probs) + noise[row]).argmax(-1)
-    got = gumbel_choice(torch.from_numpy(probs), torch.from_numpy(noise), row)
+    at, num = places(role), 200
+    scores = rng.normal(size=(num, vocab)) * rng.choice([0.0, 1.0, 8.0], size=(num, 1))
+    scores[rng.random(scores.shape) < 0.3] = -np.inf
+    scores[:, rng.integers(vocab)] = 0.0  # at least one token has mass
+    mass = torch.from_numpy(scores).softmax(-1).to(dtype)
+    noise_of = rng.integers(len(at), size=num)
+    noise = np.stack([oracle(role, one, vocab) for one in at])
+    wanted = (mass.double().log().numpy() + noise[noise_of]).argmax(-1)
+    got = noisy_choice(mass, role, at, noise_of)
     np.testing.assert_array_equal(got, wanted)
-    assert (probs[np.arange(6), got] > 0).all()
+    assert (mass.numpy()[np.arange(num), got] > 0).all()
+
+
+@pytest.mark.parametrize("value", [0.0, float("nan")])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_row_without_mass_is_refused(value: float, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rootward.engine.noise.readable", lambda device: on_host)
+    with pytest.raises(ValueError, match="no mass"):
+        noisy_choice(torch.full((1, 5), value), Role.TARGET, places(Role.TARGET), np.zeros(1, np.int64))
