@@ -11,7 +11,7 @@ Legend: Q new rows, M uncommitted nodes including the new rows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,7 +117,11 @@ class KvTree:
     def plan(self, node: Ints, parent: Ints, token: Ints) -> Placement:
         """The placement of new rows, without applying it. ValueError if they cannot be placed."""
         parent_row, position = self._lineage(node, parent)
-        cells = self._cells_for(position)
+        if len(position) > self.num_free:
+            raise ValueError(
+                f"rows: {len(position)} need cells, {self.num_free} of {self.num_cells} are free; the slot is full"
+            )
+        cells = self._cells_for(position, set(self._cell.tolist()))
         return Placement(
             num_rows=len(parent_row),
             length=self._length,
@@ -149,7 +153,7 @@ class KvTree:
         token, source, target = self._token[path], self._cell[path], self._position[path]
         self._length += len(path)
         below = np.flatnonzero(stays)
-        cell = self._cells_above_committed(below)
+        cell = self._cells_for(self._cell[below], set())
         source, target = np.concatenate([source, self._cell[below]]), np.concatenate([target, cell])
         self._retain(below, cell)
         moved = source != target
@@ -197,31 +201,16 @@ class KvTree:
             fresh[n] = len(self._node) + i
         return parent_rows, np.array(old[len(self._node) :], dtype=np.int64)
 
-    def _cells_for(self, position: Ints) -> Ints:
-        """int64[Q]: for each new node the cell of its position if that is free, otherwise the lowest free cell."""
-        if len(position) > self.num_free:
-            raise ValueError(
-                f"rows: {len(position)} need cells, {self.num_free} of {self.num_cells} are free; the slot is full"
-            )
-        used = set(self._cell.tolist())
-        cells: list[int] = []
-        for p in position.tolist():
-            in_place = p not in used and p < self.num_cells
-            cells.append(p if in_place else -1)
-            if in_place:
-                used.add(p)
-        free = self._free_cells(used)
-        return np.array([next(free) if cell < 0 else cell for cell in cells], dtype=np.int64)
-
-    def _cells_above_committed(self, rows: Ints) -> Ints:
-        """Cells of the nodes that stay: their own, or the lowest free ones where a committed token takes it."""
-        cells = self._cell[rows].tolist()
-        free = self._free_cells({cell for cell in cells if cell >= self._length})
-        return np.array([cell if cell >= self._length else next(free) for cell in cells], dtype=np.int64)
-
-    def _free_cells(self, used: set[int]) -> Iterator[int]:
-        """Cells above the committed tokens outside `used`, lowest first."""
-        return (cell for cell in itertools.count(self._length) if cell not in used)
+    def _cells_for(self, wanted: Ints, used: set[int]) -> Ints:
+        """int64[n]: each wanted cell if it is neither used nor committed, otherwise the lowest free one. `used` is updated."""
+        found: list[int | None] = []
+        for cell in wanted.tolist():
+            is_free = self._length <= cell < self.num_cells and cell not in used
+            found.append(cell if is_free else None)
+            if is_free:
+                used.add(cell)
+        free = (cell for cell in itertools.count(self._length) if cell not in used)
+        return np.array([next(free) if cell is None else cell for cell in found], dtype=np.int64)
 
     def _retain(self, rows: Ints, cell: Ints) -> None:
         """Keep only these uncommitted nodes, in these cells. Positions are absolute and do not change."""
@@ -231,25 +220,12 @@ class KvTree:
 
 
 def _with_new_rows(ancestors: Bools, parent_row: list[int]) -> Bools:
-    """bool[M, M]: the ancestor matrix with new rows added. parent_row: index of each new row's parent, -1 for the last committed token.
-
-    Ancestors among the new rows are bits of one integer a row: one Python operation per row, whatever its depth.
-    """
-    old, new = len(ancestors), len(parent_row)
-    bits: list[int] = []
-    nearest_old: list[int] = []  # the closest ancestor among the old rows, -1 for none
-    for i, parent in enumerate(parent_row):
-        new_parent = parent - old
-        bits.append(1 << i | (bits[new_parent] if new_parent >= 0 else 0))
-        nearest_old.append(nearest_old[new_parent] if new_parent >= 0 else parent)
-    size = (new + 7) // 8
-    packed = np.frombuffer(b"".join([b.to_bytes(size, "little") for b in bits]), dtype=np.uint8).reshape(new, size)
-    among_new = np.unpackbits(packed, axis=1, count=new, bitorder="little").view(np.bool_)
-    if not old:
-        return among_new
-    matrix = np.zeros((old + new, old + new), dtype=np.bool_)
+    """bool[M, M]: the ancestor matrix with new rows added. parent_row: index of each new row's parent, -1 for the last committed token."""
+    old = len(ancestors)
+    matrix = np.zeros((old + len(parent_row), old + len(parent_row)), dtype=np.bool_)
     matrix[:old, :old] = ancestors
-    matrix[old:, old:] = among_new
-    nearest = np.array(nearest_old)
-    matrix[old:, :old] = ancestors[nearest] & (nearest >= 0)[:, None]
+    for row, parent in enumerate(parent_row, start=old):
+        if parent >= 0:
+            matrix[row] = matrix[parent]
+        matrix[row, row] = True
     return matrix

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 
-from rootward.engine.block_table import BlockTable
+from rootward.engine.block_pool import BlockTable
 from rootward.engine.kv_tree import Moves, Placement
 from rootward.engine.probe import ProbeReport
 from rootward.engine.slots import Entry

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rootward.core.arrays import Ints
-from rootward.engine.block_pool import BlockPool
-from rootward.engine.block_table import BlockTable
+from rootward.engine.block_pool import BlockPool, BlockTable
 from rootward.engine.kv_tree import KvTree, Moves, Placement
 from rootward.engine.prefix_keys import chain, first_key, next_key
 from rootward.errors import KvFull

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rootward.engine.block_pool import BlockPool
-from rootward.engine.block_table import BlockTable
+from rootward.engine.block_pool import BlockPool, BlockTable
 from rootward.errors import KvFull
 
 
