@@ -1,4 +1,4 @@
-"""Several outputs of one request: n independent choices of each of its prompts, generated concurrently and read as one stream."""
+"""The outputs of one request: n independent choices of each of its prompts, generated concurrently and read as one stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PromptIds = Callable[[GenerateRequest], Awaitable[tuple[int, ...]]]
 def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] = ()) -> list[GenerateRequest]:
     """One request per output, ordered by prompt, then by choice. prompts: empty for the prompt of the request.
 
-    Choice i draws its noise from (seed, i), so the first choices do not depend on n.
+    Random numbers of choice i depend on (seed, i), so the first choices do not depend on n.
     """
     given = prompts or (request.prompt,)
     if not 1 <= request.n <= MAX_OUTPUTS:
@@ -34,18 +34,17 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
         fix = "outputs of one request are not resumed; send a new one"
         raise UnsupportedParameter("resume_offset", len(given) * request.n, fix)
     name = request.request_id or uuid.uuid4().hex
-    made = []
-    for index in range(len(given) * request.n):
-        own = f"{name}{OUTPUT_SEPARATOR}{index}" if index else name
-        prompt, choice = given[index // request.n], index % request.n
-        made.append(replace(request, prompt=prompt, request_id=own, choice=choice, index=index))
-    return made
+    ids = [f"{name}{OUTPUT_SEPARATOR}{index}" if index else name for index in range(len(given) * request.n)]
+    return [
+        replace(request, prompt=given[i // request.n], request_id=own, choice=i % request.n, index=i)
+        for i, own in enumerate(ids)
+    ]
 
 
 async def tokenised(
     requests: Sequence[GenerateRequest], num_choices: int, prompt_ids: PromptIds
 ) -> list[GenerateRequest]:
-    """The requests with token ids as prompts if there are several choices, so that each prompt is tokenised once."""
+    """The requests; those of several choices with token ids as prompts, so that each prompt is tokenised once."""
     if num_choices == 1:
         return list(requests)
     ids = [await prompt_ids(request) for request in requests[::num_choices]]
@@ -60,7 +59,7 @@ def is_output_of(request_id: str, wanted: Sequence[str]) -> bool:
 async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateRequest]) -> AsyncGenerator[Delta, None]:
     """Deltas of all outputs in order of arrival, each with its index and the client's request id, until the last output has ended.
 
-    Closing the generator or a failure of one output cancels all.
+    Closing the generator, or an error of one output, cancels all outputs.
     """
     if len(requests) == 1:  # the usual case
         async with aclosing(generate(requests[0])) as only:
@@ -68,9 +67,8 @@ async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateReque
                 yield delta
         return
     name = requests[0].request_id
-    arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(
-        len(requests)
-    )  # bounded: a slow reader throttles all outputs
+    # Bounded, so that a slow reader throttles all outputs.
+    arrived: asyncio.Queue[Delta | Exception] = asyncio.Queue(len(requests))
 
     async def run(request: GenerateRequest) -> None:
         try:
@@ -97,7 +95,7 @@ async def concurrent_deltas(generate: Generate, requests: Sequence[GenerateReque
 
 @dataclass(slots=True)
 class Tally:
-    """Totals over the deltas received so far, by output. A prompt counts once, whatever the number of its choices."""
+    """Totals over the deltas received so far, by output. A prompt counts once, not once per choice."""
 
     num_choices: int = 1
     endings: dict[int, Ending] = field(default_factory=dict)
@@ -120,13 +118,13 @@ class Tally:
         return Usage(num_prompt, num_output, cached, self._sum("accepted"), self._sum("rejected"))
 
     def _sum(self, which: str) -> int | None:
-        """Of the predictions; None where there was none."""
+        """Predicted tokens of all outputs; None without predictions."""
         counts = [getattr(ending.usage, f"{which}_prediction_tokens") for ending in self.endings.values()]
         return sum(counts) if counts and None not in counts else None
 
     @property
     def only(self) -> Ending | None:
-        """The ending if there is a single output, else None."""
+        """The ending of a single output; None for several."""
         return self.endings[0] if len(self.endings) == 1 else None
 
 

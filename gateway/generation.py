@@ -1,8 +1,8 @@
 """One request from dispatch to its end: attempts at verifiers, joined into one stream.
 
-A verifier that dies is replaced: a new epoch makes everything the lost attempt may still send stale, and the next verifier continues after
-the committed tokens. A request during which a verifier died before its first token is tried once more, while no other such request is, and
-refused from then on (`Ledger.refuse_poison`): it may be what verifiers die of.
+A verifier that dies is replaced: a new epoch makes late results of the lost attempt stale, and the next verifier continues after the
+committed tokens. A request whose verifier died before the first token is tried once more, one such request at a time; if a verifier dies
+again, the request is refused from then on (`Ledger.refuse_poison`), because it may be the cause.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ class Aborted(Exception):
 
 
 class Cutoff:
-    """The moment at which a request stops waiting: its deadline, in seconds of the loop's clock (None = never), or an abort before it."""
+    """Ends the waiting of a request: at its deadline, in seconds of the loop's clock (None = never), or by an abort before it."""
 
     def __init__(self, deadline: float | None):
         self.deadline = deadline
         self.aborted = False
-        self.error: ServiceError | None = None  # what the client is told; None = a normal end with reason ABORTED
+        self.error: ServiceError | None = (
+            None  # for the client of an aborted request; None = an end with reason ABORTED
+        )
         self._timer: asyncio.Timeout | None = None
 
     def abort(self, error: ServiceError | None = None) -> None:
@@ -83,10 +85,10 @@ class Cutoff:
 
 
 class Generation:
-    """Iterate `deltas` once. `arrived` and all other times are seconds of the loop's clock.
+    """Iterate `deltas` once. All times are seconds of the loop's clock.
 
-    An entry that has tokens already is one that is resumed: they come first, and `ended` says how it ended if it has. `held`: tokens of the
-    prompt that each verifier is thought to hold.
+    An entry that has tokens is resumed: they come first, and `ended` is its finish if it has one. `held`: tokens of the prompt that each
+    verifier is thought to hold.
     """
 
     def __init__(
@@ -109,11 +111,13 @@ class Generation:
         self._watched, self._held, self._ended = watched, held, ended
         self._redispatch_wait_s = redispatch_wait_s
         self._now = asyncio.get_running_loop().time
-        self._arrived, self._started = watched.arrived, self._now()
+        self._started = self._now()
         self._first_at: float | None = None
-        self._in_one_attempt = True  # so far: one verifier has counted all of it
-        self._prefilled: Prefilled | None = None  # of the first attempt: to later ones more of the prompt may be cached
-        self._hidden: Span | None = None  # the last token, when it is one that ends the text and is not shown
+        self._in_one_attempt = True  # so far, so that one verifier has counted all of it
+        self._prefilled: Prefilled | None = (
+            None  # of the first attempt; for later ones more of the prompt may be cached
+        )
+        self._hidden: Span | None = None  # the last token, if it ends the text and is not shown
         self._num_sent = 0
         self._process = ""  # of the verifier that was chosen last
         self._failed: set[str] = set()
@@ -152,7 +156,7 @@ class Generation:
         yield self._last(Finish(reason))
 
     def _over(self) -> FinishReason | None:
-        """Whether it is over though no verifier said so: aborted, or the verifier was lost with the last token out."""
+        """The reason of an end that no verifier reported: aborted, or the verifier was lost after the last token."""
         if self._cutoff.aborted:
             if self._cutoff.error is not None:
                 raise self._cutoff.error
@@ -165,7 +169,7 @@ class Generation:
     async def _choose(self) -> Upstream:
         request = self._plan.request
         key = request.session_id or request.request_id
-        await self._upstreams.wait_ready(self._patience())
+        await self._upstreams.wait_ready(self._verifier_wait_s())
         choice = self._upstreams.choose(key, held=self._held, avoid=self._failed)
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
@@ -193,7 +197,7 @@ class Generation:
             return await self._cutoff.wait(_next_or_none(stream), "generate")
         except Aborted:
             return None
-        except DeadlineExceeded as error:  # who asks again would pay for these tokens twice
+        except DeadlineExceeded as error:  # a client that asks again would pay for these tokens twice
             error.metadata["emitted"] = str(len(self._entry.tokens))
             raise
 
@@ -204,7 +208,7 @@ class Generation:
         return replace(self._plan.first, committed=tuple(entry.tokens), epoch=entry.epoch, deadline_s=left)
 
     def _take(self, run: Committed) -> Delta:
-        """Tokens of this epoch that are new; everything else is dropped. Unavailable for a run that does not continue the output."""
+        """Take the new tokens of a run of this epoch; others are dropped. Unavailable for a run that does not continue the output."""
         known = len(self._entry.tokens)
         if run.epoch != self._entry.epoch:
             return self._delta([])
@@ -232,13 +236,13 @@ class Generation:
         self._prefilled = prefilled
 
     def _resumed(self) -> Delta:
-        """What was committed before this gateway took over. The whole of it, whatever the client has received."""
+        """All tokens that were committed before this gateway took over, whether or not the client has received them."""
         self._first_at = self._now()
         self._in_one_attempt = self._ended is not None
         return self._shown(self._entry.output(), self._ended)
 
     def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Round, ...] = ()) -> Delta:
-        """Text and tokens that may leave now."""
+        """The delta of the text and tokens that are final after this run."""
         tokens, flags, logprobs = list(run.tokens), list(run.accepted), list(run.logprobs)
         if tokens and tokens[-1] in self._plan.stop_ids:
             self._hidden = Span(tokens.pop(), "", flags.pop(), logprobs.pop() if logprobs else None)
@@ -289,17 +293,22 @@ class Generation:
         return Usage(len(first.prompt), num_output, cached, *predicted)
 
     def _stats(self, finish: Finish | None) -> SpeculationStats:
-        told = finish.stats if finish is not None else SpeculationStats()
-        whole = self._in_one_attempt and told != SpeculationStats()
-        return replace(told if whole else counted(self._entry.accepted, told), seed=self._plan.first.seed)
+        reported = finish.stats if finish is not None else SpeculationStats()
+        whole = self._in_one_attempt and reported != SpeculationStats()
+        return replace(reported if whole else counted(self._entry.accepted, reported), seed=self._plan.first.seed)
 
     def _timing(self) -> Timing:
-        now, since = self._now(), self._arrived
+        now, arrived = self._now(), self._watched.arrived
         first = self._first_at or now
-        return Timing(*(1000 * s for s in (self._started - since, first - since, now - first, now - since)))
+        return Timing(
+            queue_ms=1000 * (self._started - arrived),
+            ttft_ms=1000 * (first - arrived),
+            decode_ms=1000 * (now - first),
+            total_ms=1000 * (now - arrived),
+        )
 
     async def _recover(self, upstream: Upstream, incarnation: int, error: Unavailable | Overloaded) -> None:
-        """After a lost attempt: a new epoch, so that nothing of the old one counts, and a verifier that answers."""
+        """Prepare the next attempt after a lost one: a new epoch, and another verifier."""
         self._in_one_attempt = False
         self._failed.add(upstream.name)
         self._fruitless += 1
@@ -327,8 +336,8 @@ class Generation:
             self._metrics.poisoned.inc()
             await self._ledger.refuse_poison(self._plan.first)
 
-    def _patience(self) -> float:
-        """Before the first token a client had better try again itself, and soon."""
+    def _verifier_wait_s(self) -> float:
+        """Longest wait for a ready verifier: short before the first token, since the client can send the request to another gateway."""
         wait = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
         deadline = self._cutoff.deadline
         return wait if deadline is None else min(wait, max(0.0, deadline - self._now()))
@@ -349,14 +358,14 @@ async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:
     return await anext(stream, None)
 
 
-def counted(accepted: Sequence[bool], told: SpeculationStats) -> SpeculationStats:
-    """Counts of a generation that no verifier has counted as a whole, as far as committed tokens tell: every round ends with its bonus
-    token. Names are those that the last verifier told.
+def counted(accepted: Sequence[bool], last: SpeculationStats) -> SpeculationStats:
+    """Counts of a generation of several attempts, from its committed tokens: every round ends with its bonus token. `last`: statistics of
+    the last verifier, for its names.
 
-    A round without accepted tokens counts as plain, though a tree may have been verified; nodes verified are unknown, so
+    A round without accepted tokens counts as plain, though a tree may have been verified. The number of verified nodes is unknown, so
     only the accepted ones are counted.
     """
-    stats, length = SpeculationStats(drafter=told.drafter, verification=told.verification), 0
+    stats, length = SpeculationStats(drafter=last.drafter, verification=last.verification), 0
     for flag in accepted:
         length += flag
         if not flag:
@@ -365,7 +374,7 @@ def counted(accepted: Sequence[bool], told: SpeculationStats) -> SpeculationStat
 
 
 def prediction_counts(prediction: Sequence[int], output: Sequence[int]) -> tuple[int | None, int | None]:
-    """(tokens of the prediction that the output has, the others), wherever they stand; None without a prediction."""
+    """(tokens of the prediction that the output has, at any position, and the others); None without a prediction."""
     if not prediction:
         return None, None
     both = (Counter(prediction) & Counter(output)).total()

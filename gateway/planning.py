@@ -1,4 +1,4 @@
-"""From what a client asks to what a verifier is asked: defaults, limits and tokenisation. No I/O."""
+"""From the request of a client to the request to a verifier: defaults, limits and tokenisation. No I/O."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Plan:
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Domain types check their ranges; what they refuse is the client's mistake here."""
+    """Turns errors of values that check their ranges into InvalidRequest."""
     try:
         yield
     except ValueError as error:
@@ -46,18 +46,16 @@ def refusing() -> Iterator[None]:
 
 
 def check_name(field: str, value: str) -> None:
-    """Ids become Redis keys and log fields: short, printable, without blanks and braces."""
-    odd = next((c for c in value if not "!" <= c <= "~" or c in "{}"), None)
-    if odd is not None:
-        raise InvalidRequest(
-            field, value[:MAX_ID_CHARACTERS], "has characters beyond printable ASCII without blanks and braces"
-        )
+    """InvalidRequest for an id that is no name: ids are parts of Redis keys, so they are short and printable, without blanks and braces."""
+    if any(not "!" <= c <= "~" or c in "{}" for c in value):
+        fix = "has characters beyond printable ASCII without blanks and braces"
+        raise InvalidRequest(field, value[:MAX_ID_CHARACTERS], fix)
     if len(value) > MAX_ID_CHARACTERS:
         raise InvalidRequest(field, f"{value[:16]}…", f"is longer than {MAX_ID_CHARACTERS} characters")
 
 
 def without_texts(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
-    """The request with everything but the prompt and the stop strings as tokens."""
+    """The request with its bad words and its prediction as tokens."""
     request = _without_bad_words(request, tokenizer)
     if not isinstance(request.prediction, str) or not request.prediction:
         return request
@@ -68,7 +66,7 @@ def without_texts(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateReq
 
 
 def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateRequest:
-    """The request with its bad words as token sequences: each as it is tokenised at the beginning and after a blank."""
+    """The request with its bad words as token sequences: each as it is tokenised at the beginning of a text and after a blank."""
     if not request.bad_words:
         return request
     if len(request.bad_words) > MAX_BAD:  # before any of them is tokenised
@@ -85,13 +83,13 @@ def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> Genera
 
 
 def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> Plan:
-    """Check everything that can be known before a verifier sees the request."""
+    """The plan of a request. InvalidRequest for everything that can be checked before a verifier sees it."""
     check_name("request_id", request.request_id)
     check_name("session_id", request.session_id)
     _check_stops(request)
     prompt = _truncated(request, prompt, model)
     with refusing():
-        most = _max_tokens(request, len(prompt), model)  # before a look at each token of a prompt that is too long
+        most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
     if len(request.stop_token_ids) > MAX_STOP_IDS:
@@ -126,7 +124,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
 
 
 def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids of whatever prompt was given. Takes time in the length of a text."""
+    """Token ids of the prompt. Takes time in the length of a text."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
@@ -136,14 +134,14 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
 
 
 def _predicted(request: GenerateRequest, model: ModelInfo) -> tuple[int, ...]:
-    """The prediction as token ids (`without_texts`), as much of it as the context could hold."""
+    """The token ids of the prediction (`without_texts`), cut to the context."""
     ids = () if isinstance(request.prediction, str) else request.prediction
     check_ids("prediction", ids, model.vocab_size)
     return ids[: model.max_positions]
 
 
 def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
-    """The end of the prompt, where the client would rather lose its beginning."""
+    """The prompt, cut at its beginning to the length that the client asks for."""
     most = request.truncate_prompt
     if most is None:
         return prompt
@@ -156,7 +154,7 @@ def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelIn
 
 
 def _max_tokens(request: GenerateRequest, num_prompt: int, model: ModelInfo) -> int:
-    """What was asked, or what is left of the context."""
+    """The number of tokens that the client asks for, or the rest of the context."""
     check_length(_given(request), num_prompt, model)
     left = model.max_positions - num_prompt
     wanted = left if request.max_tokens is None else request.max_tokens
@@ -173,12 +171,12 @@ def check_length(field: str, num_prompt: int, model: ModelInfo) -> None:
 
 
 def _given(request: GenerateRequest) -> str:
-    """The field that the prompt came in."""
+    """The field of the prompt."""
     return "messages" if isinstance(request.prompt, Chat) else "prompt"
 
 
 def within(plan: Plan, max_prompt: int, max_output: int) -> Plan:
-    """The plan inside the operator's own limits, in tokens; 0 = none. ContextLengthExceeded if it cannot be."""
+    """The plan within the operator's limits, in tokens; 0 = no limit. ContextLengthExceeded if the request exceeds them."""
     num_prompt, num_output = len(plan.first.prompt), plan.first.stopping.max_tokens
     if max_prompt and num_prompt > max_prompt:
         fix = f"tokens are more than this server takes, {max_prompt}"
@@ -191,7 +189,7 @@ def within(plan: Plan, max_prompt: int, max_output: int) -> Plan:
 
 
 def check_resume(request: GenerateRequest) -> None:
-    """Before the request gets an id where it has none."""
+    """InvalidRequest for a resumed request without an id or with a wrong offset. Call it before the request gets an id."""
     resume = request.resume
     if resume is None:
         return
@@ -203,11 +201,11 @@ def check_resume(request: GenerateRequest) -> None:
 
 
 def _speculation(request: GenerateRequest) -> Speculation:
-    """A seed asks for a text that can be repeated: shared noise, unless the client names how to verify."""
-    wish = request.speculation
-    if request.seed is None or any((wish.rule, wish.law, wish.strategy)):
-        return wish
-    return replace(wish, rule=Rule.MATCH, law=DraftMode.COUPLED)
+    """A seed asks for a reproducible text: coupled drafts, unless the client names the verification or the strategy."""
+    asked = request.speculation
+    if request.seed is None or any((asked.rule, asked.law, asked.strategy)):
+        return asked
+    return replace(asked, rule=Rule.MATCH, law=DraftMode.COUPLED)
 
 
 def _warnings(request: GenerateRequest) -> tuple[str, ...]:
@@ -224,9 +222,8 @@ def _check_stops(request: GenerateRequest) -> None:
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Every id must be a row of the model's embedding."""
+    """InvalidRequest for an id that is no token of the model."""
     bad = next((i for i in ids if not 0 <= i < vocab_size), None)
     if bad is not None:
-        raise InvalidRequest(
-            field, bad, f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
-        )
+        fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
+        raise InvalidRequest(field, bad, fix)

@@ -1,4 +1,4 @@
-"""Thoughts of models that write them in tags, told apart from the answer that follows. Speculation knows nothing of them."""
+"""Separates the thoughts that models write in tags from the answer that follows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class _State(Enum):
-    UNDECIDED = 0  # nothing but blanks or a part of the opening tag
+    UNDECIDED = 0  # the text so far is blanks or a part of the opening tag
     THINKING = 1
     ANSWERING = 2
 
 
 class ThoughtParser:
-    """Splits one text into the thoughts between the tags that it may begin with and the rest, as the text arrives, token by token.
+    """Splits one text, token by token, into the thoughts between the tags at its beginning and the rest.
 
-    opened: the prompt ends with the opening tag, as chat templates of some models have it.
+    opened: the prompt ends with the opening tag, as some chat templates have it.
     """
 
     def __init__(self, *, opened: bool):
@@ -27,7 +27,7 @@ class ThoughtParser:
         self.num_tokens = 0  # of the thoughts, tags included
 
     def push(self, text: str) -> tuple[str, str]:
-        """What is certain after one more token: (more thoughts, more of the answer)."""
+        """(thoughts, text of the answer) that are final after one more token."""
         if self._state is _State.ANSWERING:
             return "", text
         self.num_tokens += 1
@@ -46,14 +46,14 @@ class ThoughtParser:
         return thoughts, ""
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, at the end of the text. Thoughts that are cut stay thoughts."""
+        """The same for the held rest, at the end of the text. Thoughts without a closing tag stay thoughts."""
         if self._state is _State.UNDECIDED:
             return self._answered()
         thoughts, self._held = self._held, ""
         return thoughts, ""
 
     def _answered(self) -> tuple[str, str]:
-        """The text begins with no thoughts."""
+        """The text does not begin with thoughts."""
         answer, self._held = self._held, ""
         self._state, self.num_tokens = _State.ANSWERING, 0
         return "", answer

@@ -1,6 +1,6 @@
 """Answers of /v1/responses: a chat's thoughts, text and calls as OpenAI's output items, whole and as events of a stream.
 
-Both come from the same steps: an answer that is not streamed is what the last event of a stream has.
+Both come from the same steps: an answer that is not streamed is the response in the last event of a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORTED: "a
 
 @dataclass(slots=True, kw_only=True)
 class ResponseAnswer(ChatAnswer):
-    """One answer in the making."""
+    """One answer in progress."""
 
     id_prefix = ID_PREFIX
     whole_object = chunk_object = "response"
@@ -70,11 +70,10 @@ class ResponseAnswer(ChatAnswer):
         return final
 
     def failure(self, error: Json) -> Json:
-        """The event of an error in mid-stream, with the fields of OpenAI's event and those that its package raises at."""
-        known = error["error"]
-        assert isinstance(known, dict)
-        told = {name: known[name] for name in ("code", "message", "param")}
-        return self._event("error", **told, error=known)
+        """The event of an error in mid-stream: the fields of OpenAI's event, and `error`, at which its package raises."""
+        detail = error["error"]
+        assert isinstance(detail, dict)
+        return self._event("error", **{name: detail[name] for name in ("code", "message", "param")}, error=detail)
 
     @property
     def _id(self) -> str:
@@ -86,7 +85,7 @@ class ResponseAnswer(ChatAnswer):
         return "incomplete" if self.tally.endings[0].reason in INCOMPLETE else "completed"
 
     def _grow(self, spans: Sequence[Span], ending: Ending | None) -> list[Json]:
-        """The output with these spans more, and the events that tell of them."""
+        """Append the spans to the output; returns the events for them."""
         num_thoughts = self.num_reasoning_tokens
         reasoning, parts = self._parts(0, spans, ended=ending is not None)
         if self.logprobs:
@@ -119,9 +118,13 @@ class ResponseAnswer(ChatAnswer):
         return [*events, self._part_event("delta", delta=text, logprobs=logprobs)]
 
     def _open(self, kind: Kind) -> list[Json]:
-        """A new item begins."""
+        """Begin a new item."""
         self._growing, self._text, self._logprobs_told = kind, [], []
-        added = self._add(self._growing_item("in_progress", []))
+        if kind == "reasoning":
+            item: Json = {"id": self._item_id("rs"), "type": "reasoning", "status": "in_progress", "summary": []}
+        else:
+            item = {"id": self._item_id("msg"), "type": "message", "status": "in_progress", "role": "assistant"}
+        added = self._add(item | {"content": []})
         return [added, self._item_event("response.content_part.added", content_index=0, part=self._part())]
 
     def _open_call(self, name: str) -> list[Json]:
@@ -130,39 +133,27 @@ class ResponseAnswer(ChatAnswer):
         return [self._add(item | {"call_id": call_id(), "name": name, "arguments": ""})]
 
     def _close(self, status: str) -> list[Json]:
-        """The growing item, if there is one, is complete."""
+        """Complete the growing item, if there is one."""
         if self._growing is None:
             return []
         if self._growing == "function_call":
             arguments, item = "".join(self._text), self._output[-1]
-            told = [self._item_event("response.function_call_arguments.done", name=item["name"], arguments=arguments)]
+            events = [self._item_event("response.function_call_arguments.done", name=item["name"], arguments=arguments)]
             self._output[-1] = item | {"arguments": arguments, "status": status}
         else:
             part = self._part()
-            told = [
+            events = [
                 self._part_event("done", text=part["text"], logprobs=self._logprobs_told),
                 self._item_event("response.content_part.done", content_index=0, part=part),
             ]
-            self._output.pop()
-            self._output.append(self._growing_item(status, [part]))
+            self._output[-1] = self._output[-1] | {"status": status, "content": [part]}
         self._growing = None
-        return [*told, self._done()]
+        last = len(self._output) - 1
+        return [*events, self._event("response.output_item.done", output_index=last, item=self._output[last])]
 
     def _item_id(self, prefix: str) -> str:
-        """Of the next item."""
+        """The id of the next item."""
         return f"{prefix}_{self.request.request_id}_{len(self._output)}"
-
-    def _growing_item(self, status: str, content: list[Json]) -> Json:
-        """The last item of the output, which is put there afterwards."""
-        if self._growing == "reasoning":
-            return {"id": self._item_id("rs"), "type": "reasoning", "status": status, "summary": [], "content": content}
-        return {
-            "id": self._item_id("msg"),
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
 
     def _part(self) -> Json:
         """The text of the growing item so far."""
@@ -175,18 +166,14 @@ class ResponseAnswer(ChatAnswer):
         self._output.append(item)
         return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
 
-    def _done(self) -> Json:
-        last = len(self._output) - 1
-        return self._event("response.output_item.done", output_index=last, item=self._output[last])
-
     def _part_event(self, name: str, *, logprobs: list[Json], **fields: object) -> Json:
-        """Of the text of the growing item."""
+        """An event of the text of the growing item."""
         if self._growing == "reasoning":
             return self._item_event(f"response.reasoning_text.{name}", content_index=0, **fields)
         return self._item_event(f"response.output_text.{name}", content_index=0, logprobs=logprobs, **fields)
 
     def _item_event(self, kind: str, **fields: object) -> Json:
-        """Of the last item."""
+        """An event of the last item."""
         last = len(self._output) - 1
         return self._event(kind, item_id=self._output[last]["id"], output_index=last, **fields)
 
@@ -195,9 +182,10 @@ class ResponseAnswer(ChatAnswer):
         return {"type": kind, "sequence_number": self._num_events - 1, **fields}
 
     def _response(self, status: str) -> Json:
-        """The response as it is now; with usage at its end."""
+        """The response as it is now, with the usage if it has ended."""
         wanted, ended = self.wanted, status != "in_progress"
         choice, form = wanted.tool_choice, wanted.text.format
+        details = {"reason": INCOMPLETE[self.tally.endings[0].reason]} if status == "incomplete" else None
         return {
             "id": self._id,
             "object": "response",
@@ -205,9 +193,7 @@ class ResponseAnswer(ChatAnswer):
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": INCOMPLETE[self.tally.endings[0].reason]}
-            if status == "incomplete"
-            else None,
+            "incomplete_details": details,
             "instructions": wanted.instructions or None,
             "max_output_tokens": wanted.max_output_tokens,
             "metadata": wanted.metadata,

@@ -1,4 +1,4 @@
-"""The gateway as an object: text, ids or a conversation in, deltas of text out. Servicer and HTTP API are its two faces."""
+"""The gateway of one model: takes text, ids or a conversation, returns deltas of text. Used by the gRPC servicer and the HTTP API."""
 
 from __future__ import annotations
 
@@ -37,12 +37,10 @@ from rootward.tracing import note, request_span, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to release their resources
 SLOW_CLIENT_S = 5.0  # after the longest request, for a client to read the answer
-INLINE_TOKENS = INLINE_CHARACTERS // 4  # fewer become text in the loop
-CHARACTERS_A_TOKEN = (
-    16  # a prompt of more than so many times the context cannot fit: it is refused before it is tokenised
-)
-MIN_CONTEXT = 2048  # tokens; small models take as many characters as one of this context
-MIN_DETOKENIZED = 1 << 16  # ids of one call that are always taken
+INLINE_TOKENS = INLINE_CHARACTERS // 4  # most tokens that are decoded in the event loop
+CHARACTERS_A_TOKEN = 16  # a prompt with more characters for each token of the context is refused before it is tokenised
+MIN_CONTEXT = 2048  # tokens; models with a smaller context take as many characters as with this one
+MIN_DETOKENIZED = 1 << 16  # ids that one call to detokenise may always have
 TOKENISED_A_CHARGE = 64  # characters whose tokenisation costs a tenant as much as one token of a request
 
 T = TypeVar("T")
@@ -53,14 +51,14 @@ class Limits:
     """Durations in seconds."""
 
     max_num_seqs: int = 256  # requests at verifiers
-    max_num_queued_reqs: int = 256  # requests waiting for one of these places
+    max_num_queued_reqs: int = 256  # requests waiting for a slot
     max_num_queued_tokens: int = 1 << 62  # of their prompts
     max_prompt_tokens: int = 0  # of one request; 0 = what the context holds
     max_output_tokens: int = 0  # that one request may ask for; 0 = what the context holds
     max_prompt_characters: int = 0  # of one prompt; 0 = CHARACTERS_A_TOKEN times the context
     max_choices: int = 128  # `n` of one request
     tenant_rate: Rate | None = None  # None = no limit
-    request_timeout_s: float = 600.0  # the longest deadline; the default where a client gives none
+    request_timeout_s: float = 600.0  # the longest deadline, and the default one
     redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
     first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
     lease_s: float = 5.0
@@ -80,8 +78,8 @@ class GatewayService:
         watching: Watching | None = None,
         beside_others: bool = False,
     ):
-        """store: closed by who opened it. watching: of the gateway, where it serves several models. beside_others: request ids are shared
-        with services of other models, and one that is resumed must name the model that it began with."""
+        """store: closed by the caller. watching: shared by the models of a gateway. beside_others: request ids are shared with services of
+        other models, and a resumed request must name the model that it began with."""
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
         self.limits = limits or Limits()
         self.admission = Admission(
@@ -118,7 +116,7 @@ class GatewayService:
 
     @property
     def model(self) -> ModelInfo:
-        """The served model. Unavailable until a verifier has told about it."""
+        """The served model. Unavailable until a verifier has answered."""
         if self.upstreams.model is None:
             raise self.unavailable()
         return self.upstreams.model
@@ -132,7 +130,7 @@ class GatewayService:
         }
 
     def unavailable(self) -> Unavailable:
-        """What is said before a verifier has told about the model."""
+        """The error of a gateway whose verifiers have not answered."""
         cause = self.upstreams.mismatch or "none has answered yet"
         return Unavailable(f"no verifier is ready ({cause})", retry_after_s=1.0)
 
@@ -141,7 +139,7 @@ class GatewayService:
 
     @property
     def ready(self) -> bool:
-        """New requests would be served."""
+        """The service takes new requests."""
         return self.upstreams.ready and not self.admission.draining
 
     @property
@@ -149,10 +147,10 @@ class GatewayService:
         return loop_time() - self.started
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Delta, None]:
-        """Deltas until the one with an ending. Closing the iterator cancels the request and frees everything.
+        """Deltas until the one with an ending. Closing the iterator cancels the request and frees everything that it holds.
 
-        Raises ServiceErrors: InvalidRequest and its kind before anything ran; Overloaded and Unavailable when it may be
-        tried again; DeadlineExceeded; DuplicateRequest.
+        Raises ServiceErrors: InvalidRequest and subclasses before anything ran; Overloaded and Unavailable when the request may be tried
+        again; DeadlineExceeded; DuplicateRequest.
         """
         about: dict[str, str | int] = {"model": self.served_model, "choice": request.choice}
         with self.metrics.of(request) as counts, request_span("gateway.request", request.traceparent, **about) as span:
@@ -191,7 +189,7 @@ class GatewayService:
                 async for delta in deltas:
                     if (new := delta.since(received)).spans or new.ending or new.rounds:
                         yield new
-        except Aborted:  # while it waited for a place
+        except Aborted:  # while it waited for a slot
             if cutoff.error is not None:
                 raise cutoff.error from None
             usage = Usage(len(plan.first.prompt), 0)
@@ -241,7 +239,7 @@ class GatewayService:
         return [i for i in request_ids if any(is_output_of(live.request_id, [i]) for live in found)]
 
     async def drain(self, timeout_s: float) -> int:
-        """Refuse new requests, let the others end until `timeout_s`, end the rest. Returns how many were ended."""
+        """Refuse new requests, let the others end until `timeout_s`, abort the rest. Returns the number of aborted requests."""
         self.admission.draining = True
         if await self._at_rest(timeout_s):
             return 0
@@ -260,7 +258,7 @@ class GatewayService:
         return True
 
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Token ids of its prompt, as `generate` would take them. ContextLengthExceeded, by characters, before it is tokenised."""
+        """Token ids of the prompt of a request. ContextLengthExceeded, by characters, before it is tokenised."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
@@ -269,7 +267,7 @@ class GatewayService:
         return await self._pool.run(size, planning.prompt_ids, request, self.tokenizer)
 
     async def off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
-        """The result of a call of the tokenizer; on one of its threads if it is a long one."""
+        """The result of a call of the tokenizer; a long one runs on a thread."""
         return await self._pool.run(INLINE_CHARACTERS + 1 if long else 0, call, *arguments)
 
     def _check_characters(self, prompt: str | Chat) -> None:
@@ -286,7 +284,7 @@ class GatewayService:
             await self._ledger.charge(tenant, -(-characters // TOKENISED_A_CHARGE), self.limits.tenant_rate)
 
     def _check_allowed(self, request: GenerateRequest) -> None:
-        """What the operator or the caller's key does not allow. InvalidRequest or PermissionDenied."""
+        """InvalidRequest beyond the operator's limits, PermissionDenied beyond the scopes of the caller's key."""
         if request.n > self.limits.max_choices:
             raise InvalidRequest("n", request.n, f"is more than this server gives, {self.limits.max_choices}")
         if request.priority < 0 and (known := caller()) is not None:
@@ -294,9 +292,9 @@ class GatewayService:
 
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
-        """Everything a generation holds: its id, a place, a lease; all given back at the end."""
+        """A generation with its id, its slot and its lease, which are released at the end."""
         name, fields = plan.first.request_id, first_fields(plan, self._id_scope)
-        while name in self._live:  # again: another one may come back for it meanwhile
+        while name in self._live:  # not `if`, since another request may resume it meanwhile
             await self._superseded(plan, fields["digest"])
         live = self._live[name] = _Live(cutoff, fields["digest"], plan.request.request_id, plan.first.tenant)
         try:
@@ -317,7 +315,7 @@ class GatewayService:
             live.over.set()
 
     async def _superseded(self, plan: Plan, digest: str) -> None:
-        """The client has come back for a request that still runs here: what runs ends. DuplicateRequest if it does not resume."""
+        """End a request that still runs here, because its client resumes it. DuplicateRequest if the client does not resume."""
         name = plan.first.request_id
         if plan.request.resume is None:
             raise duplicate(name)
@@ -353,7 +351,7 @@ class GatewayService:
             watched.ended(reason, error, len(entry.tokens))
 
     async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
-        """The right to drive the request, and what is known of it when it is resumed."""
+        """(plan with the seed of the record, entry with the lease, record of a resumed request)"""
         name, resume = plan.first.request_id, plan.request.resume
         if resume is None:
             return plan, await self._ledger.begin(name, fields), Record()
@@ -363,14 +361,14 @@ class GatewayService:
             more = beyond_log(plan, resume, record)
             await account.resumed(record)
         except ServiceError:
-            if entry is not None:  # it was taken, and nobody goes on with it
+            if entry is not None:  # its lease was taken, and no generation follows
                 self._ledger.end(entry, INTERRUPTED)
             raise
         if entry is None and record.finished:
-            entry = Entry(Lease(name, 0, ""), 0.0)  # nobody drives it
+            entry = Entry(Lease(name, 0, ""), 0.0)  # no gateway drives it
             self._ledger.extend(entry, record.output)
         elif entry is None:
-            # Its record is lost, but a verifier may know its epochs: counts that begin with the time are above all of them.
+            # The record is lost, but a verifier may know its epochs: epochs that begin with the time are above all of them.
             entry = await self._ledger.begin(name, fields, least_epoch=int(self._clock.wall()))
         self._ledger.extend(entry, more)
         self.metrics.resumed.inc()
@@ -401,7 +399,7 @@ class GatewayService:
 
 @dataclass(slots=True)
 class _Live:
-    """A generation that runs here. The digest tells whether who resumes it may end it."""
+    """A generation that runs here. Only a request with the same digest may end it by resuming it."""
 
     cutoff: Cutoff
     digest: str

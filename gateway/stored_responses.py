@@ -1,5 +1,5 @@
-"""Stored answers of /v1/responses, for `previous_response_id` and to be read again: each belongs to a tenant, for a bounded time and within
-a bounded space of the session store. The oldest ones of a tenant make room for new ones."""
+"""Stored answers of /v1/responses, for `previous_response_id` and GET. Each belongs to a tenant and expires; sizes and numbers are bounded,
+and a tenant's oldest answers make room for new ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ResponseNotFound(NotFound):
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer, and the conversation that another request may go on with: the answer included, instructions not."""
+    """An answer, and the conversation that another request may continue: with the answer, without instructions."""
 
     answer: dict[str, object]
     messages: list[Message]
@@ -59,7 +59,7 @@ class ResponseStore:
         self._lifetime_s, self._max_responses, self._max_bytes = lifetime_s, max_responses, max_bytes
 
     async def keep(self, tenant: str, response_id: str, response: StoredResponse) -> bool:
-        """Whether it is stored: it may be too large, or the store away, which is no reason not to answer."""
+        """Whether it was stored. It is not if it is too large or the store does not answer, and the client gets its answer all the same."""
         text = response.to_json()
         if not self._lifetime_s or len(text) > self._max_bytes:
             return False
@@ -99,5 +99,5 @@ class ResponseStore:
 
 
 def _space(tenant: str) -> str:
-    """Where the responses of a tenant count. Clients without keys name their tenants themselves, and share the space of one."""
+    """The space in which the responses of a tenant count. Clients without keys name their tenants themselves, and share one space."""
     return "" if caller() is None else tenant

@@ -27,7 +27,8 @@ DONE, KEEP_ALIVE = b"data: [DONE]\n\n", b": keep-alive\n\n"
 
 
 class GenerationResponse(Response):
-    """Generates while it is sent; watches for a disconnect meanwhile, and then stops generating."""
+    """Generates while it is sent, until the client disconnects. `form_field`: the field of the body that the gateway made the form of the
+    output from, if the client did not write that form itself."""
 
     def __init__(
         self,
@@ -39,7 +40,6 @@ class GenerationResponse(Response):
         kind: Callable[..., Answer],
         form_field: str = "",
     ):
-        """form_field: of the body, from which the gateway made the form of the output."""
         super().__init__()
         self._form_field = form_field
         self._service, self._names, self._body, self._request, self._kind = service, names, body, request, kind
@@ -49,9 +49,9 @@ class GenerationResponse(Response):
         await _unless_disconnected(receive, self._answered(scope, receive, send), limit_s)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Headers of a stream go out with the first delta, so that a refusal still has its own status."""
+        """Sends the headers of a stream with the first delta, so that a refusal has its own status."""
         headers = {"x-request-id": self._request.request_id}
-        streamed: Answer | None = None  # once its first delta is there
+        streamed: Answer | None = None  # the answer of a stream whose headers are sent
         try:
             made = outputs(self._request, self._body.prompts)
             requests = await tokenised(made, self._request.n, self._service.prompt_ids)
@@ -73,7 +73,6 @@ class GenerationResponse(Response):
                 first = await anext(deltas)
                 await send(_start({**SSE_HEADERS, **headers}))
                 streamed = answer
-                # Closed with care: it may be waiting for the next delta.
                 async with aclosing(self._events(answer, first, deltas)) as events:
                     async for event in events:
                         await send({"type": "http.response.body", "body": event, "more_body": True})
@@ -89,16 +88,11 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     def _named(self, error: Exception) -> Exception:
-        """A form that the client did not write itself is refused under the name of the field that it was made of."""
+        """The error, under the name of the field that the form of the output was made from."""
         form = self._request.structure
-        if (
-            form is None
-            or not isinstance(error, InvalidRequest)
-            or error.field != form.form.value
-            or not self._form_field
-        ):
-            return error
-        return type(error)(self._form_field, "given", error.fix)
+        if self._form_field and form and isinstance(error, InvalidRequest) and error.field == form.form.value:
+            return type(error)(self._form_field, "given", error.fix)
+        return error
 
     def _spans(self, prompt: tuple[int, ...]) -> Sequence[Span]:
         """The prompt as text, token by token."""
@@ -115,8 +109,7 @@ class GenerationResponse(Response):
     async def _events(
         self, answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]
     ) -> AsyncGenerator[bytes, None]:
-        """Chunks, with a comment in every long silence: deltas may come and be held back. The id of an event is the output position
-        after it."""
+        """The events of a stream, with a comment after SILENCE_S without one. The id of an event is the output position after it."""
         now = asyncio.get_running_loop().time
         delta: Delta | None = first
         last_sent = now()
@@ -148,12 +141,12 @@ class GenerationResponse(Response):
 
 
 def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
-    """Telling of these prompts would keep the loop."""
+    """Whether showing these prompts would block the event loop."""
     return answer.shows_prompt and sum(map(len, prompts)) > INLINE_TOKENS
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:
-    """Run `work`; when the client goes away first, or reads so slowly that `limit_s` pass, cancel it."""
+    """Run `work`; cancel it when the client disconnects or when it takes longer than `limit_s`."""
     worker = asyncio.create_task(work)
     watcher = asyncio.create_task(_disconnected(receive))
     try:

@@ -1,16 +1,16 @@
-"""Tool calls: what a model is asked for, and what it has written.
+"""Tool calls: forms of the output that have calls, and the parser of calls in a text.
 
 A call that the request forces (`tool_choice` "required" or a function's name) is a form of the output (`forced_schema`), so it is always
 JSON of the function's parameters. With "auto" the model decides: its chat template shows how it writes calls (`call_format_of`), and a
-`CallParser` finds them in the text. Where calls must be valid all the same (`strict`), or the rest of the output has a form, a grammar
-says so from the place on where the model begins a call (`grammar_of_choice`). Speculation knows nothing of any of it.
+`CallParser` finds them in the text. If such calls must be valid (`strict`), or the rest of the output has a form, a grammar applies from
+the place at which the model begins a call (`grammar_of_choice`). Speculation is independent of all of it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A piece of a call. `name` stands in the first piece alone; `arguments` are JSON text, whose pieces make the whole."""
+    """A piece of a call. Only the first piece has a `name`. `arguments` is a piece of JSON text."""
 
     index: int  # of the call
     name: str
@@ -37,7 +37,7 @@ class CallPart:
 
 
 class CallFormat(Enum):
-    """How a model writes calls. The value is the text that they begin with; "": the output is calls if it is JSON."""
+    """How a model writes calls. The value is the mark that they begin with; "": the output is calls if it is JSON."""
 
     HERMES = "<tool_call>"  # Hermes, Qwen: <tool_call>{"name": …, "arguments": {…}}</tool_call>
     MISTRAL = "[TOOL_CALLS]"  # [TOOL_CALLS][{"name": …, "arguments": {…}}] or [TOOL_CALLS]name[ARGS]{…}
@@ -45,18 +45,14 @@ class CallFormat(Enum):
 
 
 class Tools(Enum):
-    """What a chat template makes of tools where it shows no `CallFormat`."""
+    """Why the chat template of a model shows no `CallFormat`."""
 
     NONE = "are not in this model's chat template"
     UNKNOWN = "are called in a format of this model that is not known here"
 
 
-# What a template is asked with. Nine letters and digits are an id that the templates of all models accept.
-_PROBE: dict[str, Any] = {
-    "name": "probe_function",
-    "description": "d",
-    "parameters": {"type": "object", "properties": {}},
-}
+# Rendered by a template to see its format. Nine letters and digits are an id that the templates of all models accept.
+_PROBE = {"name": "probe_function", "description": "d", "parameters": {"type": "object", "properties": {}}}
 _CALLED = {"id": "probe0001", "type": "function", "function": {"name": "probe_function", "arguments": {"a": "b"}}}
 _SHOWN = {
     CallFormat.HERMES: regex.compile(r'\s*<tool_call>\s*[\[{]\s*[{"]'),
@@ -67,7 +63,7 @@ _SHOWN = {
 
 @lru_cache(64)
 def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
-    """The one in which the tokenizer's chat template writes the call of an earlier answer."""
+    """The format in which the tokenizer's chat template writes the calls of an earlier answer."""
     user, answered = {"role": "user", "content": "q"}, {"role": "assistant", "content": "probe text"}
     called = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
     kwargs = {"tools": [{"type": "function", "function": _PROBE}]}
@@ -94,11 +90,8 @@ def call_format_of(tokenizer: Tokenizer) -> CallFormat | Tools:
 
 MARKS = ("<tool_call>", "<think>", "</think>")  # which may be tokens
 _DATA = ("const", "enum", "default", "examples")  # keywords of a schema whose values are no schemas
-_GUIDANCE = {
-    "whitespace_pattern": r"[ \t\r\n]{1,16}",
-    "lenient": False,
-    "coerce_one_of": False,
-}  # as in rootward.engine.grammar
+# As in rootward.engine.grammar.
+_GUIDANCE = {"whitespace_pattern": r"[ \t\r\n]{1,16}", "lenient": False, "coerce_one_of": False}
 
 
 def forced_schema(functions: Sequence[FunctionTool], *, parallel: bool) -> dict[str, Any]:
@@ -117,8 +110,8 @@ def grammar_of_choice(
 ) -> str:
     """A Lark grammar (of llguidance) of outputs in which calls are valid, the arguments of strict functions too.
 
-    output: the schema of outputs that are no calls; None: any text. marks: those of `MARKS` that are tokens, which no
-    expression over characters has.
+    output: the schema of outputs that are no calls; None: any text. marks: those of `MARKS` that are tokens, which no expression over
+    characters matches.
     """
     marked, thoughts = "<tool_call>" in marks, ""
     keys = ("arguments",) if form is CallFormat.HERMES else ("parameters", "arguments")
@@ -126,11 +119,11 @@ def grammar_of_choice(
     call = {**_any_call(strict, keys=keys), "$defs": _definitions(strict)}
     rules = [f"call: %json {_guided(call)}", r"BLANKS: /[ \t\r\n]{1,16}/"]
     hermes = form is CallFormat.HERMES
-    # No text spells the mark of a call, also where that is a token.
+    # No text spells the mark of a call, even if the mark is a token.
     anything = r"/(.|\n)*/ & ~/(.|\n)*<tool_call>(.|\n)*/" if hermes else r"/(.|\n)*/"
     if output is None and "</think>" in marks:
         thoughts = "thoughts?"
-        # The prompt may have opened them; where calls have no mark the model must, or any text would be thoughts.
+        # The prompt may have opened them. If calls have no mark the model must open them, or any text would be thoughts.
         rules.append(f"thoughts: {'(BLANKS? <think>)?' if hermes else 'BLANKS? <think>'} THOUGHT </think>")
         rules.append(f"THOUGHT: {anything}")
     if hermes:
@@ -155,7 +148,7 @@ def _guided(schema: Mapping[str, Any]) -> str:
 
 
 def _any_call(functions: Sequence[FunctionTool], *, keys: Sequence[str]) -> dict[str, Any]:
-    """keys: names that the arguments may have."""
+    """The schema of a call to any of these functions. keys: names that the arguments may have."""
     calls = [
         {
             "type": "object",
@@ -170,7 +163,7 @@ def _any_call(functions: Sequence[FunctionTool], *, keys: Sequence[str]) -> dict
 
 
 def _definitions(functions: Sequence[FunctionTool]) -> dict[str, Any]:
-    """The parameters of each function under its name. References inside of them begin there instead of at the root."""
+    """The parameters of each function under its name, with their references moved there from the root."""
     return {f.name: _moved(f.parameters or {"type": "object"}, f"#/$defs/{f.name}") for f in functions}
 
 
@@ -189,9 +182,9 @@ def _moved(schema: Any, root: str) -> Any:
 
 # -- Calls in a text ---------------------------------------------------------------------------------------------------
 
-# Between values; bounded, because it is looked for again with every piece of text.
+# Between values; bounded, because every piece of text matches it again.
 _BETWEEN = r"[\s;,\[\]}]{0,64}"
-# What may come next where calls are: the end of their region, the beginning of a value, or (Mistral) a name before its arguments.
+# The next part of a region of calls: its end, the beginning of a value, or (Mistral) a name before its arguments.
 _NEXT = {
     CallFormat.HERMES: regex.compile(_BETWEEN + r"(?:(?P<end></tool_call>)|(?P<again>(?=<tool_call>))|(?=\{))"),
     CallFormat.MISTRAL: regex.compile(
@@ -202,7 +195,7 @@ _NEXT = {
 }
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 _FIRST_KEY = regex.compile(r'\{\s{0,64}"(?:' + "|".join(_KEYS) + r')"\s{0,64}:')
-# A call up to its arguments, where they are an object and come last, as models write it.
+# A call up to its arguments, if they are an object and come last, as models write them.
 _HEAD = regex.compile(
     r'\{\s{0,64}(?:"(?:type|id)"\s{0,64}:\s{0,64}"[^"\\]{0,64}"\s{0,64},\s{0,64}){0,2}'
     r'"name"\s{0,64}:\s{0,64}"(?P<name>[^"\\]{0,64})"\s{0,64},\s{0,64}"(?:arguments|parameters)"\s{0,64}:\s{0,64}(?=\{)'
@@ -213,38 +206,36 @@ _OUTSIDE, _IN_STRING = re.compile(r'["\[\]{}<]'), re.compile(r'["\\]')
 
 
 class CallParser:
-    """Tells the calls of one text from the rest of it, as the text arrives: what it returns is certain, and in the order of the text.
+    """Separates the calls in one text from the rest of it while the text arrives. The parts it returns are final, in the order of the text.
 
-    A call is told from its arguments' first bracket on, and they as the model writes them. What is no call of an offered function stays
-    text, but for blanks and list brackets beside calls.
+    A call is returned from the first bracket of its arguments on, and these as the model writes them. Everything that is no call of an
+    offered function is text, except blanks and list brackets beside calls.
     """
 
     def __init__(
         self, form: CallFormat, *, names: Iterable[str], function: str = "", forced: bool = False, parallel: bool = True
     ):
-        """names: functions that may be called. function: the one whose arguments the whole text is. forced: a form makes the whole
-        text calls, so that nothing of it is text, also where it is cut. Without `parallel` the first call alone is told."""
+        """names: functions that may be called. function: the one whose arguments the whole text is. forced: the form of the output is
+        calls, so that nothing is text, even if the output is cut. Without `parallel` only the first call is returned."""
         self._form, self._names, self._forced, self._parallel = form, frozenset(names), forced, parallel
         self._held = ""  # text that may be of a call
-        self._blanks: list[
-            str
-        ] = []  # those at the beginning or after a call: told before other text, dropped before calls
-        self._in_text = False  # other text has been told since the beginning or the last call
+        self._blanks: list[str] = []  # at the beginning or after a call; kept before other text, dropped before calls
+        self._in_text = False  # other text was returned since the beginning or the last call
         self._ended = False
         self._num_calls = 0
-        self._told: list[str | CallPart] = []
+        self._parts: list[str | CallPart] = []  # that the next `push` returns
         self._reading = self._arguments_of(function) if function else self._calls_and_text()
         next(self._reading)
 
     def push(self, text: str) -> list[str | CallPart]:
-        """Texts and pieces of calls."""
+        """Texts and pieces of calls that are final after this piece of text."""
         self._held += text
         next(self._reading, None)
-        told, self._told = self._told, []
-        return told
+        parts, self._parts = self._parts, []
+        return parts
 
     def finish(self) -> list[str | CallPart]:
-        """What is left at the end of the text. A call whose arguments are cut has been told as far as it came."""
+        """The rest, at the end of the text. A call whose arguments are cut stays as it is."""
         self._ended = True
         return self.push("")
 
@@ -254,7 +245,7 @@ class CallParser:
         mark = self._form.value
         while mark:
             at = self._held.find(mark)
-            self._say(self._taken(at if at >= 0 else len(self._held) - self._num_held_back(mark)))
+            self._add_text(self._taken(at if at >= 0 else len(self._held) - self._num_held_back(mark)))
             if at >= 0:
                 yield from self._region()
             elif self._ended:
@@ -262,17 +253,22 @@ class CallParser:
             else:
                 yield
         yield from self._region()
-        while True:
-            self._say(self._taken(len(self._held)))
-            if self._ended:
-                return
-            yield
+        yield from self._pass_on(self._add_text)
 
     def _num_held_back(self, mark: str) -> int:
         return 0 if self._ended else held_back(self._held, [mark])
 
+    def _pass_on(self, to: Callable[[str], None], until: _Brackets | None = None) -> Generator[None, None, None]:
+        """Hand on the text as it arrives, to the end of these brackets or of the text."""
+        while True:
+            end = until.end(self._held) if until else None
+            to(self._taken(len(self._held) if end is None else end))
+            if end is not None or self._ended:
+                return
+            yield
+
     def _region(self) -> Generator[None, None, None]:
-        """Calls one after another. At the end `_held` begins with what comes after them; if there are none, their mark is told as text."""
+        """Calls one after another. At the end `_held` begins with the text after them. If there are none, their mark is text."""
         at, called = len(self._form.value), False  # nothing is taken before the first call
         while found := _NEXT[self._form].match(self._held, at, partial=not self._ended):
             groups = found.groupdict()
@@ -288,26 +284,26 @@ class CallParser:
                 if name not in self._names:
                     break
                 self._taken(found.end())
-                self._begin(name)
-                yield from self._object()
+                self._begin_call(name)
+                yield from self._pass_on(self._add_arguments, _Brackets())
             elif not (yield from self._call(found.end())):
                 break
             at, called = 0, True
         if not called:
-            self._say(self._taken(len(self._form.value)))
+            self._add_text(self._taken(len(self._form.value)))
         else:
             self._taken(_CLOSING.match(self._held).end())
 
     def _call(self, at: int) -> Generator[None, None, bool]:
-        """Whether a call begins at this place. It is then taken and told."""
+        """Whether a call begins at this place. It is then taken."""
         brackets, num_seen = _Brackets(), at
         while _FIRST_KEY.match(self._held, at, partial=True):
             if head := _HEAD.match(self._held, at):
                 if head["name"] not in self._names:
                     return False
                 self._taken(head.end())
-                self._begin(head["name"])
-                yield from self._object()
+                self._begin_call(head["name"])
+                yield from self._pass_on(self._add_arguments, _Brackets())
                 yield from self._rest_of_call()
                 return True
             num_more = brackets.end(self._held[num_seen:])
@@ -316,8 +312,8 @@ class CallParser:
                 if known is None or known[0] not in self._names:
                     return False
                 self._taken(num_seen + num_more)
-                self._begin(known[0])
-                self._tell(known[1])
+                self._begin_call(known[0])
+                self._add_arguments(known[1])
                 return True
             num_seen = len(self._held)
             if self._ended:
@@ -325,73 +321,54 @@ class CallParser:
             yield
         return False
 
-    def _object(self) -> Generator[None, None, None]:
-        """The arguments of a call, which are told as they come."""
-        brackets = _Brackets()
-        while True:
-            end = brackets.end(self._held)
-            self._tell(self._taken(len(self._held) if end is None else end))
-            if end is not None or self._ended:
-                return
-            yield
-
     def _rest_of_call(self) -> Generator[None, None, None]:
-        """What stands after the arguments, which changes nothing."""
+        """Skip the rest of a call after its arguments."""
         while (found := _REST.match(self._held, partial=not self._ended)) and found.partial:
             yield
         if found is None:
             return
         self._taken(found.end())
-        brackets = _Brackets(depth=1)
-        while found["more"]:
-            end = brackets.end(self._held)
-            self._taken(len(self._held) if end is None else end)
-            if end is not None or self._ended:
-                return
-            yield
+        if found["more"]:
+            yield from self._pass_on(lambda text: None, _Brackets(depth=1))
 
     def _arguments_of(self, function: str) -> Generator[None, None, None]:
         while not self._held and not self._ended:
             yield
-        self._begin(function)
-        while True:
-            self._tell(self._taken(len(self._held)))
-            if self._ended:
-                return
-            yield
+        self._begin_call(function)
+        yield from self._pass_on(self._add_arguments)
 
     def _taken(self, count: int) -> str:
         taken, self._held = self._held[:count], self._held[count:]
         return taken
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         if text:
             self._blanks.append(text)
         whole = self._in_text or text.strip() or (self._ended and not self._num_calls)
         if whole and self._blanks and not self._forced:
-            self._told.append("".join(self._blanks))
+            self._parts.append("".join(self._blanks))
             self._in_text, self._blanks = True, []
 
-    def _begin(self, name: str) -> None:
+    def _begin_call(self, name: str) -> None:
         self._num_calls += 1
         self._in_text, self._blanks = False, []
         if self._parallel or self._num_calls == 1:
-            self._told.append(CallPart(self._num_calls - 1, name, ""))
+            self._parts.append(CallPart(self._num_calls - 1, name, ""))
 
-    def _tell(self, arguments: str) -> None:
+    def _add_arguments(self, arguments: str) -> None:
         if arguments and (self._parallel or self._num_calls == 1):
-            self._told.append(CallPart(self._num_calls - 1, "", arguments))
+            self._parts.append(CallPart(self._num_calls - 1, "", arguments))
 
 
 class _Brackets:
-    """Finds the end of a JSON object in a text that arrives in pieces: where all brackets are closed, or before a "<", which JSON has in
-    strings only. depth: brackets that are open before the text."""
+    """Finds the end of a JSON object in a text that arrives in pieces: after its last closing bracket, or before a "<", which JSON has only
+    in strings. depth: number of brackets that are open before the text."""
 
     def __init__(self, depth: int = 0):
         self._depth, self._quoted, self._escaped = depth, False, False
 
     def end(self, text: str) -> int | None:
-        """Where it ends in this piece; None: later."""
+        """The position of the end in this piece; None if it comes later."""
         at = int(self._escaped and bool(text))
         self._escaped = self._escaped and not text
         while found := (_IN_STRING if self._quoted else _OUTSIDE).search(text, at):
