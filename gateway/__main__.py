@@ -35,11 +35,11 @@ from rootward.wire.process import admin_port, announce, run_service, until_stopp
 from rootward.wire.server import RpcServer
 
 READY_POLL_S = 0.2
-FIRST_VERIFIER_S = 1.0  # so that whoever waits for our line can ask at once, if the verifiers are up
+FIRST_VERIFIER_S = 1.0  # longest wait for the verifiers before the line that announces the gateway
 
 
 async def serve(settings: GatewaySettings) -> None:
-    """Run until told to stop; then drain: refuse, let requests end, end the rest, stop."""
+    """Run until SIGTERM; then refuse new requests, let running ones end, abort the rest, stop."""
     async with AsyncExitStack() as stack:
         http = HttpServer(settings.http_listen, tls=settings.public_tls, max_connections=settings.max_http_connections)
         admin = await stack.enter_async_context(admin_port(settings.admin_listen))
@@ -125,17 +125,14 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
 
 
 async def _keep_ready(models: Models, server: RpcServer) -> None:
-    """Health says what is true now. A missing drafter does not count, missing verifiers do."""
-    said: bool | None = None
+    """Keep the health service up to date. It depends on verifiers, not on drafters."""
     while True:
-        if models.ready != said:
-            said = models.ready
-            await server.set_ready(said)
+        await server.set_ready(models.ready)
         await asyncio.sleep(READY_POLL_S)
 
 
 async def _stop_when_drained(models: Models) -> None:
-    """A gateway that an administrator has drained ends as if it had been told by its supervisor."""
+    """End a gateway that an administrator has drained, as SIGTERM does."""
     await models.drained.wait()
     signal.raise_signal(signal.SIGTERM)
 

@@ -1,12 +1,12 @@
-"""Admission: how many requests run and wait, which of them runs next, and how many tokens a tenant may use.
+"""Admission: numbers of running and waiting requests, their order, and the tokens that a tenant may use.
 
-A request that finds neither a slot nor room in the queue is refused at once, so that queues stay short. A free slot goes to the lowest
-priority, then to the tenant with the fewest running requests, then to the one that came first. A full queue makes room for a tenant that
-has fewer waiting requests by refusing the newest one of the tenant that has the most.
+A request that finds neither a slot nor room in the queue is refused at once, so that queues stay short. A free slot goes to the request
+with the lowest priority value, then of the tenant with the fewest running requests, then to the first one. A full queue makes room for a
+tenant with fewer waiting requests by refusing the newest request of the tenant with the most.
 
 A tenant's tokens are a bucket that fills at a steady rate, shared by all gateways through the session store. A request pays prompt +
-max_tokens once, however often it is resumed, and gets back what it did not use. While the store does not answer, each gateway counts by
-itself with the whole rate: an outage refuses nobody.
+max_tokens once, however often it is resumed, and gets back the tokens that it did not use. While the store does not answer, each gateway
+counts by itself with the whole rate, so that an outage refuses no request.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class _Waiting:
 
 
 class Admission:
-    """Conservation: `num_running` <= max_num_seqs, `num_waiting` <= max_num_queued_reqs and, one request alone excepted,
-    `num_waiting_tokens` <= max_num_queued_tokens; all are 0 at rest. Nobody waits while a slot is free."""
+    """Invariants: `num_running` <= max_num_seqs, `num_waiting` <= max_num_queued_reqs and, except for a single request,
+    `num_waiting_tokens` <= max_num_queued_tokens; all are 0 at rest. No request waits while a slot is free."""
 
     def __init__(self, *, max_num_seqs: int, max_num_queued_reqs: int, max_num_queued_tokens: int = 1 << 62):
         self.max_num_seqs, self._max_queued = max_num_seqs, max_num_queued_reqs
@@ -55,7 +55,7 @@ class Admission:
         self._between_ends_s, self._last_end = 0.0, -math.inf
         self._rest = asyncio.Event()
         self._rest.set()
-        self.num_running = 0  # a slot that was given to a waiting request counts from then on
+        self.num_running = 0  # with slots that were given to waiting requests
         self.draining = False
 
     @property
@@ -96,11 +96,11 @@ class Admission:
             if waiting in self._queue:
                 self._queue.remove(waiting)
             elif waiting.slot.done() and not waiting.slot.cancelled() and not waiting.slot.exception():
-                self._leave(waiting.tenant)  # it was given the slot and leaves before it knew
+                self._leave(waiting.tenant)  # it got the slot and was cancelled before it ran
             raise
 
     def _make_room(self, waiting: _Waiting) -> None:
-        """Overloaded unless the queue holds one more, perhaps after refusing a request of the tenant that has the most there."""
+        """Overloaded unless the queue has room for the request, or gets it by refusing a request of the tenant with the most."""
         while (full := self._full(waiting.tokens)) is not None:
             refused = self._newest_of_largest(waiting.tenant)
             error = Overloaded(full, retry_after_s=self._retry_after_s())
@@ -118,7 +118,7 @@ class Admission:
         return None
 
     def _newest_of_largest(self, tenant: str) -> _Waiting | None:
-        """None unless some tenant has at least two more waiting requests than this one: afterwards it still has no fewer."""
+        """None unless a tenant has at least two more waiting requests than this one, so that afterwards it has no fewer."""
         counts = Counter(waiting.tenant for waiting in self._queue)
         largest, most = max(counts.items(), key=lambda of: of[1], default=("", 0))
         if most < counts[tenant] + 2:
@@ -152,7 +152,7 @@ class Admission:
         self._last_end = now
 
     def _retry_after_s(self) -> float:
-        """When the queue of now will have been served, at the recent pace."""
+        """Time until the present queue is served, at the recent rate."""
         wait_s = self.num_waiting * self._between_ends_s
         return float(math.ceil(min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)))
 
@@ -173,7 +173,8 @@ class Buckets:
         self._levels: dict[str, tuple[float, float]] = {}  # tenant → (level, when)
 
     def take(self, tenant: str, cost: int, rate: Rate) -> float:
-        """0 if taken; else seconds until it could be. A full bucket may be overdrawn by one request. Negative costs are given back."""
+        """Take `cost` tokens; a negative cost gives them back. Returns 0 if taken, else the seconds until the tokens are there. One request
+        may overdraw a full bucket."""
         now = self._now()
         level, at = self._levels.get(tenant, (rate.size, now))
         level = min(rate.size, level + (now - at) * rate.tokens_per_s)
@@ -195,15 +196,15 @@ def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
 
 
 class Account:
-    """What one request costs its tenant, as a context manager around the request on this gateway. No rate: nothing costs anything.
+    """Charges one request to its tenant; a context manager around the request on this gateway. Without a rate nothing is charged.
 
-    Who takes a request over from a gateway that may still run, or has died, inherits what was paid; who resumes one that was interrupted,
-    and its rest given back, pays for this rest again."""
+    A gateway that takes a request over from one that may still run, or has died, inherits the payment; one that resumes an interrupted
+    request, whose rest was given back, pays for this rest again."""
 
     def __init__(self, ledger: Ledger, plan: Plan, rate: Rate | None):
         self._ledger, self._plan, self._rate = ledger, plan, rate
         self._price = len(plan.first.prompt) + plan.first.stopping.max_tokens
-        self._paid = 0  # and not given back so far
+        self._paid = 0  # and not given back
         self._entry: Entry | None = None
 
     async def __aenter__(self) -> Self:
@@ -213,12 +214,12 @@ class Account:
         return self
 
     async def resumed(self, record: Record) -> None:
-        """Pay what is left to pay of a request that is known, or not. RateLimited."""
+        """Pay the unpaid part of a resumed request. RateLimited."""
         if not record.finished:
             await self._pay(owed(self._price, len(self._plan.first.prompt), record))
 
     def started(self, entry: Entry) -> None:
-        """It runs; from now on its prompt is used."""
+        """The request runs; from now on its prompt counts as used."""
         self._entry = entry
 
     async def __aexit__(self, *_: object) -> None:
@@ -235,7 +236,7 @@ class Account:
 
 
 def owed(price: int, num_prompt: int, record: Record) -> int:
-    """Tokens to pay for an unfinished request: all of an unknown one, nothing while the last gateway gave nothing back."""
+    """Tokens to pay for an unfinished request: all of an unknown one, none if the last gateway gave nothing back."""
     if not record.fields:
         return price
     return 0 if record.running else max(0, price - num_prompt - len(record.output))

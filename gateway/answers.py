@@ -295,7 +295,7 @@ class ChatAnswer(Answer):
         return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:
-        return chat_logprobs(spans, self.names) if self.logprobs else None
+        return {"content": token_logprobs(spans, self.names), "refusal": None} if self.logprobs else None
 
 
 def call_id() -> str:
@@ -381,10 +381,6 @@ def completion_logprobs(spans: Sequence[Span], text_at: int, names: TokenNames) 
         "top_logprobs": [None if s.logprob is None else _top_by_text(s.token, s.logprob, names) for s in spans],
         "text_offset": [*accumulate((len(span.text) for span in spans), initial=text_at)][:-1],
     }
-
-
-def chat_logprobs(spans: Sequence[Span], names: TokenNames) -> Json:
-    return {"content": token_logprobs(spans, names), "refusal": None}
 
 
 def token_logprobs(spans: Sequence[Span], names: TokenNames) -> list[Json]:

@@ -1,4 +1,4 @@
-"""The HTTP API: its routes, the page at `/`, and everything that is answered at once. FastAPI writes `/openapi.json`."""
+"""The HTTP API: its routes and the page at `/`. FastAPI writes `/openapi.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import rootward
 from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card, token_names
 from gateway.auth import tenant
-from gateway.http_errors import error_response, invalid_body, json_response, simple_error
+from gateway.http_errors import error_response, http_error, invalid_body, json_response
 from gateway.models import Models
 from gateway.planning import check_name
 from gateway.response_answers import ResponseAnswer
@@ -32,10 +32,10 @@ from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
 from gateway.tools import MARKS, CallFormat, CallParser, Tools, call_format_of
 from rootward.core.requests import Structure
-from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
+from rootward.errors import InvalidRequest, NotFound, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
-PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
+PAGE_HEADERS = {  # no sources but this server, no inline scripts
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -44,9 +44,8 @@ PAGE_HEADERS = {  # nothing from elsewhere, nothing inline
 REFUSAL: dict[int | str, dict[str, Any]] = {
     "default": {"model": answer_schemas.Error, "description": "A refusal or a failure."}
 }
-EVENTS = {
-    "text/event-stream": {"schema": {"type": "string"}}
-}  # of Completion or ChatChunk, then [DONE]; of events of a Response
+# The events of a stream: Completion or ChatChunk and then [DONE], or ResponseEvent.
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
 
 
 def build_app(
@@ -58,12 +57,11 @@ def build_app(
 ) -> FastAPI:
     """The ASGI application of a gateway.
 
-    stored: answers of /v1/responses (default: in memory). reasoning_content: thoughts in tags are told apart in chats. call_formats: how
-    models write tool calls, by their served names (default: as their chat templates do).
+    stored: answers of /v1/responses (default: in memory). reasoning_content: chats have thoughts in tags as a field of their own.
+    call_formats: formats of tool calls by the served names of models (default: those of their chat templates).
     """
-    call_formats = call_formats or {}
-    responses = stored or ResponseStore()
-    names, created = {service.served_model: token_names(service.tokenizer) for service in models}, int(time.time())
+    call_formats, responses, created = call_formats or {}, stored or ResponseStore(), int(time.time())
+    names = {service.served_model: token_names(service.tokenizer) for service in models}
     app = FastAPI(
         title="Rootward",
         version=rootward.__version__,
@@ -71,7 +69,7 @@ def build_app(
         redoc_url=None,
         responses=REFUSAL,
         strict_content_type=False,  # `http_guard` checks it
-        # Spans are `rootward.tracing`'s, which have no contents of requests and honour its share.
+        # Spans are those of `rootward.tracing`, which have no contents of requests and honour the sampling share.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.openapi = partial(_openapi, app)  # type: ignore[method-assign]
@@ -250,12 +248,12 @@ class _PageFiles(StaticFiles):
 
 
 def _answers(model: type[answer_schemas.Object], more: dict[str, Any] | None = None) -> dict[int | str, dict[str, Any]]:
-    """What a route answers, for the description: the routes make plain dicts."""
+    """The answer of a route, for the description, since routes return plain dicts."""
     return {200: {"model": model, "content": more or {}}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's description without the 422 that this server never answers, with the events of streams, which no route returns."""
+    """FastAPI's description, without the status 422, which this server never returns, and with the events of streams."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
         for path in made["paths"].values():
@@ -272,7 +270,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
 
 
 def _request_id(request: Request) -> str:
-    """That of the client, or a new one. InvalidRequest for one that is no name."""
+    """The client's request id, or a new one. InvalidRequest for an id that is no name."""
     request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
     check_name("x-request-id", request_id)
     return request_id
@@ -287,14 +285,11 @@ async def _refused(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = invalid_body(error.errors())
     elif isinstance(error, HTTPException):
-        if error.status_code == 400:  # FastAPI's words for a body that json does not parse
-            error = InvalidRequest(
-                "body",
-                request.headers.get("content-length"),
-                "bytes are no JSON, or nested too deeply; send a JSON object",
-            )
+        if error.status_code == 400:  # FastAPI's error for a body that json does not parse
+            fix = "bytes are no JSON, or nested too deeply; send a JSON object"
+            error = InvalidRequest("body", request.headers.get("content-length"), fix)
         else:
             fix = "is not served; GET /openapi.json lists what is" if error.status_code == 404 else error.detail
-            known = simple_error(error.status_code, "not_found", f"{request.method} {request.url.path}: {fix}")
-            return json_response(known.body, status=known.status, headers=headers)
+            refusal = http_error(NotFound(f"{request.method} {request.url.path}: {fix}"))
+            return json_response(refusal.body, status=error.status_code, headers=headers)
     return error_response(error, headers, path=request.url.path)

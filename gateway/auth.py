@@ -10,8 +10,8 @@ A file of keys, hashed at rest. `rootward keys new NAME` makes an entry and prin
         models: [my-model]                  # default: all
         expires: 2027-01-01T00:00:00Z       # default: never
 
-The file is read again when it changes; a broken one is refused as a whole, and the known keys stay valid. The path of a call decides which
-scope it needs. Handlers find the caller with `caller()`; None on a gateway without keys.
+The file is read again when it changes; a broken one is refused as a whole, and the known keys stay valid. The path of a call determines the
+scope that it needs. Handlers find the caller with `caller()`; None on a gateway without keys.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ log = structlog.get_logger()
 
 _BEARER = re.compile(r"^\s*bearer\s+(\S+)\s*$", re.IGNORECASE)
 ADMIN_RPC = ("/rootward.v1.Control/Drain", "/rootward.v1.Control/WatchSession", "/grpc.reflection.")
-ABORT_RPC = "/rootward.v1.Control/Abort"  # with a key: of requests of its own tenant, see `ends_requests_of`
+ABORT_RPC = "/rootward.v1.Control/Abort"  # a key aborts requests of its own tenant, see `ends_requests_of`
 REFLECTION = "/grpc.reflection."
 OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
 OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 
 
 class Scope(StrEnum):
-    """What a key may do."""
+    """A permission of a key."""
 
     GENERATE = "generate"  # text, tokens, models, load
     PRIORITY = "priority"  # run before the requests of others (priority below 0)
-    ADMIN = "admin"  # drain, abort and watch what others run; metrics
+    ADMIN = "admin"  # drain, abort and watch requests of others; metrics
 
 
 class Caller(BaseModel):
-    """One key of the file, and whoever it belongs to."""
+    """One key of the file and its owner."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -71,9 +71,8 @@ class Caller(BaseModel):
     @field_validator("tenant")
     @classmethod
     def _own_tenant(cls, value: str, info: ValidationInfo) -> str:
-        """A key without a tenant is one of its own."""
-        name: str = info.data.get("name", "")
-        return value or name
+        """A key without a tenant is a tenant of its own."""
+        return value or str(info.data.get("name", ""))
 
     def require(self, scope: Scope) -> None:
         """PermissionDenied unless the key has the scope; admin includes all."""
@@ -97,7 +96,7 @@ class KeyFile(BaseModel):
 
 
 class Keys:
-    """The keys of a file, as it is now."""
+    """The current keys of a file."""
 
     def __init__(self, path: Path, clock: Clock | None = None):
         """ConfigurationError if the file cannot be read or has a wrong entry."""
@@ -107,7 +106,7 @@ class Keys:
         self._entries = read_keys(path)
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who sends this `Authorization` header. Unauthenticated if nobody that is known."""
+        """The caller of this `Authorization` header. Unauthenticated for an unknown or expired key."""
         if self._file.changed():
             self._read_again()
         token = _BEARER.match(authorization or "")
@@ -147,7 +146,7 @@ def read_keys(path: Path) -> dict[str, Caller]:
 
 
 def _without_content(error: Exception) -> str:
-    """Where the file is wrong. YAML's own words quote the line, which may hold a digest or a key."""
+    """The place of an error in the file. YAML's own message quotes the line, which may hold a digest or a key."""
     mark = getattr(error, "problem_mark", None)
     if isinstance(error, OSError):
         return str(error.strerror)
@@ -158,38 +157,37 @@ _CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)  # of th
 
 
 def caller() -> Caller | None:
-    """Who makes the call that this task serves."""
+    """The caller of the call that this task serves."""
     return _CALLER.get()
 
 
 def tenant(headers: Mapping[str, str]) -> str:
-    """On whose account this call is: that of its key; without keys what its headers say."""
+    """The tenant of this call: that of its key; without keys the one in its headers."""
     known = caller()
     return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
 
 
 def ends_requests_of() -> str | None:
-    """Whose requests this call may abort: its own tenant's. None: everybody's, for admins and on a gateway without keys."""
+    """The tenant whose requests this call may abort. None: all requests, for admins and on a gateway without keys."""
     known = caller()
     return None if known is None or Scope.ADMIN in known.scopes else known.tenant
 
 
 def rpc_scope(method: str) -> Scope:
-    """What a gRPC method needs, as "/package.Service/Method". (Health is not asked about.)"""
+    """The scope that a gRPC method needs, as "/package.Service/Method". (Health is not checked.)"""
     return Scope.ADMIN if method in ADMIN_RPC or method.startswith(REFLECTION) else Scope.GENERATE
 
 
 def http_scope(path: str) -> Scope | None:
-    """What an HTTP path needs. None: nothing."""
+    """The scope that an HTTP path needs; None for a path that is open to all."""
     if path in OPEN_HTTP or path.startswith(OPEN_FILES):
         return None
     return Scope.ADMIN if path == "/metrics" else Scope.GENERATE
 
 
 class Access:
-    """Checks calls against the keys of a gateway and the models that it serves: a key must allow one of them, and `Models.of` checks which
-    one a request names. Without keys every caller may generate, and administer only
-    a gateway that listens on loopback alone (`local`)."""
+    """Checks calls against the keys of a gateway and its models: a key must allow one of them, and `Models.of` checks the one that a
+    request names. Without keys every caller may generate; administration then needs a gateway on loopback (`local`)."""
 
     def __init__(self, keys: Keys | None, models: Collection[str], *, local: bool = False):
         self._keys, self._models, self._local = keys, models, local
@@ -198,10 +196,8 @@ class Access:
         """`rootward.wire.auth.Check` of the gRPC server."""
         if self._keys is None:
             if not self._local and (rpc_scope(method) is Scope.ADMIN or method == ABORT_RPC):
-                fix = (
-                    "is for administrators, and this gateway has no API keys to tell them by; start it with --api-keys"
-                )
-                raise PermissionDenied(f"{method}: {fix}, or on a loopback address")
+                why = "is for administrators, and this gateway has no API keys to tell them by"
+                raise PermissionDenied(f"{method}: {why}; start it with --api-keys, or on a loopback address")
             return
         headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         _CALLER.set(self._admit(self._keys, rpc_scope(method), headers.get("authorization")))

@@ -1,7 +1,7 @@
 """Autoscaling: the demand for drafters from the counters in workers' heartbeats, and KEDA's external scaler that serves it.
 
-The formula is that of the recording rules, without a Prometheus. Every second the registry is read; rates are taken over `WINDOW_S`. Any
-gateway computes the same. While Redis does not answer the last values hold for `HOLD_S`, then they are unknown, which is not 0: an
+The formula is that of the recording rules, without a Prometheus. The registry is read every second; rates are taken over `WINDOW_S`. Every
+gateway computes the same values. While Redis does not answer, the last values hold for `HOLD_S`; then they are unknown, not 0, since an
 autoscaler that reads 0 would remove every drafter. One trigger of KEDA asks for one signal of one pool.
 """
 
@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -37,12 +37,12 @@ HOLD_S = 30.0
 NAME = pb.DESCRIPTOR.services_by_name["ExternalScaler"].full_name
 GRACE_S = 1.0  # for streams to end well
 SIGNALS = ("demand", "sessions", "rows", "stall")
-LONGEST_SILENCE_S = 10.0  # after which a stream looks by itself
+LONGEST_SILENCE_S = 10.0  # after which a stream reads the state without a change
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """All workers at one time. drafters by pool."""
+    """All workers at one time; drafters by pool."""
 
     at_s: float
     verifiers: Mapping[str, Worker]
@@ -58,16 +58,15 @@ class Look:
 
 
 class DemandWatch:
-    """`run` looks until cancelled; everything else is a question about what was seen. models: names that the verifiers serve."""
+    """Reads the registry in `run` until cancelled, and computes signals from its readings. models: names that the verifiers serve."""
 
     def __init__(self, registry: Registry, models: Sequence[str], clock: Clock | None = None) -> None:
         self._registry, self._models, self._clock = registry, models, clock or SystemClock()
         self._looks: deque[Look] = deque()
         self._costs: dict[str, Cost] = {}  # of a round by pool, as it was when drafters last reported
         self.ended = False  # the gateway drains
-        self.changed = (
-            asyncio.Event()
-        )  # set, and replaced, after every look; take it before reading, so that no change is missed
+        # Set, and replaced, after every look. Take it before reading, so that no change is missed.
+        self.changed = asyncio.Event()
 
     async def run(self) -> None:
         while True:
@@ -75,7 +74,7 @@ class DemandWatch:
             await self._clock.sleep(LOOK_S)
 
     async def look(self) -> None:
-        """Read the registry once. What cannot be read leaves things as they were."""
+        """Read the registry once. The last readings stay if it does not answer."""
         try:
             every = await asyncio.gather(*(self._registry.workers("verifier", model) for model in self._models))
             verifiers = by_id(chain.from_iterable(every))
@@ -88,25 +87,25 @@ class DemandWatch:
         self._wake_up()
 
     def end(self) -> None:
-        """The gateway drains: streams end, KEDA asks another."""
+        """The gateway drains: streams end, and KEDA asks another gateway."""
         self.ended = True
         self._wake_up()
 
     def active(self, pool: str) -> bool:
-        """Whether sessions would take drafts of this pool."""
+        """Whether there are sessions that would take drafts of this pool."""
         latest = self._latest(pool)
         return any(w.counters.get(pool, {}).get("speculating_sessions", 0) > 0 for w in latest.verifiers.values())
 
     def signals(self, pool: str) -> Signals:
-        """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if nobody could be asked for too long."""
+        """Demand and guards of a pool. NotFound if no verifier knows it; Unavailable if the last reading is too old."""
         new = self._latest(pool)
         verifiers = [self._reading(w, pool) for w in new.verifiers.values() if pool in w.counters]
         drafters = [self._reading(w, pool) for w in new.drafters.get(pool, {}).values()]
         return signals(verifiers, drafters, new.at_s - self._looks[0].at_s, self._costs.get(pool, UNKNOWN))
 
     def _reading(self, worker: Worker, pool: str) -> Reading:
-        """It counts from where it was first seen in the window, as `rate` does: one that is new here need not be young. Its registry may
-        have lost it, or nobody asked for its pool."""
+        """Its counters since it was first seen in the window, as `rate` computes. A worker that is new here need not be young: the registry
+        may have lost it, or no verifier used its pool."""
         seen = (look.workers(worker.role, pool).get(worker.id) for look in self._looks)
         first = next((known for known in seen if known and known.incarnation == worker.incarnation), worker)
         return Reading(first.counters.get(pool, {}), worker.counters.get(pool, {}))
@@ -116,9 +115,8 @@ class DemandWatch:
         if latest is None or self._clock.now() - latest.at_s > HOLD_S:
             raise Unavailable("the registry has not answered; demand is unknown", retry_after_s=LOOK_S)
         if pool not in latest.pools:
-            raise NotFound(
-                f"pool: {pool!r} is known to no verifier; known: {', '.join(sorted(latest.pools)) or 'none'}"
-            )
+            known = ", ".join(sorted(latest.pools)) or "none"
+            raise NotFound(f"pool: {pool!r} is known to no verifier; known: {known}")
         return latest
 
     def _keep(self, look: Look) -> None:
@@ -155,7 +153,7 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
         return pb.IsActiveResponse(result=active)
 
     async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
-        """The state at once, then on change. It ends well on a drain: an error would double the time until KEDA asks again."""
+        """The state at once, then on change. It ends without an error on a drain, which would double the time until KEDA asks again."""
         said: bool | None = None
         async with errors_as_status(context):
             pool = _pool(request)
@@ -163,11 +161,9 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
                 if (active := self._watch.active(pool)) is not said:
                     said = active
                     yield pb.IsActiveResponse(result=active)
-                try:
+                with suppress(TimeoutError):
                     async with asyncio.timeout(LONGEST_SILENCE_S):
                         await changed.wait()
-                except TimeoutError:
-                    pass
 
     async def GetMetricSpec(self, request: pb.ScaledObjectRef, context: Context) -> pb.GetMetricSpecResponse:
         async with errors_as_status(context):
@@ -193,7 +189,7 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
 
 @asynccontextmanager
 async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
-    """Serve on `scaler_listen`, if there is one. Streams end well when the gateway does."""
+    """Serve on `scaler_listen`, if it is set. Streams end without an error when the gateway ends."""
     if not settings.scaler_listen:
         yield
         return

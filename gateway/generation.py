@@ -32,7 +32,6 @@ from rootward.core.requests import (
     FinishReason,
     Prefilled,
     SpeculationStats,
-    VerifierRequest,
 )
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
@@ -49,13 +48,13 @@ class Aborted(Exception):
 
 
 class Cutoff:
-    """Ends the waiting of a request: at its deadline, in seconds of the loop's clock (None = never), or by an abort before it."""
+    """Ends the waiting of a request: at its deadline, in seconds of the loop's clock, or by an abort before it."""
 
-    def __init__(self, deadline: float | None):
+    def __init__(self, deadline: float):
         self.deadline = deadline
         self.aborted = False
         self.error: ServiceError | None = (
-            None  # for the client of an aborted request; None = an end with reason ABORTED
+            None  # for the client of an aborted request; None = it ends with reason ABORTED
         )
         self._timer: asyncio.Timeout | None = None
 
@@ -127,7 +126,10 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[Delta, None]:
         """Closing it cancels the verifier's stream. The last delta has an ending."""
         if self._entry.tokens or self._ended:
-            delta = self._resumed()
+            # All tokens that were committed before this gateway took over, whether or not the client has received them.
+            self._first_at = self._now()
+            self._in_one_attempt = self._ended is not None
+            delta = self._shown(self._entry.output(), self._ended)
             yield delta
             if delta.ending:
                 return
@@ -167,9 +169,10 @@ class Generation:
         return FinishReason.LENGTH if full else None
 
     async def _choose(self) -> Upstream:
-        request = self._plan.request
-        key = request.session_id or request.request_id
-        await self._upstreams.wait_ready(self._verifier_wait_s())
+        # Short before the first token, since the client can still send the request to another gateway.
+        wait_s = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
+        await self._upstreams.wait_ready(min(wait_s, max(0.0, self._cutoff.deadline - self._now())))
+        key = self._plan.request.session_id or self._plan.request.request_id
         choice = self._upstreams.choose(key, held=self._held, avoid=self._failed)
         if choice is None:
             reason = self._upstreams.mismatch or "none answers, or all are draining"
@@ -184,8 +187,11 @@ class Generation:
 
     async def _attempt(self, upstream: Upstream) -> AsyncGenerator[Committed, None]:
         """Runs of one verifier, until aborted or the deadline. Unavailable when it ends without a finish."""
+        left_s = max(0.001, self._cutoff.deadline - self._now())
+        committed, epoch = tuple(self._entry.tokens), self._entry.epoch
+        request = replace(self._plan.first, committed=committed, epoch=epoch, deadline_s=left_s)
         with upstream.busy():
-            async with aclosing(upstream.verifier.generate(self._request())) as stream:
+            async with aclosing(upstream.verifier.generate(request)) as stream:
                 while (run := await self._next(stream)) is not None:
                     yield run
         if not self._cutoff.aborted:
@@ -201,45 +207,32 @@ class Generation:
             error.metadata["emitted"] = str(len(self._entry.tokens))
             raise
 
-    def _request(self) -> VerifierRequest:
-        deadline = self._cutoff.deadline
-        left = None if deadline is None else max(0.001, deadline - self._now())
-        entry = self._entry
-        return replace(self._plan.first, committed=tuple(entry.tokens), epoch=entry.epoch, deadline_s=left)
-
     def _take(self, run: Committed) -> Delta:
         """Take the new tokens of a run of this epoch; others are dropped. Unavailable for a run that does not continue the output."""
-        known = len(self._entry.tokens)
+        first, known = self._plan.first, len(self._entry.tokens)
         if run.epoch != self._entry.epoch:
             return self._delta([])
         if run.offset > known:
             raise Unavailable(f"the verifier skipped output positions {known} to {run.offset}")
-        if self._plan.first.logprobs is not None and len(run.logprobs) != len(run.tokens):
+        if first.logprobs is not None and len(run.logprobs) != len(run.tokens):
             raise Unavailable(f"the verifier sent {len(run.logprobs)} logprobs for {len(run.tokens)} tokens")
-        self._read_prompt(run)
+        if self._prefilled is None:
+            prefilled = run.prefilled or Prefilled()
+            num_logprobs, num_prompt = len(prefilled.logprobs), len(first.prompt)
+            if first.prompt_logprobs is not None and num_logprobs != num_prompt - 1:
+                raise Unavailable(f"the verifier sent {num_logprobs} logprobs for a prompt of {num_prompt} tokens")
+            self._prefilled = prefilled
         new = Run(run.tokens, run.accepted, run.logprobs).since(known - run.offset)
         if new:
             self._watched.round(known, new.accepted)
             self._ledger.extend(self._entry, new)
             self._first_at = self._first_at or self._now()
             self._fruitless = 0
-        rounds = (_round(run),) if self._plan.first.trees and run.tokens else ()
+        rounds: tuple[Round, ...] = ()
+        if first.trees and run.tokens:
+            tree = (run.tree.tokens, run.tree.parents, run.tree.path) if run.tree else ()
+            rounds = (Round(run.tokens, *tree),)
         return self._shown(new, run.finish, rounds)
-
-    def _read_prompt(self, run: Committed) -> None:
-        if self._prefilled is not None:
-            return
-        first, prefilled = self._plan.first, run.prefilled or Prefilled()
-        num_logprobs = len(prefilled.logprobs)
-        if first.prompt_logprobs is not None and num_logprobs != len(first.prompt) - 1:
-            raise Unavailable(f"the verifier sent {num_logprobs} logprobs for a prompt of {len(first.prompt)} tokens")
-        self._prefilled = prefilled
-
-    def _resumed(self) -> Delta:
-        """All tokens that were committed before this gateway took over, whether or not the client has received them."""
-        self._first_at = self._now()
-        self._in_one_attempt = self._ended is not None
-        return self._shown(self._entry.output(), self._ended)
 
     def _shown(self, run: Run, finish: Finish | None, rounds: tuple[Round, ...] = ()) -> Delta:
         """The delta of the text and tokens that are final after this run."""
@@ -267,45 +260,37 @@ class Generation:
     def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Round, ...] = ()) -> Delta:
         """The closing delta. `finish` is the verifier's; None when a stop string ended the text before it did."""
         spans = [*(spans or []), *self._output.finish(self._hidden)]
-        stop_string = self._output.stop
+        first, entry, stop_string = self._plan.first, self._entry, self._output.stop
+        reason = FinishReason.STOP if finish is None or stop_string is not None else finish.reason
+        num_output = self._num_sent + len(spans)
+        cached = self._prefilled.num_cached if self._prefilled else 0
+        predicted = prediction_counts(first.prediction, entry.tokens[:num_output])
+        stats = finish.stats if finish is not None else SpeculationStats()
+        if not self._in_one_attempt or stats == SpeculationStats():
+            stats = counted(entry.accepted, stats)
+        now, arrived = self._now(), self._watched.arrived
+        first_at = self._first_at or now
         hidden = self._hidden.token if self._hidden and stop_string is None else None
-        request = self._plan.request
-        named = hidden is not None and hidden in request.stop_token_ids
+        named = hidden is not None and hidden in self._plan.request.stop_token_ids
         ending = Ending(
-            FinishReason.STOP if finish is None or stop_string is not None else finish.reason,
-            self._usage(self._num_sent + len(spans)),
-            self._stats(finish),
-            self._timing(),
+            reason,
+            Usage(len(first.prompt), num_output, cached, *predicted),
+            replace(stats, seed=first.seed),
+            Timing(
+                queue_ms=1000 * (self._started - arrived),
+                ttft_ms=1000 * (first_at - arrived),
+                decode_ms=1000 * (now - first_at),
+                total_ms=1000 * (now - arrived),
+            ),
             eos_token_id=None if named else hidden,
             stop_token_id=hidden if named else None,
             stop_string=stop_string,
             warnings=self._plan.warnings,
         )
         if self._process:
-            self._ledger.computed(self._plan.first, self._entry.tokens, self._process)
-        self._ledger.note(self._entry, finish=FINISH.dump_json(Finish(ending.reason, None, ending.stats)).decode())
+            self._ledger.computed(first, entry.tokens, self._process)
+        self._ledger.note(entry, finish=FINISH.dump_json(Finish(reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
-
-    def _usage(self, num_output: int) -> Usage:
-        first = self._plan.first
-        cached = self._prefilled.num_cached if self._prefilled else 0
-        predicted = prediction_counts(first.prediction, self._entry.tokens[:num_output])
-        return Usage(len(first.prompt), num_output, cached, *predicted)
-
-    def _stats(self, finish: Finish | None) -> SpeculationStats:
-        reported = finish.stats if finish is not None else SpeculationStats()
-        whole = self._in_one_attempt and reported != SpeculationStats()
-        return replace(reported if whole else counted(self._entry.accepted, reported), seed=self._plan.first.seed)
-
-    def _timing(self) -> Timing:
-        now, arrived = self._now(), self._watched.arrived
-        first = self._first_at or now
-        return Timing(
-            queue_ms=1000 * (self._started - arrived),
-            ttft_ms=1000 * (first - arrived),
-            decode_ms=1000 * (now - first),
-            total_ms=1000 * (now - arrived),
-        )
 
     async def _recover(self, upstream: Upstream, incarnation: int, error: Unavailable | Overloaded) -> None:
         """Prepare the next attempt after a lost one: a new epoch, and another verifier."""
@@ -336,22 +321,11 @@ class Generation:
             self._metrics.poisoned.inc()
             await self._ledger.refuse_poison(self._plan.first)
 
-    def _verifier_wait_s(self) -> float:
-        """Longest wait for a ready verifier: short before the first token, since the client can send the request to another gateway."""
-        wait = self._redispatch_wait_s if self._entry.tokens else self._redispatch_wait_s / 10
-        deadline = self._cutoff.deadline
-        return wait if deadline is None else min(wait, max(0.0, deadline - self._now()))
-
     def _interrupted(self, cause: str) -> Unavailable:
         if not self._num_sent:
             return Unavailable(cause, retry_after_s=1.0)
         metadata = {"emitted": str(self._num_sent)}
         return StreamInterrupted(f"the stream broke after {self._num_sent} tokens: {cause}", metadata=metadata)
-
-
-def _round(run: Committed) -> Round:
-    tree = run.tree
-    return Round(run.tokens) if tree is None else Round(run.tokens, tree.tokens, tree.parents, tree.path)
 
 
 async def _next_or_none(stream: AsyncIterator[Committed]) -> Committed | None:

@@ -1,8 +1,8 @@
-"""Structured-output forms are compiled in a child process before any verifier sees them.
+"""Compiles structured-output forms in a child process before any verifier sees them.
 
-The compiler is native code that recurses over references and rules: a schema of a thousand chained `$ref`s overflows its stack, and the
-process with it. The child compiles with a quarter of the stack that a verifier's thread has, and within limits of memory and time. A form
-that crashes it or takes too long is refused as `InvalidGrammar`, and so is one that does not compile.
+The compiler is native code that recurses over references and rules: a schema of a thousand chained `$ref`s overflows its stack, which ends
+the process. The child compiles with a quarter of the stack of a verifier's thread, within limits of memory and time. A form that crashes
+it, takes too long or does not compile is refused as `InvalidGrammar`.
 
 `python -m gateway.grammar_check` is the child. Its pipes carry one JSON object a line. It reads the vocabulary, then one form at a time,
 and writes one answer for each.
@@ -66,9 +66,7 @@ class GrammarCheck:
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         """InvalidGrammar for a form that does not compile within the limits; UnsupportedParameter where the compiler is missing."""
         refusal = beyond_limits(wanted)
-        if (
-            refusal is None and self._tokenizer and eos_ids
-        ):  # otherwise a verifier refuses every form before it compiles it
+        if refusal is None and self._tokenizer and eos_ids:  # otherwise verifiers refuse forms without compiling them
             refusal = await self._compiled(wanted, vocab_size, eos_ids)
         if refusal is not None:
             raise refusal.error(wanted)
@@ -111,10 +109,10 @@ class GrammarCheck:
         return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
 
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
-        """The child, once it has read the vocabulary. One that ends before that is no fault of a form: it is started once more."""
+        """The child that has read the vocabulary. If it ends before that, which no form can cause, it is started once more."""
         child = self._child
         if child is not None and child.stdin is not None and not child.stdin.is_closing():
-            return child  # the end of a pipe is known before the end of its process is
+            return child  # checked by its pipe, since the end of a pipe is known before the end of its process
         try:
             return await self._started(vocab_size, eos_ids)
         except (OSError, EOFError) as error:
@@ -136,7 +134,7 @@ class GrammarCheck:
 
 
 def beyond_limits(wanted: Structure) -> Refusal | None:
-    """What can be refused without compiling. Takes time in the length of the text and no recursion."""
+    """The refusal of a form that needs no compiling. Takes time in the length of the text and no recursion."""
     if wanted.form in (Form.JSON_SCHEMA, Form.JSON_OBJECT):
         if (depth := json_depth(wanted.text)) > MAX_DEPTH:
             return Refusal(f"is nested {depth} deep; the limit is {MAX_DEPTH}")
@@ -150,7 +148,7 @@ def beyond_limits(wanted: Structure) -> Refusal | None:
 
 
 def json_depth(text: str) -> int:
-    """How deep the brackets of a JSON text are nested, those inside strings aside."""
+    """The depth of nested brackets in a JSON text, without those in strings."""
     depth = deepest = 0
     quoted = escaped = False
     for character in text:
@@ -202,9 +200,7 @@ def _serve() -> None:
     for line in sys.stdin:
         question: dict[str, Any] = json.loads(line)
         error, unsupported = None, False
-        signal.setitimer(
-            signal.ITIMER_REAL, 2 * COMPILE_S
-        )  # ends this process also when the gateway was killed meanwhile
+        signal.setitimer(signal.ITIMER_REAL, 2 * COMPILE_S)  # ends this process even if the gateway was killed
         try:
             grammars.matcher(Structure(Form(question["form"]), question["text"])).masks(root_only())
         except InvalidRequest as refused:

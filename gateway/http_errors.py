@@ -62,7 +62,7 @@ _NAMES_AT = {
         "response_format.json_schema.schema": "text.format.schema",
     }
 }
-_NOT_FOUND = (404, "invalid_request_error", "not_found")  # of something that is no model
+_NOT_FOUND = (404, "invalid_request_error", "not_found")  # of a path, a response or a drafter, not of a model
 _BUG = (500, "internal_server_error", "internal_error")
 
 # pydantic's error type -> the fix, with the bounds that pydantic gives.
@@ -109,11 +109,6 @@ def http_error(error: Exception, *, path: str = "") -> HttpError:
     if message.startswith(f"{field}:"):
         message = param + message[len(field) :]
     return HttpError(kind[0], _body(message, kind, param or None), _headers(error))
-
-
-def simple_error(status: int, code: str, message: str) -> HttpError:
-    """An error that no service raised, such as an unknown path."""
-    return HttpError(status, _body(message, (status, "invalid_request_error", code), None))
 
 
 def _body(message: str, kind: tuple[int, str, str], param: str | None) -> dict[str, object]:

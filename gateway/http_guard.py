@@ -1,5 +1,5 @@
-"""What a request must satisfy before the HTTP application sees it: it names this server, its body is JSON, small and complete in time,
-and all bodies and gRPC messages of the process together stay within a budget. API keys are checked before that (`gateway.access`)."""
+"""Checks of a request before the HTTP application sees it: it names this server, its body is JSON, small and complete in time, and all
+bodies and gRPC messages of the process together stay within a budget. API keys are checked before (`gateway.auth`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from rootward.wire.auth import BytesInFlight
 BODY_S = 60.0  # for a body to arrive
 MAX_CONTAINERS = 1 << 14  # arrays and objects of a body: a message takes about 15 microseconds of the event loop
 MAX_MEMBERS = 1 << 15  # of all objects of a body
-BYTES_A_VALUE = (
-    8  # of the longest body, for each value in it: 262 144 token ids with the default limit, 45 ms of the event loop
-)
+# Bytes of the longest body for each value that it may have: 262 144 token ids with the default limit, 45 ms of the event loop.
+BYTES_A_VALUE = 8
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -28,8 +27,8 @@ class RequestGuard:
 
     max_body_bytes: of the endpoints that take a body (POST).
     in_flight: budget of the process.
-    hosts: names of this server, for one that everybody on this machine may use: web pages in a browser could drive it otherwise,
-        by a name of their own that resolves to loopback (DNS rebinding) or by a form, whose content type is not JSON. None: any name.
+    hosts: names of a server that is open to everybody on this machine. Otherwise web pages in a browser could use it, by a name of their
+        own that resolves to loopback (DNS rebinding) or by a form, whose content type is not JSON. None: any name.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class RequestGuard:
 
 
 async def _read(receive: Receive, headers: Headers, *, limit: int, take: Callable[[int], None]) -> bytes | None:
-    """The body; None if the client went away. Refused as soon as it is known to be too long, before the rest is read."""
+    """The body; None if the client disconnected. InvalidRequest as soon as it is too long, before the rest is read."""
     declared = headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
         raise _too_long(int(declared), limit)
@@ -110,8 +109,8 @@ async def _read(receive: Receive, headers: Headers, *, limit: int, take: Callabl
 
 
 def _check_structure(data: bytearray, *, max_values: int) -> None:
-    """InvalidRequest for a body whose parsing would hold the event loop. json.loads and pydantic keep the interpreter lock until they are
-    done, so that a thread would not help: what they are given is bounded instead."""
+    """InvalidRequest for a body whose parsing would block the event loop. json.loads and pydantic keep the interpreter lock until they are
+    done, so that a thread would not help."""
     limits = {
         b"[{": (MAX_CONTAINERS, "arrays and objects"),
         b":": (MAX_MEMBERS, "members of objects"),
@@ -124,7 +123,7 @@ def _check_structure(data: bytearray, *, max_values: int) -> None:
                 return InvalidRequest("body", number, f"{noun} are more than {most}; send fewer")
         return None
 
-    if excess():  # those in texts do not count; a body of very many texts is what it looks like
+    if excess():  # count again without strings, unless there are very many
         unescaped = data.replace(rb"\\", b"").replace(rb"\"", b"")
         if unescaped.count(b'"') <= 4 * MAX_CONTAINERS:
             data = bytearray().join(unescaped.split(b'"')[::2])
@@ -137,7 +136,7 @@ def _too_long(num_bytes: int, limit: int) -> InvalidRequest:
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body first, and then what else arrives."""
+    """A `receive` that returns the body first, then further messages."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

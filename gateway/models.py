@@ -1,4 +1,4 @@
-"""The models of a gateway: each has a `GatewayService`, and a request goes to the one that it names."""
+"""The models of a gateway: each has a `GatewayService`, and a request goes to the model that it names."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from rootward.metrics import ByModel
 
 
 class Models:
-    """Running services by the names that clients use. Their order is that of /v1/models."""
+    """Running services by the names that clients use, in the order of /v1/models.
+
+    by_model: metrics have the label `model_name`, as those of several models do.
+    """
 
     def __init__(self, services: Sequence[GatewayService], *, by_model: bool = False):
-        """by_model: metrics have the label `model_name`, as those of several models do."""
         self._services = {service.served_model: service for service in services}
         self.registry = CollectorRegistry()
         if by_model or len(services) > 1:
             self.registry.register(ByModel({name: s.metrics.registry for name, s in self._services.items()}))
         else:
             self.registry = services[0].metrics.registry
-        self.watching = services[0].watching  # one for all
-        self.drained = asyncio.Event()  # by a drain that was asked for over the network
+        self.watching = services[0].watching  # shared by all
+        self.drained = asyncio.Event()  # set at the end of `start_draining`
 
     def __iter__(self) -> Iterator[GatewayService]:
         return iter(self._services.values())
@@ -37,9 +39,9 @@ class Models:
         return tuple(self._services)
 
     def of(self, name: str) -> GatewayService:
-        """The service of the model that a request names; one that names none gets the only one there is.
+        """The service of the model that a request names; without a name, the only service.
 
-        InvalidRequest, NotFound and PermissionDenied tell which models there are."""
+        InvalidRequest, NotFound and PermissionDenied name the models that are served."""
         known = " or ".join(map(repr, self._services))
         if not name and len(self._services) > 1:
             raise InvalidRequest("model", name, f"is missing, and several models are served; use {known}")
@@ -51,7 +53,7 @@ class Models:
         return service
 
     def listed(self) -> list[GatewayService]:
-        """Those that the caller may use and whose verifiers have told about their model. Unavailable if there is none."""
+        """The services that the caller may use and whose verifiers have answered. Unavailable if there is none."""
         who = caller()
         allowed = [service for service in self if who is None or who.may_use(service.served_model)]
         if not any(service.upstreams.model for service in allowed):
@@ -60,7 +62,7 @@ class Models:
 
     @property
     def load(self) -> Load:
-        """Of all models together."""
+        """The load of all models together."""
         each = [service.admission for service in self]
         delivered = [service.metrics.delivered for service in self]
         return Load(
@@ -77,15 +79,15 @@ class Models:
 
     @property
     def ready(self) -> bool:
-        """New requests of some model would be served."""
+        """At least one model takes new requests."""
         return any(service.ready for service in self)
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Until verifiers of every model have answered, or for `timeout_s`."""
+        """Wait until verifiers of every model have answered, for `timeout_s` at most."""
         await asyncio.gather(*(service.upstreams.wait_ready(timeout_s) for service in self))
 
     def abort(self, request_ids: Sequence[str], *, tenant: str | None = None) -> list[str]:
-        """As `GatewayService.abort`, whatever model they run on."""
+        """As `GatewayService.abort`, for requests of all models."""
         aborted = {i for service in self for i in service.abort(request_ids, tenant=tenant)}
         return [i for i in request_ids if i in aborted]
 
@@ -93,7 +95,7 @@ class Models:
         await asyncio.gather(*(service.drain(timeout_s) for service in self))
 
     def start_draining(self, timeout_s: float) -> None:
-        """Drain without waiting for its end, which sets `drained`."""
+        """Start to drain; the end of the drain sets `drained`."""
         for service in self:
             service.admission.draining = True
         self._draining = asyncio.create_task(self.drain(timeout_s))
@@ -101,9 +103,8 @@ class Models:
 
 
 def verifier_load(upstream: Upstream) -> VerifierLoad:
-    """As it last said."""
+    """The load that a verifier last reported."""
     info = upstream.info
     if info is None:
         return VerifierLoad(upstream.name, False, 0, 0, 0)
-    counts = info.num_running, info.num_waiting, info.max_sessions
-    return VerifierLoad(info.worker, upstream.ready, *counts, info.stats)
+    return VerifierLoad(info.worker, upstream.ready, info.num_running, info.num_waiting, info.max_sessions, info.stats)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from gateway.requests import Chat, GenerateRequest, of_tenant
 from gateway.tokenizer import Tokenizer
-from rootward.core.requests import MAX_BAD, DraftMode, Rule, Speculation, Stopping, VerifierRequest
+from rootward.core.requests import MAX_BAD, DraftMode, Rule, Stopping, VerifierRequest
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 
@@ -59,9 +59,7 @@ def without_texts(request: GenerateRequest, tokenizer: Tokenizer) -> GenerateReq
     request = _without_bad_words(request, tokenizer)
     if not isinstance(request.prediction, str) or not request.prediction:
         return request
-    if len(request.prediction) > MAX_PREDICTION_CHARACTERS:
-        fix = f"characters are more than {MAX_PREDICTION_CHARACTERS}"
-        raise InvalidRequest("prediction", len(request.prediction), fix)
+    _check_at_most("prediction", len(request.prediction), MAX_PREDICTION_CHARACTERS, "characters")
     return replace(request, prediction=tokenizer.encode(request.prediction, add_special_tokens=False))
 
 
@@ -69,8 +67,7 @@ def _without_bad_words(request: GenerateRequest, tokenizer: Tokenizer) -> Genera
     """The request with its bad words as token sequences: each as it is tokenised at the beginning of a text and after a blank."""
     if not request.bad_words:
         return request
-    if len(request.bad_words) > MAX_BAD:  # before any of them is tokenised
-        raise InvalidRequest("bad_words", len(request.bad_words), f"words are more than {MAX_BAD}")
+    _check_at_most("bad_words", len(request.bad_words), MAX_BAD, "words")  # before any of them is tokenised
     found = dict.fromkeys(request.sampling.bad_sequences)
     for word in request.bad_words:
         if not 1 <= len(word.strip()) <= MAX_BAD_WORD_CHARACTERS:
@@ -86,19 +83,29 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
     """The plan of a request. InvalidRequest for everything that can be checked before a verifier sees it."""
     check_name("request_id", request.request_id)
     check_name("session_id", request.session_id)
-    _check_stops(request)
+    _check_at_most("stop", len(request.stop), MAX_STOPS, "strings")
+    for stop in request.stop:
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
     prompt = _truncated(request, prompt, model)
     with refusing():
         most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
-    if len(request.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest("stop_token_ids", len(request.stop_token_ids), f"ids are more than {MAX_STOP_IDS}")
+    _check_at_most("stop_token_ids", len(request.stop_token_ids), MAX_STOP_IDS, "ids")
     check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
     check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
     check_ids("allowed_token_ids", request.sampling.allowed_token_ids, model.vocab_size)
     check_ids("bad_words", [token for run in request.sampling.bad_sequences for token in run], model.vocab_size)
-    speculation = _speculation(request)
+    prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
+    check_ids("prediction", prediction, model.vocab_size)
+    speculation = request.speculation
+    warnings: tuple[str, ...] = ()
+    if request.seed is not None:  # it asks for a reproducible text: coupled drafts, unless the client names another way
+        if not any((speculation.rule, speculation.law, speculation.strategy)):
+            speculation = replace(speculation, rule=Rule.MATCH, law=DraftMode.COUPLED)
+        elif speculation.rule not in (None, Rule.MATCH) and not request.sampling.greedy:
+            warnings = ("seed_not_reproducible",)
     with refusing():
         stopping = Stopping(most, request.stop_token_ids, request.ignore_eos, request.min_tokens)
         first = VerifierRequest(
@@ -111,7 +118,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             structure=request.structure,
             logprobs=request.logprobs,
             choice=request.choice,
-            prediction=_predicted(request, model),
+            prediction=prediction[: model.max_positions],
             prompt_logprobs=request.prompt_logprobs,
             cache_salt=request.cache_salt,
             traceparent=request.traceparent,
@@ -120,7 +127,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             tenant=request.tenant,
         )
     eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
-    return Plan(request, first, eos_ids, _warnings(request))
+    return Plan(request, first, eos_ids, warnings)
 
 
 def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -131,13 +138,6 @@ def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...
     if isinstance(prompt, Chat):
         return tokenizer.encode_chat(prompt)
     return prompt
-
-
-def _predicted(request: GenerateRequest, model: ModelInfo) -> tuple[int, ...]:
-    """The token ids of the prediction (`without_texts`), cut to the context."""
-    ids = () if isinstance(request.prediction, str) else request.prediction
-    check_ids("prediction", ids, model.vocab_size)
-    return ids[: model.max_positions]
 
 
 def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
@@ -200,25 +200,9 @@ def check_resume(request: GenerateRequest) -> None:
         raise InvalidRequest("resume_offset", resume.offset, fix)
 
 
-def _speculation(request: GenerateRequest) -> Speculation:
-    """A seed asks for a reproducible text: coupled drafts, unless the client names the verification or the strategy."""
-    asked = request.speculation
-    if request.seed is None or any((asked.rule, asked.law, asked.strategy)):
-        return asked
-    return replace(asked, rule=Rule.MATCH, law=DraftMode.COUPLED)
-
-
-def _warnings(request: GenerateRequest) -> tuple[str, ...]:
-    ratio = request.speculation.rule not in (None, Rule.MATCH)
-    return ("seed_not_reproducible",) if request.seed is not None and ratio and not request.sampling.greedy else ()
-
-
-def _check_stops(request: GenerateRequest) -> None:
-    if len(request.stop) > MAX_STOPS:
-        raise InvalidRequest("stop", len(request.stop), f"strings are more than {MAX_STOPS}")
-    for stop in request.stop:
-        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
-            raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
+def _check_at_most(field: str, number: int, most: int, noun: str) -> None:
+    if number > most:
+        raise InvalidRequest(field, number, f"{noun} are more than {most}")
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -7,21 +7,21 @@
     rw:req:{id}:epoch   counter  fencing: the highest epoch given out
     rw:req:{id}:lease   string   holder that drives the request now; expires unless renewed
     rw:req:{id}:log     list     committed output in order, several tokens an item (`Run` as JSON)
-    rw:kv:M:K           zset     processes of verifiers that hold the KV of a prefix, by the second at which that was last known; M is
-                                 the fingerprint of the model, K a hash of the prefix (a hint, see `router`)
-    rw:quota:{tenant}   hash     token bucket: level, and when it was (ms)
-    rw:suspicion        string   the request under suspicion that is tried now
+    rw:kv:M:K           zset     processes of verifiers that hold the KV of a prefix, by the second of the last confirmation; M is the
+                                 fingerprint of the model, K a hash of the prefix (a hint, see `router`)
+    rw:quota:{tenant}   hash     token bucket: level, and its time (ms)
+    rw:suspicion        string   lock of the request under suspicion that is tried now
     rw:response:{:S}:{id}    string   a stored answer of /v1/responses with its conversation (JSON, see `stored_responses`)
     rw:responses:{:S}   zset     ids of these, by the second at which they were stored; S is the tenant, without API keys empty
     rw:poison:{content} string   a request of this content (fingerprint of the model and a hash) ended two verifiers
 
 `rw` is the setting `redis_prefix`.
-`{id}` is a hash tag: all keys of one request lie in one slot of a cluster, so scripts may touch them together. Request keys live
+`{id}` is a hash tag: all keys of one request are in one slot of a cluster, so that scripts may use them together. Request keys live
 `retention_s` (longest request + 60 s) from the last write, and 60 s after the end.
 
-Fencing. An epoch is only ever given out by a script that holds the lease or takes it over. A lease that ran out, or vanished with a
-Redis that restarted empty, is taken back by its holder as long as nobody was granted a later epoch: so an outage of Redis does not
-stop a running request. Every write carries its epoch; a later one refuses it.
+Fencing. Only a script that holds the lease or takes it over grants an epoch. A lease that expired, or vanished with a Redis that restarted
+empty, is taken back by its holder unless a later epoch was granted, so that an outage of Redis does not stop a running request. Every write
+carries its epoch and is refused after a later one.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ from rootward.clock import SystemClock
 from rootward.ports import Lease
 from rootward.redis_client import KEY_PREFIX, answering, open_redis
 
-SUSPICION_S = 30.0  # after which another request under suspicion may be tried
+SUSPICION_S = 30.0  # after which the lock of a request under suspicion expires
 SUSPICION_POLL_S = 0.05
 
-# Of all scripts on a request, KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease, retention (ms).
+# The beginning of all scripts on a request. KEYS: request, epoch, lease, log. ARGV begins with: holder, epoch, ttl of the lease (ms),
+# retention (ms).
 _HELD = """
 local holder = redis.call('GET', KEYS[3])
 local epoch = tonumber(redis.call('GET', KEYS[2]) or '0')
@@ -71,10 +72,9 @@ local function grant(e)
 end
 """
 
-# More ARGV: the least epoch, field, value, … of the hash. A new run: the log of an earlier one is forgotten. 0 = it is running.
-BEGIN = (
-    _HELD
-    + """
+# A new run, without the log of an earlier one. More ARGV: the least epoch, field, value, … of the hash. Returns the epoch; 0 = the request
+# is running.
+BEGIN = """
 if holder and holder ~= ARGV[1] then return 0 end
 redis.call('DEL', KEYS[1], KEYS[4])
 for i = 6, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[i], ARGV[i + 1]) end
@@ -82,13 +82,10 @@ epoch = math.max(epoch + 1, tonumber(ARGV[5]))
 grant(epoch)
 return epoch
 """
-)
 
-# More ARGV: digest. Another holder goes on with a run: {epoch, hash, log}. Epoch 0 = nothing to drive: unknown, or finished;
-# -1 = the id belongs to a request that asked something else.
-TAKE_OVER = (
-    _HELD
-    + """
+# Another holder continues a run. More ARGV: digest. Returns {epoch, hash, log}. Epoch 0 = the request is unknown or finished; -1 = the id
+# belongs to a request of another digest.
+TAKE_OVER = """
 local digest = redis.call('HGET', KEYS[1], 'digest')
 if not digest then return {0, {}, {}} end
 if digest ~= ARGV[5] then return {-1, {}, {}} end
@@ -97,25 +94,17 @@ if redis.call('HGET', KEYS[1], 'state') == 'finished' then return {0, fields, lo
 grant(epoch + 1)
 return {epoch + 1, fields, log}
 """
-)
 
-# The holder begins another attempt. 0 = somebody else drives the request now.
-NEXT_EPOCH = (
-    _HELD
-    + """
+# The holder begins another attempt. Returns the epoch; 0 = another holder drives the request now.
+NEXT_EPOCH = """
 if (holder and holder ~= ARGV[1]) or epoch > tonumber(ARGV[2]) then return 0 end
 grant(tonumber(ARGV[2]) + 1)
 return tonumber(ARGV[2]) + 1
 """
-)
 
-# More ARGV: offset, number of tokens, item of the log, state, tokens in all, ms to keep after the end, field, value, …
-# Renews the lease; appends if the log is `offset` long, and at offset 0 replaces it; ends the run if a state is given and the log is
-# whole then.
-# The length of the log afterwards, or -1: somebody else drives the request now.
-WRITE = (
-    _HELD
-    + """
+# A `Write`. More ARGV: offset, number of tokens, item of the log, state, tokens in all, ms to keep after the end, field, value, …
+# Returns the length of the log afterwards; -1 = another holder drives the request now.
+WRITE = """
 if (holder and holder ~= ARGV[1]) or epoch > tonumber(ARGV[2]) then return -1 end
 grant(ARGV[2])
 local length = tonumber(redis.call('HGET', KEYS[1], 'length') or '0')
@@ -137,10 +126,9 @@ if ARGV[8] ~= '' and length == tonumber(ARGV[9]) then
 end
 return length
 """
-)
 
-# KEYS: bucket. ARGV: cost (negative: given back), tokens per second, size of the bucket. 0 = taken; else ms until it could be.
-# A bucket that is full may be overdrawn by one request, so that none is too large for ever.
+# `Buckets.take`. KEYS: bucket. ARGV: cost (negative: given back), tokens per second, size of the bucket. Returns 0 = taken; else the ms
+# until the tokens are there. One request may overdraw a full bucket, so that none is too large for ever.
 TAKE_TOKENS = """
 local time = redis.call('TIME')
 local now, size = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])
@@ -163,14 +151,14 @@ Arguments = list[str | int]
 
 
 def open_store(url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = TIMEOUT_S) -> Store:
-    """The store of a URL, not yet connected: a gateway starts without Redis. "" is memory. ConfigurationError for what is no URL."""
-    return (
-        RedisStore(open_redis(url, timeout_s=timeout_s), prefix=prefix, timeout_s=timeout_s) if url else MemoryStore()
-    )
+    """The store of a URL, not yet connected, since a gateway starts without Redis; "" is memory. ConfigurationError for a wrong URL."""
+    if not url:
+        return MemoryStore()
+    return RedisStore(open_redis(url, timeout_s=timeout_s), prefix=prefix, timeout_s=timeout_s)
 
 
 class RedisStore:
-    """Calls raise StoreUnavailable when Redis does not answer within `timeout_s`."""
+    """`MemoryStore` has the documentation of the methods. StoreUnavailable when Redis does not answer within `timeout_s`."""
 
     def __init__(
         self,
@@ -183,8 +171,8 @@ class RedisStore:
         self._client, self._timeout_s, self._clock = client, timeout_s, SystemClock()
         self._prefix = prefix
         self._retention_ms = _ms(retention_s)
-        scripts = (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE)
-        self._begin, self._take_over, self._next, self._write = map(client.register_script, scripts)
+        scripts = (client.register_script(_HELD + own) for own in (BEGIN, TAKE_OVER, NEXT_EPOCH, WRITE))
+        self._begin, self._take_over, self._next, self._write = scripts
         self._take_tokens = client.register_script(TAKE_TOKENS)
 
     def _request_keys(self, request_id: str) -> list[str]:
@@ -195,7 +183,7 @@ class RedisStore:
         return f"{self._prefix}:kv:{model}:{key}"
 
     def _response_keys(self, space: str, name: str) -> tuple[str, str]:
-        """(response, index), in one slot of a cluster; that of a space without a name, too."""
+        """(response, index), in one slot of a cluster, also for a space without a name."""
         tag = f"{{:{quote(space, safe='')}}}"
         return f"{self._prefix}:response:{tag}:{name}", f"{self._prefix}:responses:{tag}"
 
@@ -203,7 +191,7 @@ class RedisStore:
         return f"{self._prefix}:poison:{content}"
 
     async def ping(self) -> None:
-        """Ask for a key: on a cluster that needs all of it, unlike PING."""
+        """Asks for a key, which needs all of a cluster, unlike PING."""
         async with self._answering():
             await self._client.exists(self._request_keys("")[0])
 
@@ -235,7 +223,7 @@ class RedisStore:
         return Lease(lease.request_id, int(epoch), lease.holder)
 
     async def write(self, writes: Sequence[Write], ttl_s: float) -> list[int]:
-        """All in one round trip: their number, not the network, is what they cost."""
+        """All writes in one round trip."""
         keys = [self._request_keys(write.lease.request_id) for write in writes]
         arguments = [self._arguments(write, ttl_s) for write in writes]
         async with self._answering():
@@ -244,7 +232,7 @@ class RedisStore:
                 for own, values in zip(keys, arguments, strict=True):
                     pipeline.execute_command("EVALSHA", self._write.sha, len(own), *own, *values)
                 found = await pipeline.execute()
-            except NoScriptError:  # a server that has restarted; one by one they load the script where it is missing
+            except NoScriptError:  # a server has restarted; single calls load the script where it is missing
                 found = [await self._write(own, values) for own, values in zip(keys, arguments, strict=True)]
         return [int(length) for length in found]
 
@@ -255,7 +243,7 @@ class RedisStore:
         return [*self._held(lease.holder, lease.epoch, ttl_s), *log, *end, *_flat(write.fields)]
 
     def _held(self, holder: str, epoch: int, ttl_s: float) -> Arguments:
-        """What the arguments of every script on a request begin with."""
+        """The first arguments of every script on a request."""
         return [holder, epoch, _ms(ttl_s), self._retention_ms]
 
     async def record(self, request_id: str) -> Record:

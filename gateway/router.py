@@ -1,14 +1,14 @@
-"""Routing: the verifiers that a gateway knows, what they hold, and which one a request goes to.
+"""Routing: the verifiers that a gateway knows, the prefixes that they hold, and the choice of one for a request.
 
     cost of a verifier = load  −  value of the part of the prompt whose KV it holds
 
-Load is requests per session slot. KV that is already computed saves prefill, the more the longer it is, but it is never worth more than
-`KV_WORTH` of a verifier's slots: a warm cache does not draw all requests to one verifier.
+Load is requests per session slot. Computed KV saves prefill, the more the longer it is, but is never worth more than `KV_WORTH` of a
+verifier's slots, so that a warm cache does not draw all requests to one verifier.
 
-Which verifier holds which prompt is known by hashes of prefixes, which gateways share through the session store. Prefixes have fixed
-lengths, four in each doubling (`prefix_lengths`), so a long prompt has few keys. A key also depends on the model, the tenant and the cache
-salt, as cached prefixes do. A hint names the process that computed the prefix and is true until that process ends or evicts the prefix:
-verifiers tell how long unused text stays in their cache (`kv_evicted_age_s`), and older hints are withdrawn.
+Hints on held prefixes are hashes, which gateways share through the session store. Prefixes have fixed lengths, four in each doubling
+(`prefix_lengths`), so a long prompt has few keys. A key also depends on the model, the tenant and the cache salt, as cached prefixes do. A
+hint names the process that computed the prefix and holds until that process ends or evicts the prefix: verifiers report how long unused
+text stays in their cache (`kv_evicted_age_s`), and older hints are withdrawn.
 
 Verifiers are listed or discovered, and asked for their state once a second.
 """
@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -36,14 +36,14 @@ from rootward.wire.clients import RemoteVerifier
 log = structlog.get_logger()
 
 KV_WORTH = 0.25  # share of a verifier's slots that a long prefix is worth
-HALF_WORTH_TOKENS = 128  # so many tokens are worth half of it
+HALF_WORTH_TOKENS = 128  # length of a prefix that is worth half of it
 RECENTLY_LOST_COST = 0.5  # of a verifier that was lost a moment ago
 BLOCK = 32  # tokens; lengths of prefixes are multiples of it
 MAX_KNOWN = 65536  # prefixes this gateway remembers
 TTL_S = 1800.0  # of a hint that is not used
 PUBLISHED_S = 10.0  # the least time between two publications of one hint
-RECENTLY_LOST_S = 10.0  # after a loss, others are preferred
-HURRY_S = 0.1  # between questions while a request waits for a verifier
+RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
+HURRY_S = 0.1  # between polls while a request waits for a verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class VerifierView:
 
     name: str
     ready: bool  # it answered lately, fits the model and is not draining
-    num_running: int = 0  # of all gateways, as it last said
+    num_running: int = 0  # of all gateways, as it last reported
     num_waiting: int = 0
     max_sessions: int = 1
     num_in_flight: int = 0  # of this gateway, now
-    recently_lost: bool = False  # it was lost a moment ago, and may be again
+    recently_lost: bool = False  # a stream of it broke a moment ago, and another one may
 
     @property
     def load(self) -> float:
-        """Requests per session slot. What this gateway sent is newer than what the verifier last said."""
+        """Requests per session slot. The count of this gateway is newer than the report of the verifier."""
         return max(self.num_running + self.num_waiting, self.num_in_flight) / max(1, self.max_sessions)
 
 
@@ -69,7 +69,7 @@ class Outcome(str, Enum):
 
     AFFINITY = "affinity"  # it holds some of the prompt
     LEAST_LOAD = "least_load"
-    FALLBACK = "fallback"  # one that was to be avoided, because there is no other
+    FALLBACK = "fallback"  # it failed this request already, and there is no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ def choose(
     held: Mapping[str, int] | None = None,
     avoid: Collection[str] = frozenset(),
 ) -> Choice | None:
-    """A verifier for the request `key`, or None when none is ready.
+    """The verifier for the request `key`, or None when none is ready.
 
-    `held`: tokens of the prompt whose KV a verifier is thought to hold, by name. Those in `avoid` failed this request already. Equal costs
-    are told apart by a hash of `key`, so that turns of a session go the same way.
+    held: tokens of the prompt whose KV a verifier is thought to hold, by name. avoid: verifiers that failed this request already. A hash of
+    `key` decides between equal costs, so that the turns of a session go to one verifier.
     """
     held = held or {}
     ready = [v for v in views if v.ready]
@@ -112,8 +112,8 @@ def _score(key: str, name: str) -> bytes:
 
 Holders = Mapping[
     str, float
-]  # process of a verifier (`Upstream.holder`) → seconds since it was last known to hold a prefix
-IsHeld = Callable[[str, float], bool | None]  # (process, seconds) → whether the hint is true; None: unknown
+]  # process of a verifier (`Upstream.holder`) → age in seconds of the hint that it holds a prefix
+IsHeld = Callable[[str, float], bool | None]  # (process, age) → whether the hint is true; None: unknown
 
 
 def _lengths() -> Iterator[int]:
@@ -151,10 +151,10 @@ def tokens_held(holders: Sequence[Holders], is_held: IsHeld) -> dict[str, int]:
 
 
 class Prefixes:
-    """Which process of a verifier holds which prefixes, as far as this gateway knows itself. `now` is in seconds.
+    """The prefixes that processes of verifiers hold, from the requests of this gateway. `now` is in seconds.
 
-    unpublished   process → keys: not yet in the session store
-    withdrawn     process → keys: in the session store, and true no more
+    unpublished   process → keys that are not yet in the session store
+    withdrawn     process → keys that are in the session store and no longer held
     """
 
     def __init__(self, now: Callable[[], float]):
@@ -165,7 +165,7 @@ class Prefixes:
         self.withdrawn: dict[str, list[str]] = {}
 
     def sent(self, keys: Sequence[str], process: str) -> None:
-        """A prompt of these prefixes went to a verifier, so it holds them soon."""
+        """A prompt with these prefixes was sent to a verifier, which will soon hold them."""
         now = self._now()
         for key in keys:
             self._known.setdefault(key, {})[process] = now
@@ -179,12 +179,12 @@ class Prefixes:
                 self._published.pop((key, process), None)
 
     def holders(self, keys: Sequence[str]) -> list[Holders]:
-        """Of each prefix."""
+        """The hints on each prefix."""
         now = self._now()
         return [{process: now - at for process, at in self._known.get(key, {}).items()} for key in keys]
 
     def withdraw(self, keys: Sequence[str], holders: Sequence[Holders], is_held: IsHeld) -> None:
-        """Forget the hints among these that are true no more, here and in the session store."""
+        """Remove the hints among these that are no longer true, here and in the session store."""
         for key, hints in zip(keys, holders, strict=True):
             for process, age_s in hints.items():
                 if is_held(process, age_s) is False:
@@ -193,7 +193,7 @@ class Prefixes:
                     self.withdrawn.setdefault(process, []).append(key)
 
     def take_changes(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """(unpublished, withdrawn), which are the caller's then."""
+        """(unpublished, withdrawn); both are empty afterwards."""
         taken = self.unpublished, self.withdrawn
         self.unpublished, self.withdrawn = {}, {}
         return taken
@@ -207,11 +207,11 @@ class Upstream:
     verifier: Verifier
     info: VerifierInfo | None = None
     answers: bool = False
-    fits: bool = True  # its model is the one this gateway serves
-    listed: bool = True  # discovery knows it, and not as one that leaves
+    fits: bool = True  # its model is the one that this gateway serves
+    listed: bool = True  # by discovery, and not as leaving
     num_in_flight: int = 0
     lost_at: float = -math.inf  # when a stream of it last broke, on the loop's clock
-    told_at: float = 0.0  # when `info` came, on the loop's clock
+    reported_at: float = 0.0  # when `info` came, on the loop's clock
 
     @property
     def ready(self) -> bool:
@@ -219,18 +219,18 @@ class Upstream:
 
     @property
     def incarnation(self) -> int:
-        """Of its process, as it last said; 0 = it has not answered yet."""
+        """Of its process, as it last reported; 0 = it has not answered yet."""
         return self.info.incarnation if self.info else 0
 
     @property
     def holder(self) -> str:
-        """Its process, as hints name it."""
+        """The name of its process in hints."""
         return f"{self.name}@{self.incarnation:x}"
 
     def kept_s(self, now: float) -> float:
-        """Text that was in use within so many seconds is in its cache."""
+        """Age in seconds up to which text that was in use is in its cache."""
         age_s = self.info.stats.get("kv_evicted_age_s", math.inf) if self.info else 0.0
-        return min(age_s + now - self.told_at, TTL_S)
+        return min(age_s + now - self.reported_at, TTL_S)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -249,9 +249,9 @@ class Upstream:
 
 
 class Upstreams:
-    """All verifiers. The first one that answers says which model is served; others must have the same.
+    """All verifiers of a model. The first one that answers determines the model; others must have the same.
 
-    Those of `sources` come and go; `dial` makes one of an address. One that has gone ends what it runs.
+    Those of `sources` come and go; `dial` connects to an address. A verifier that has gone ends the requests that it runs.
     """
 
     def __init__(
@@ -266,13 +266,13 @@ class Upstreams:
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
         self._sources, self._dial = sources, dial
-        self._found: dict[int, tuple[Peer, ...]] = {}  # by source, as it last said
+        self._found: dict[int, tuple[Peer, ...]] = {}  # by the number of the source
         self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
         self._poll_s, self._timeout_s = poll_s, timeout_s
         self._num_waiting = 0
         self._hurry = asyncio.Event()
-        self._polled = asyncio.Event()  # set, and replaced, after every round of questions
+        self._polled = asyncio.Event()  # set, and replaced, after every poll
         self.model: ModelInfo | None = None
         self.mismatch = ""  # why a verifier does not fit, for people
 
@@ -287,12 +287,12 @@ class Upstreams:
         return self._upstreams[name]
 
     def is_held(self, process: str, age_s: float) -> bool | None:
-        """Whether a process still holds what it held so many seconds ago. None: it is newer than what is known of its verifier."""
+        """Whether a process still holds the prefix of a hint of this age. None: the hint is newer than the last report of the verifier."""
         upstream, now = self._upstreams.get(process.rpartition("@")[0]), asyncio.get_running_loop().time()
         if upstream is None or upstream.info is None:
             return None
         if upstream.holder != process:
-            return False if age_s > now - upstream.told_at else None
+            return False if age_s > now - upstream.reported_at else None
         return age_s <= upstream.kept_s(now)
 
     def choose(
@@ -302,7 +302,7 @@ class Upstreams:
         return choose([u.view(now) for u in self], key, held=held, avoid=avoid)
 
     async def wait_ready(self, timeout_s: float) -> bool:
-        """Have `run` ask at once and often until one is ready; False when none is in time."""
+        """Have `run` poll at once and often until one is ready; False when none is in time."""
         self._num_waiting += 1
         self._hurry.set()
         try:
@@ -321,17 +321,17 @@ class Upstreams:
             lost.answers, lost.lost_at = False, asyncio.get_running_loop().time()
 
     async def has_died(self, upstream: Upstream, incarnation: int) -> bool:
-        """Whether the process that was `incarnation` has gone: nothing answers there, or another process does. Asks it now."""
+        """Poll it now: whether the process of this incarnation has gone, so that nothing or another process answers."""
         await self._ask(upstream)
         return not upstream.answers or upstream.incarnation != incarnation
 
     async def run(self) -> None:
-        """Follow the sources and ask every verifier, until cancelled; then those that were dialled are closed."""
+        """Follow the sources and poll every verifier, until cancelled; then close the connections that it has made."""
         try:
             async with asyncio.TaskGroup() as group:
                 for number, source in enumerate(self._sources):
                     group.create_task(self._follow(number, source))
-                await self._ask_forever()
+                await self._poll_forever()
         finally:
             for verifier in self._dialled.values():
                 await verifier.close()
@@ -343,7 +343,7 @@ class Upstreams:
                 self._note_found()
 
     def _note_found(self) -> None:
-        """Dial the new, and give nothing more to those that leave or have gone."""
+        """Connect to new verifiers, and send no more requests to those that leave or have gone."""
         peers = {peer.address: peer for found in self._found.values() for peer in found}
         for address in peers.keys() - self._upstreams.keys():
             self._dialled[address] = self._dial(address)
@@ -358,22 +358,20 @@ class Upstreams:
             del self._upstreams[address]
             await self._dialled.pop(address).close()
 
-    async def _ask_forever(self) -> None:
-        """Once a second, more often while a request waits for an answer."""
+    async def _poll_forever(self) -> None:
+        """Poll once a second, and more often while a request waits for a verifier."""
         while True:
             await self._drop_gone()
             await self.poll()
             self._polled.set()
             self._polled = asyncio.Event()
             self._hurry.clear()
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(HURRY_S if self._num_waiting else self._poll_s):
                     await self._hurry.wait()
-            except TimeoutError:
-                pass
 
     async def poll(self) -> None:
-        """Ask every verifier once."""
+        """Ask every verifier for its state once."""
         async with asyncio.TaskGroup() as group:
             for upstream in self:
                 group.create_task(self._ask(upstream))
@@ -389,30 +387,26 @@ class Upstreams:
             return
         if not upstream.answers:
             log.info("verifier_found", verifier=upstream.name, worker=info.worker, model=info.model.name)
-        upstream.told_at = asyncio.get_running_loop().time()
+        upstream.reported_at = asyncio.get_running_loop().time()
         upstream.info, upstream.answers, upstream.fits = info, True, self._fits(upstream.name, info.model)
 
     def _fits(self, name: str, model: ModelInfo) -> bool:
-        reference = self.model or model
-        problem = _difference(reference, model) or self._tokenizer_difference(model)
-        if problem:
-            if problem != self.mismatch:
-                log.error("verifier_does_not_fit", verifier=name, problem=problem)
-            self.mismatch = problem
-            return False
-        self.model = reference
-        return True
+        problem = self._difference(model)
+        if not problem:
+            self.model = self.model or model
+            return True
+        if problem != self.mismatch:
+            log.error("verifier_does_not_fit", verifier=name, problem=problem)
+        self.mismatch = problem
+        return False
 
-    def _tokenizer_difference(self, model: ModelInfo) -> str:
-        if not self._tokenizer_hash or not model.tokenizer_hash or self._tokenizer_hash == model.tokenizer_hash:
-            return ""
-        return f"tokenizer {model.tokenizer_hash} of the verifier is not the gateway's {self._tokenizer_hash}"
-
-
-def _difference(a: ModelInfo, b: ModelInfo) -> str:
-    """The first thing in which the models of two verifiers differ; "" when tokens of one continue those of the other."""
-    for field in ("vocab_size", "tokenizer_hash", "fingerprint", "eos_ids"):
-        ours, theirs = getattr(a, field), getattr(b, field)
-        if ours != theirs:
-            return f"{field} {theirs!r} is not {ours!r} of the first verifier"
-    return ""
+    def _difference(self, model: ModelInfo) -> str:
+        """Why tokens of this model cannot continue those of the served one; "" if they can."""
+        for field in ("vocab_size", "tokenizer_hash", "fingerprint", "eos_ids"):
+            ours, theirs = getattr(self.model or model, field), getattr(model, field)
+            if ours != theirs:
+                return f"{field} {theirs!r} is not {ours!r} of the first verifier"
+        own = self._tokenizer_hash
+        if own and model.tokenizer_hash and own != model.tokenizer_hash:
+            return f"tokenizer {model.tokenizer_hash} of the verifier is not the gateway's {own}"
+        return ""

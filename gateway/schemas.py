@@ -474,6 +474,9 @@ class GenerationBody(CommonFields):
 
     def request(self, headers: Mapping[str, str]) -> GenerateRequest:
         """The request to the service. InvalidRequest names the field that cannot be served."""
+        fix = "is no number of milliseconds above 0"
+        timeout_ms = _header_number(headers, "x-request-timeout-ms", least=1, fix=fix)
+        offset = _header_number(headers, "last-event-id", least=0, fix="is no id of an event of this server")
         with refusing():
             return GenerateRequest(
                 **self._prompt(),
@@ -489,7 +492,7 @@ class GenerationBody(CommonFields):
                 seed=None if self.seed is None else self.seed % 2**64,
                 speculation=self.speculation.speculation if self.speculation else Speculation(),
                 session_id=self.session_id or headers.get("x-session-id", ""),
-                deadline_s=_deadline_s(headers.get("x-request-timeout-ms")),
+                deadline_s=None if timeout_ms is None else timeout_ms / 1000,
                 min_tokens=self.min_tokens,
                 structure=self._structure(),
                 bad_words=tuple(self.bad_words),
@@ -499,7 +502,8 @@ class GenerationBody(CommonFields):
                 cache_salt=self.cache_salt,
                 priority=self.priority,
                 tenant=tenant(headers),
-                resume=_resume(headers.get("last-event-id")),
+                # Ids of events are output positions: the last one that a client received is its offset.
+                resume=None if offset is None else Resume(offset),
                 truncate_prompt=self.truncate_prompt_tokens,
                 add_special_tokens=self.add_special_tokens,
             )
@@ -745,18 +749,10 @@ class DetokenizeRequest(Body):
     skip_special_tokens: bool = False
 
 
-def _deadline_s(header: str | None) -> float | None:
-    if header is None:
+def _header_number(headers: Mapping[str, str], name: str, *, least: int, fix: str) -> int | None:
+    value = headers.get(name)
+    if value is None:
         return None
-    if not (header.isascii() and header.isdecimal()) or len(header) > MAX_DIGITS or int(header) < 1:
-        raise InvalidRequest("x-request-timeout-ms", header[:16], "is no number of milliseconds above 0")
-    return int(header) / 1000
-
-
-def _resume(header: str | None) -> Resume | None:
-    """Ids of events are output positions, so the last one that a client saw is where it goes on."""
-    if header is None:
-        return None
-    if not (header.isascii() and header.isdecimal()) or len(header) > MAX_DIGITS:
-        raise InvalidRequest("last-event-id", header[:16], "is no id of an event of this server")
-    return Resume(int(header))
+    if not (value.isascii() and value.isdecimal()) or len(value) > MAX_DIGITS or int(value) < least:
+        raise InvalidRequest(name, value[:16], fix)
+    return int(value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -293,26 +293,44 @@ class GatewayService:
     @asynccontextmanager
     async def _running(self, plan: Plan, cutoff: Cutoff, arrived: float) -> AsyncIterator[Generation]:
         """A generation with its id, its slot and its lease, which are released at the end."""
-        name, fields = plan.first.request_id, first_fields(plan, self._id_scope)
+        first, request = plan.first, plan.request
+        name, fields = first.request_id, first_fields(plan, self._id_scope)
         while name in self._live:  # not `if`, since another request may resume it meanwhile
             await self._superseded(plan, fields["digest"])
-        live = self._live[name] = _Live(cutoff, fields["digest"], plan.request.request_id, plan.first.tenant)
+        live = self._live[name] = _Live(cutoff, fields["digest"], request.request_id, first.tenant)
         try:
             async with AsyncExitStack() as held:
-                first = plan.first
                 account = await held.enter_async_context(Account(self._ledger, plan, self.limits.tenant_rate))
                 slot = self.admission.slot(len(first.prompt), first.priority, first.tenant)
                 await cutoff.wait(held.enter_async_context(slot), "queue")
                 if first.structure is not None:
-                    model = self.model
-                    check = self._grammars.check(
-                        first.structure, vocab_size=model.vocab_size, eos_ids=tuple(model.eos_ids)
-                    )
+                    vocab_size, eos_ids = self.model.vocab_size, tuple(self.model.eos_ids)
+                    check = self._grammars.check(first.structure, vocab_size=vocab_size, eos_ids=eos_ids)
                     await cutoff.wait(check, "structure")
-                yield await held.enter_async_context(self._recorded(plan, fields, account, cutoff, arrived))
+                plan, entry, record = await self._leased(plan, fields, account)
+                account.started(entry)
+                watched = WatchedRequest(self.watching, request.request_id, request.session_id, request.tenant, arrived)
+                held.enter_context(self._recorded(entry, watched))
+                watched.begun(len(first.prompt), len(entry.tokens))
+                yield await self._generation(plan, entry, record, cutoff, watched)
         finally:
             del self._live[name]
             live.over.set()
+
+    @contextmanager
+    def _recorded(self, entry: Entry, watched: WatchedRequest) -> Iterator[None]:
+        """Reports the end of a generation to the ledger and the watchers."""
+        error = ""
+        try:
+            yield
+        except ServiceError as failure:
+            error = failure.reason
+            raise
+        finally:
+            finished = "finish" in entry.fields
+            self._ledger.end(entry, FINISHED if finished else INTERRUPTED)
+            reason = finish_of(entry.fields).reason if finished else None
+            watched.ended(reason, error, len(entry.tokens))
 
     async def _superseded(self, plan: Plan, digest: str) -> None:
         """End a request that still runs here, because its client resumes it. DuplicateRequest if the client does not resume."""
@@ -329,26 +347,6 @@ class GatewayService:
         except TimeoutError:
             raise duplicate(name) from None
         await self._ledger.flush()
-
-    @asynccontextmanager
-    async def _recorded(
-        self, plan: Plan, fields: dict[str, str], account: Account, cutoff: Cutoff, arrived: float
-    ) -> AsyncIterator[Generation]:
-        plan, entry, record = await self._leased(plan, fields, account)
-        account.started(entry)
-        request, error = plan.request, ""
-        watched = WatchedRequest(self.watching, request.request_id, request.session_id, request.tenant, arrived)
-        watched.begun(len(plan.first.prompt), len(entry.tokens))
-        try:
-            yield await self._generation(plan, entry, record, cutoff, watched)
-        except ServiceError as failure:
-            error = failure.reason
-            raise
-        finally:
-            finished = "finish" in entry.fields
-            self._ledger.end(entry, FINISHED if finished else INTERRUPTED)
-            reason = finish_of(entry.fields).reason if finished else None
-            watched.ended(reason, error, len(entry.tokens))
 
     async def _leased(self, plan: Plan, fields: dict[str, str], account: Account) -> tuple[Plan, Entry, Record]:
         """(plan with the seed of the record, entry with the lease, record of a resumed request)"""

@@ -101,11 +101,11 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         async with errors_as_status(context):
             special = request.add_special_tokens if request.HasField("add_special_tokens") else None
             service = self._models.of(request.model)
-            ids = await service.tokenize(
-                _tokenize_prompt(request),
-                add_special_tokens=special,
-                tenant=tenant(_headers(context)),
-            )
+            kind = request.WhichOneof("prompt")
+            if kind is None:
+                raise InvalidRequest("prompt", "", "is missing; send text or chat")
+            prompt = chat_from_pb(request.chat) if kind == "chat" else request.text
+            ids = await service.tokenize(prompt, add_special_tokens=special, tenant=tenant(_headers(context)))
             longest = service.model.max_positions
         return generate_pb2.TokenizeResponse(token_ids=ids, max_model_len=longest)
 
@@ -233,13 +233,6 @@ def _headers(context: Context) -> dict[str, str]:
     return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
 
 
-def _tokenize_prompt(message: generate_pb2.TokenizeRequest) -> str | Chat:
-    kind = message.WhichOneof("prompt")
-    if kind is None:
-        raise InvalidRequest("prompt", "", "is missing; send text or chat")
-    return chat_from_pb(message.chat) if kind == "chat" else message.text
-
-
 def request_from_pb(
     message: generate_pb2.GenerateRequest, *, deadline_s: float | None = None, metadata: Mapping[str, str] | None = None
 ) -> GenerateRequest:
@@ -282,11 +275,21 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
     """The conversation of a client. InvalidRequest if it is empty."""
     if not message.messages:
         raise InvalidRequest("chat.messages", 0, "messages are not enough; send at least one")
+    try:
+        template_kwargs = json.loads(message.template_kwargs_json or "{}")
+    except ValueError:
+        template_kwargs = None
+    if not isinstance(template_kwargs, dict):
+        given = message.template_kwargs_json[:32]
+        raise InvalidRequest("chat.template_kwargs_json", given, "is no JSON object")
     return Chat(
-        tuple(_chat_message(m) for m in message.messages),
+        tuple(
+            {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}
+            for one in message.messages
+        ),
         message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
         message.continue_final_message,
-        _template_kwargs(message.template_kwargs_json),
+        template_kwargs,
     )
 
 
@@ -391,18 +394,3 @@ def _enum_name(kind: Any, field: str, number: int) -> str:
     if number not in names:
         raise InvalidRequest(field, number, f"is unknown; use {', '.join(n.upper() for n in names.values() if n)}")
     return names[number]
-
-
-def _chat_message(message: generate_pb2.ChatMessage) -> dict[str, str]:
-    named = {"name": message.name} if message.name else {}
-    return {"role": message.role, "content": message.content, **named}
-
-
-def _template_kwargs(text: str) -> Mapping[str, object]:
-    try:
-        value = json.loads(text) if text else {}
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidRequest("chat.template_kwargs_json", text[:32], "is no JSON object")
-    return value

@@ -49,12 +49,12 @@ class ServedModel(BaseModel):
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """Where verifiers are. In the registry they are under the name of the model that they serve."""
+        """Sources of verifier addresses. In the registry verifiers are under the name of the model that they serve."""
         return parse_sources([f"redis:{self.name}" if entry == "redis:" else entry for entry in self.verifiers])
 
     @property
     def name(self) -> str:
-        """What clients call the model."""
+        """The name that clients use."""
         return self.served_model_name or Path(self.model).name or self.model
 
 
@@ -144,7 +144,7 @@ class GatewaySettings(ProcessSettings):
 
     @property
     def public_tls(self) -> ServerTls | None:
-        """How clients call the gateway."""
+        """TLS for clients."""
         if self.certificates is None or self.public_tls_certificate is None or self.public_tls_key is None:
             return self.server_tls
         public = Certificates(self.public_tls_certificate, self.public_tls_key, self.certificates.authority)
@@ -173,25 +173,25 @@ class GatewaySettings(ProcessSettings):
 
     @property
     def call_formats(self) -> dict[str, CallFormat]:
-        """By the names of models; without those whose chat template says it."""
+        """Formats of tool calls by the names of models, without models whose chat template shows it."""
         own = {served.name: served.tool_call_format for served in self.served}
         chosen = {name: self.tool_call_format if form == "auto" else form for name, form in own.items()}
         return {name: CallFormat[form.upper()] for name, form in chosen.items() if form != "auto"}
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """Clients need a certificate only where tls_peers names those admitted."""
+        """Clients need a certificate only if tls_peers is set."""
         files = self.certificates
         return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers)) if files else None
 
     @property
     def scaler_tls(self) -> ServerTls | None:
-        """Whom KEDA calls: always with a certificate of the authority, since nothing else tells it apart."""
+        """TLS for KEDA, which always needs a certificate of the authority, since nothing else identifies it."""
         return replace(tls, mutual=True) if (tls := self.server_tls) else None
 
     @property
     def http_hosts(self) -> frozenset[str] | None:
-        """The only names that requests may call the server by, where it is open to everybody on this machine."""
+        """The only host names that requests may have, for a server that is open to everybody on this machine; None = any."""
         host = self.http_listen.rpartition(":")[0].strip("[]")
         loopback = host in LOCAL_HOSTS or host.startswith("127.")
         return LOCAL_HOSTS | {host} if loopback and self.api_keys is None else None

@@ -7,6 +7,7 @@ with `--add-special-tokens` or on request. A chat prompt has the special tokens 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,23 +25,6 @@ LARGE_CHARACTERS = 1 << 16
 MAX_CALLS = 64  # queued and running in a pool
 
 T = TypeVar("T")
-
-
-# Parameters of `apply_chat_template` itself. A client may set variables of the template, never the template.
-_TEMPLATE_OPTIONS = {
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "conversation",
-}
 
 
 def load_tokenizer(
@@ -115,8 +99,9 @@ class HuggingFaceTokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             fix = "messages need a chat template, and this model has none; send text"
             raise UnsupportedParameter("messages", len(messages), fix)
-        own = set(chat.template_kwargs) & _TEMPLATE_OPTIONS
-        if own:
+        # A client may set variables of the template, never the template or another parameter of this function.
+        parameters = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"}
+        if own := parameters & chat.template_kwargs.keys():
             raise InvalidRequest("chat.template_kwargs", min(own), "is no variable of the template; leave it out")
         try:
             text = self._tokenizer.apply_chat_template(

@@ -1,6 +1,6 @@
-"""Events of requests while they run, for operators: counts and times, never text. An event is the message `SessionEvent` of the wire.
+"""Events of running requests, for operators: counts and times, never text. An event is the message `SessionEvent` of the wire.
 
-Without a watcher an event costs a look at an empty list. A watcher that reads too slowly misses events and is told how many.
+Without a watcher an event costs next to nothing. A watcher that reads too slowly misses events and gets their number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_WAITING = 1024  # events of one watcher
 
 @dataclass(slots=True, eq=False)
 class _Watcher:
-    """Either id is empty."""
+    """One of the two ids is empty."""
 
     session_id: str
     request_id: str
@@ -32,7 +32,7 @@ class _Watcher:
         return is_output_of(request.request_id, [self.request_id])
 
     def put(self, event: SessionEvent) -> None:
-        """The end of a request is never missed: a watch of it would not end."""
+        """Queue an event. The end of a request is never dropped, since it ends the watch of that request."""
         if self.events.full():
             self.num_missed += 1
             if not event.HasField("ended"):
@@ -45,7 +45,7 @@ class _Watcher:
 
 
 class Watching:
-    """All watchers of a gateway, and the requests that run. `now` is in seconds."""
+    """All watchers and running requests of a gateway. `now` is in seconds."""
 
     def __init__(self, now: Callable[[], float]):
         self.now = now
@@ -53,7 +53,7 @@ class Watching:
         self.running: dict[WatchedRequest, SessionEvent] = {}  # with its event `begun`
 
     async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:
-        """Events of a session until the caller leaves, or of a request until it has ended. A request that runs already has begun."""
+        """Events of a session until the caller leaves, or of a request until it has ended. A running request starts with `begun`."""
         watcher = _Watcher(session_id, request_id)
         for running, begun in self.running.items():
             if watcher.wants(running):
@@ -72,7 +72,7 @@ class Watching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WatchedRequest:
-    """One request, which reports its own events. `arrived` is in seconds."""
+    """Reports the events of one request. `arrived` is in seconds."""
 
     watching: Watching
     request_id: str
@@ -81,7 +81,7 @@ class WatchedRequest:
     arrived: float
 
     def begun(self, num_prompt_tokens: int, num_known_tokens: int = 0) -> None:
-        """`num_known_tokens`: of the output, where the request is resumed."""
+        """`num_known_tokens`: of the output of a resumed request."""
         begun = SessionEvent.Begun(num_prompt_tokens=num_prompt_tokens, num_known_tokens=num_known_tokens)
         self.watching.running[self] = self._event(begun=begun)
         self._put(begun=begun)
@@ -95,7 +95,7 @@ class WatchedRequest:
             self._put(round=SessionEvent.Round(offset=offset, num_tokens=len(accepted), num_accepted=num_accepted))
 
     def ended(self, reason: FinishReason | None, error: str, num_tokens: int) -> None:
-        """No reason: it failed, or its client went away."""
+        """reason: None for a request that failed or whose client disconnected."""
         if self.watching.running.pop(self, None) is not None:
             ended = SessionEvent.Ended(error=error, num_tokens=num_tokens)
             if reason is not None:
@@ -108,12 +108,5 @@ class WatchedRequest:
                 watcher.put(self._event(**event))
 
     def _event(self, **event: object) -> SessionEvent:
-        made = SessionEvent(
-            request_id=self.request_id,
-            session_id=self.session_id,
-            tenant=self.tenant,
-            elapsed_s=self.watching.now() - self.arrived,
-        )
-        ((name, value),) = event.items()
-        getattr(made, name).CopyFrom(value)
-        return made
+        ids = {"request_id": self.request_id, "session_id": self.session_id, "tenant": self.tenant}
+        return SessionEvent(**ids, elapsed_s=self.watching.now() - self.arrived, **event)  # type: ignore[arg-type]
