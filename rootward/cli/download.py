@@ -99,7 +99,11 @@ def _from_store(url: str, partial: Path, patterns: tuple[str, ...]) -> None:
         ) from error
     objects: dict[str, dict[str, Any]] = store.find(root, detail=True)
     prefix = root.rstrip("/") + "/"
-    found = {name.removeprefix(prefix): info["size"] for name, info in objects.items() if name.startswith(prefix)}
+    found = {
+        name.removeprefix(prefix): info["size"]
+        for name, info in objects.items()
+        if name.startswith(prefix) and not name.endswith("/")  # an empty object that consoles make for a folder
+    }
     wanted = {name: size for name, size in found.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     if not wanted:
         raise ConfigurationError(f"url: {url} has no files of a model; name the folder that holds config.json")

@@ -60,6 +60,15 @@ def test_what_lies_below_the_address_is_there(store, tmp_path):
     assert files_of(tmp_path / "m") == FILES
 
 
+def test_empty_objects_that_stand_for_folders_are_no_files(store, tmp_path, monkeypatch):
+    """Web consoles of S3 and GCS make them, and stores list them among the files."""
+    listed = store.find
+    markers = {f"/bucket/model/{name}": {"size": 0, "type": "file"} for name in ("", "original/")}
+    monkeypatch.setattr(store, "find", lambda *args, **kwargs: markers | listed(*args, **kwargs))
+    assert main(["download", URL, str(tmp_path / "m")]) == 0
+    assert sorted(store.fetched) == sorted(FILES)
+
+
 def test_a_folder_that_is_there_is_not_downloaded_again(store, tmp_path):
     main(["download", URL, str(tmp_path / "m")])
     store.fetched.clear()
