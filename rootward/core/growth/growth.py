@@ -280,43 +280,45 @@ class Growth:
 
 
 class MarginalGrowth(Growth):
-    """Growth under `Marginals`: first one row per position, along the most likely path; then the most probable tuples of ranks."""
+    """Growth under `Marginals` with a draft that gives one row at a time: first a row per depth, along the most likely path; then the
+    whole tree from these rows, as with `block`."""
 
     def _restart(self) -> None:
         super()._restart()
-        self._marginals: list[tuple[DraftDistribution, int]] = []  # by position, and the node whose row it is
+        self.block = False
+        self._path_rows: list[DraftDistribution] = []  # of the nodes of the most likely path, the root's first
 
     def frontier(self, max_rows: int) -> list[int]:
         tip = self._tip
-        wanted = not self._places and max_rows > 0 and self.room > 0 and tip not in self.rows and tip != self.root_id
+        wanted = not self.block and max_rows > 0 and self.room > 0 and tip not in self.rows and tip != self.root_id
         return [tip] if wanted else []
 
     def expand(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
         self.rows[node] = row
         if len(row):
-            self._marginals.append((row, node))
+            self._path_rows.append(row)
 
     def draw(self, new_words: NewWords) -> list[int]:
-        if self._places or not self._marginals:
+        if self.block or not self._path_rows:
             return []
-        tip = self._tip
-        if (
-            tip in self.rows
-            and len(self._marginals) < self.strategy.max_depth
-            and len(self.rows[tip])
-            and self.room > 0
-        ):
-            child = self._grow_tip(tip)
-            if self._can_have_children(self.tree.nodes[child]):
-                return [child]
-            return [child, *self._fill(new_words)]
-        return self._fill(new_words)
+        drawn: list[int] = []
+        tip, row = self._tip, self.rows.get(self._tip)
+        if row and len(self._path_rows) < self.strategy.max_depth and self.room > 0:
+            score = self._score[tip] + math.log(row.law[0])
+            drawn = [self._attach(tip, int(row.ids[0]), sampled=False, score=score)]
+            if self._can_have_children(self.tree.nodes[drawn[0]]):
+                return drawn
+        root_row, *rows_below = self._path_rows
+        self.block, self._by_depth = True, [(row, None) for row in rows_below]
+        self._unopened = [node for node in self._score if node != self.head]
+        self._open_place(self.root_id, root_row)
+        return drawn + super().draw(new_words)
 
     @property
     def at_rest(self) -> bool:
         if not self.root_expanded:
             return super().at_rest
-        return self.room <= 0 or bool(self._places) or not self._marginals
+        return self.room <= 0 or self.block or not self._path_rows
 
     @property
     def _tip(self) -> int:
@@ -325,30 +327,6 @@ class MarginalGrowth(Growth):
         while children := self.tree.at(node).children:
             node = children[0]
         return node
-
-    def _grow_tip(self, tip: int) -> int:
-        row = self.rows[tip]
-        return self._attach(tip, int(row.ids[0]), sampled=False, score=self._score[tip] + math.log(row.law[0]))
-
-    def _fill(self, new_words: NewWords) -> list[int]:
-        """All that is left of the tree, at once."""
-        for node in list(self._score):
-            self._open_by_position(node)
-        drawn: list[int] = []
-        while child := super().draw(new_words):
-            drawn += child
-        return drawn
-
-    def _open_by_position(self, node: int) -> None:
-        depth = self._depth(self.tree.at(node))
-        if depth < len(self._marginals):
-            self._open_place(node, self._marginals[depth][0])
-
-    def _attach(self, node: int, token: int, *, sampled: bool, score: float) -> int:
-        child = super()._attach(node, token, sampled=sampled, score=score)
-        if self._places:
-            self._open_by_position(child)
-        return child
 
 
 def growth_of(
