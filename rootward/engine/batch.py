@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.engine import cpu_attention
-from rootward.engine.atoms import readable
+from rootward.engine.atoms import host_can_read
 from rootward.engine.cpu_attention import VisibleKeys
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.slots import Entry, Size
@@ -50,24 +50,24 @@ class Step:
             return
         self._offsets = [b * width for b in range(num)]
         packed = packed_rows(entries, num, width, size)
-        self.ids, self.positions, write = self._there(packed).unbind(0)  # one array: one copy
+        self.ids, self.positions, write = self._on_device(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
-        self.wanted = None if sum(map(len, kept)) == num * width else self._there(flat_rows(kept, width))
+        self.wanted = None if sum(map(len, kept)) == num * width else self._on_device(flat_rows(kept, width))
 
-    def told(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def logits_to_keep(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What a network is told of the wanted rows (`logits_to_keep`), and which of those that it answers they are; None: all."""
         if len(self._kept) == 1:
-            return self._there(np.asarray(self._kept[0])), None
-        if readable(self.device):  # exactly these; elsewhere somebody would have to ask how many they are
+            return self._on_device(np.asarray(self._kept[0])), None
+        if host_can_read(self.device):  # exactly these; elsewhere somebody would have to ask how many they are
             mask = np.zeros((len(self._kept), self.width), np.bool_)
             for b, rows in enumerate(self._kept):
                 mask[b, rows.start : rows.stop] = True
             return torch.from_numpy(mask), None
         most = max(map(len, self._kept))
         some = np.stack([np.resize(np.asarray(rows), most) for rows in self._kept])
-        return self._there(some), self._there(flat_rows([range(len(rows)) for rows in self._kept], most))
+        return self._on_device(some), self._on_device(flat_rows([range(len(rows)) for rows in self._kept], most))
 
-    def _there(self, array: NDArray[np.int64]) -> torch.Tensor:
+    def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     @cached_property

@@ -1,8 +1,8 @@
-"""Outputs of a given form (JSON schema, regular expression, Lark grammar): which tokens may follow which node of a tree.
+"""Structured output (JSON schema, regular expression, Lark grammar): which tokens may follow which node of a tree.
 
-The form is compiled to a matcher of `llguidance` (optional extra `structured`) over the bytes of the model's tokens. A session's
-matcher stands at its committed text; a round walks the tree with it, forward along draft tokens and back again, so each row is masked
-under its own node's text. A draft token that does not fit has probability 0: nothing below it is ever reached.
+The structure is compiled to a matcher of `llguidance` (optional extra `structured`) over the bytes of the model's tokens. The matcher of a
+session is at the end of its committed text; a round traverses the tree depth first, with rollbacks, so each row is masked under its own
+node's text. A draft token that does not match has probability 0, so no node below it is ever reached.
 
 Legend: N nodes, V vocabulary.
 """
@@ -23,17 +23,17 @@ from rootward.core.requests import Form, Structure
 from rootward.core.tree import TokenTree
 from rootward.errors import InvalidGrammar, UnsupportedParameter
 
-MAX_COMPILED = 64  # forms kept ready
-# Any blanks between the parts of a JSON value, but not without end: a model that likes blanks must come to the point.
+MAX_COMPILED = 64  # compiled structures in the cache
+# Bounded runs of whitespace in JSON: without a bound a model can emit whitespace forever.
 JSON_DEFAULTS = {"whitespace_pattern": r"[ \t\r\n]{1,16}"}
 JSON_RULES = {
     "lenient": False,
     "coerce_one_of": False,
-}  # whatever a schema says: nothing is ignored, nothing approximated
+}  # schemas are enforced exactly or refused
 
 
 class TreeMatcher:
-    """A form at some point of a text. Not thread-safe. `broken`: the form grew beyond the matcher's limits on the way."""
+    """A matcher at some point of a text. Not thread-safe. `broken`: why it exceeded its limits; "" if it has not."""
 
     def __init__(self, matcher: Any, vocab_size: int, end_ids: frozenset[int]) -> None:
         self._matcher, self._vocab_size, self._end_ids = matcher, vocab_size, end_ids
@@ -43,7 +43,7 @@ class TreeMatcher:
         return TreeMatcher(self._matcher.deep_copy(), self._vocab_size, self._end_ids)
 
     def advance(self, tokens: Sequence[int]) -> bool:
-        """Go on to the text after these tokens; False if they do not fit. Tokens that end a generation are no text."""
+        """Consume tokens; False if they do not match. Tokens that end a generation are skipped."""
         text = [int(t) for t in tokens if t not in self._end_ids]
         fits = not self.broken and self._matcher.try_consume_tokens(text) == len(text)
         self._notice()
@@ -63,7 +63,7 @@ class TreeMatcher:
         return words.view(np.uint8)
 
     def _fill(self, tree: TokenTree, node: int, words: NDArray[np.int32]) -> None:
-        """The row of `node`, where the matcher stands, and of all nodes below it."""
+        """Fills the mask of `node`, at which the matcher is, and of all nodes below it."""
         row = words[node]
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         self._notice()
@@ -84,7 +84,7 @@ class TreeMatcher:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """What a token stands for: `tokenizer` is an `llguidance.LLTokenizer`, or None where there is none."""
+    """The vocabulary of a model: `tokenizer` is an `llguidance.LLTokenizer`, or None if the model has no fast tokenizer."""
 
     tokenizer: Any | None
     size: int
@@ -92,7 +92,7 @@ class Vocabulary:
 
 
 class Grammars:
-    """Matchers for the forms that requests ask for. Thread-safe; the vocabulary is read when the first one asks."""
+    """Matchers for the structures of requests, compiled once each. Thread-safe; the vocabulary is read at the first request."""
 
     def __init__(self, read: Callable[[], Vocabulary]) -> None:
         self._read, self._lock = read, Lock()

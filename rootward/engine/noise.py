@@ -16,7 +16,7 @@ import torch
 from rootward.core.arrays import Ints
 from rootward.core.rng import Key, Role
 from rootward.engine import verify_kernels as kernels
-from rootward.engine.atoms import readable
+from rootward.engine.atoms import host_can_read
 
 MASK = 0xFFFFFFFF
 
@@ -27,7 +27,7 @@ At = tuple[Key, int, int]  # key, epoch, absolute position
 def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: Ints) -> Ints:
     """int64[T]: argmax of log mass + noise, never a token without mass. Row t has the noise of `role` at at[noise_of[t]] (Role.TARGET
     knows no epoch: 0). ValueError if a row has no mass."""
-    if readable(mass_TV.device):
+    if host_can_read(mass_TV.device):
         choice = np.full(len(mass_TV), -1, dtype=np.int64)
         key, position, epoch = _numbers(role, at).T.copy()
         kernels.noisy_choice(mass_TV.numpy(), noise_of, key, position, epoch, np.uint64(role.value), choice)

@@ -87,13 +87,13 @@ class Group:
     def leads(self) -> bool:
         return self.index == 0
 
-    def tell(self, message: AnyMessage) -> None:
-        """Rank 0: to the others, each of whom waits in `hear`."""
+    def broadcast(self, message: AnyMessage) -> None:
+        """Rank 0: to the others, each of whom waits in `receive`."""
         data = np.frombuffer(encode(message), np.uint8)
         for part in (np.array([len(data)], np.int64), data):
             dist.broadcast(torch.from_numpy(part.copy()), src=0, group=self._control)
 
-    def hear(self) -> AnyMessage:
+    def receive(self) -> AnyMessage:
         """A rank other than 0. RuntimeError if rank 0 is gone; ValueError for what is no message of ours."""
         size = torch.empty(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._control)
@@ -106,20 +106,20 @@ class Group:
     def agreed(self, report: ProbeReport) -> ProbeReport:
         """Rank 0's, on every rank. All of them call it at the same point."""
         if self.leads:
-            self.tell(Probed(report=report))
+            self.broadcast(Probed(report=report))
             return report
-        told = self.hear()
+        told = self.receive()
         if not isinstance(told, Probed):
             raise RuntimeError(f"rank 0 is out of step: it sent {told.do!r} while the model is loaded")
         return told.report
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         with suppress(InvalidStateError):  # found by its process, or by the next step
             self.lost.set_result(None)
 
     def dismiss(self) -> None:
         """Rank 0: the others, who wait for the next step, may end."""
-        self.tell(Done())
+        self.broadcast(Done())
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -166,10 +166,10 @@ class LeadingPass:
         if self._group.lost.done():
             raise ModelLost("the ranks of the model have been lost; start this process again")
         try:
-            self._group.tell(message)
+            self._group.broadcast(message)
             return call()
         except Exception as wrong:
-            self._group.lose()
+            self._group.mark_lost()
             line = (str(wrong).strip() or "no message").splitlines()[0]
             raise ModelLost(f"a rank of the model is gone or out of step: {type(wrong).__name__}: {line}") from wrong
 
@@ -178,7 +178,7 @@ class LeadingPass:
 def follow(own: ForwardPass | LeadingPass, group: Group) -> None:
     """A rank other than 0: run what rank 0 runs until it says that it is done (or is gone: RuntimeError)."""
     while True:
-        told = group.hear()
+        told = group.receive()
         if isinstance(told, Done):
             return
         if isinstance(told, Probed):

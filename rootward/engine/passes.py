@@ -133,7 +133,7 @@ class TreePass:
         if step.wanted is None:
             return self._forward(step, mask).flatten(0, 1)
         if self.can_slice and (self.ragged or len(step.entries) == 1):
-            keep, which = step.told()
+            keep, which = step.logits_to_keep()
             logits = self._forward(step, mask, logits_to_keep=keep).flatten(0, -2)
             return logits if which is None else logits.index_select(0, which)
         return self._forward(step, mask).flatten(0, 1).index_select(0, step.wanted)

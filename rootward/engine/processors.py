@@ -1,7 +1,7 @@
-"""What happens to logits before the temperature: masks, bias and penalties, each row under its own node's text.
+"""Logit processors that run before the temperature: masks, bias and penalties, each row under its own node's text.
 
-A node's text is the committed text and its path. Order, with the rest of it in `sampling` (that of vLLM, docs/parameters.md): form of the
-output, allowed tokens, bad words, min_tokens, bias, repetition, frequency and presence penalty; temperature, min-p, top-k, top-p.
+A node's text is the committed text and its path. Processors run in the order of vLLM (docs/parameters.md): structure of the output, allowed
+tokens, bad words, min_tokens, bias, repetition, frequency and presence penalty; then, in `sampling`, temperature, min-p, top-k, top-p.
 
 Cost per round: O(nodes × distinct tokens of the text and the tree) for penalties, O(nodes × V) tensor work for masks.
 
@@ -23,17 +23,16 @@ from rootward.core.requests import Sampling
 from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 
-# Stands in for -inf under a mask: where only such tokens are left they are equally likely, and no row is empty.
+# Logits that are -inf become this before a mask: if a mask leaves only such tokens, they are equally likely and the row is not empty.
 NEVER = -1e30
 
 
-Counted = tuple[
-    Ints, Ints, Bools
-]  # tokens [D], times in the output of each of N texts [N, D], in the text at all [N, D]
+# (tokens int64[D], counts in the output of each of N texts int64[N, D], whether they are in prompt or output bool[N, D])
+Counted = tuple[Ints, Ints, Bools]
 
 
 class History:
-    """The distinct tokens of a text and how often its output has each, kept up to date token by token."""
+    """The distinct tokens of a text and their counts in its output, updated token by token."""
 
     def __init__(self, prompt: Iterable[int], output: Iterable[int] = ()) -> None:
         self._column: dict[int, int] = {}
@@ -44,24 +43,24 @@ class History:
         self.extend(output)
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """More output."""
+        """Append tokens of output."""
         for token in tokens:
             column = self._note(token)  # may move the counts
             self._counts[column] += 1
 
     def below(self, tree: TokenTree) -> Counted:
-        """Of each node's own text."""
+        """Counts in the text of each node of a tree."""
         node, above = np.nonzero(tree.ancestors[:, 1:])
         return self._counted(len(tree), node, tree.token[1:].tolist(), above)
 
     def after(self, paths: Sequence[Sequence[int]]) -> Counted:
-        """Of the text continued by each of these paths."""
+        """Counts in the text continued by each of these paths."""
         tokens = [token for path in paths for token in path]
         node = np.repeat(np.arange(len(paths)), [len(path) for path in paths])
         return self._counted(len(paths), node, tokens, np.arange(len(tokens)))
 
     def _counted(self, num_nodes: int, node: Ints, tokens: Sequence[int], at: Ints) -> Counted:
-        """node[i] has tokens[at[i]] on its path."""
+        """Counts for nodes with tokens on their paths: tokens[at[i]] is on the path of node[i]."""
         known = len(self._column)
         new = {t: known + i for i, t in enumerate(dict.fromkeys(t for t in tokens if t not in self._column))}
         column = np.array([self._column.get(t, new.get(t, 0)) for t in tokens], dtype=np.int64)
@@ -83,13 +82,13 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What processors need to know of the committed text that a tree hangs below."""
+    """State of processors at the end of the committed text."""
 
     history: History | None = None  # for penalties
-    num_before_stop: int = 0  # tokens that must still come before one of `stop_ids` may
+    num_before_stop: int = 0  # min_tokens: tokens that must come before one of `stop_ids` is allowed
     stop_ids: tuple[int, ...] = ()
     matcher: TreeMatcher | None = None
-    output: Sequence[int] = ()  # its last tokens, as many as the longest bad sequence needs
+    output: Sequence[int] = ()  # last tokens of the output, as many as the longest bad sequence needs
 
 
 Part = tuple[Sampling, Prefix, TokenTree]
@@ -97,7 +96,7 @@ Part = tuple[Sampling, Prefix, TokenTree]
 
 @torch.inference_mode()
 def adjusted(logits_TV: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
-    """Scores [T, V]: rows of the trees, one tree after another. The logits themselves if nothing changes, else a copy."""
+    """Scores [T, V] of the rows of several trees, one tree after another: the logits themselves if nothing changes, else a copy."""
     if not any(_changes(*part) for part in parts):
         return logits_TV
     scores = _own_copy(logits_TV)
@@ -125,7 +124,7 @@ def adjusted(logits_TV: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 def penalised(
     logits_NV: torch.Tensor, sampling: Sampling, history: History, paths: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Scores [N, V] of rows that follow the text and these paths, after the penalties: for a drafter, which sees rows, not trees."""
+    """Scores [N, V] of rows that follow the text and these paths, after the penalties. A drafter processes rows, not whole trees."""
     scores = _own_copy(logits_NV)
     _penalise(scores, sampling, history.after(paths))
     return scores
@@ -133,7 +132,7 @@ def penalised(
 
 @torch.inference_mode()
 def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Scores [T, V] after what does not depend on the text: allowed tokens and bias."""
+    """Scores [T, V] after the processors that do not depend on the text: allowed tokens and bias."""
     rows_of: dict[int, list[int]] = {}  # rows of one tree share one object
     for row, s in enumerate(sampling):
         if s.shifted:
@@ -143,7 +142,7 @@ def shifted(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tens
     scores = _own_copy(logits_TV)
     for rows in rows_of.values():
         s = sampling[rows[0]]
-        index = _there(rows, scores)
+        index = _on_device_of(rows, scores)
         some = scores.index_select(0, index)
         if s.allowed_token_ids:
             _allow(some, s)
@@ -160,7 +159,7 @@ def _changes(sampling: Sampling, prefix: Prefix, tree: TokenTree) -> bool:
 
 
 def _own_copy(logits_TV: torch.Tensor) -> torch.Tensor:
-    """As wide as float32 at least, and ours to change."""
+    """A copy in float32, or float64 if the logits are."""
     return logits_TV.clone() if logits_TV.dtype in (torch.float32, torch.float64) else logits_TV.float()
 
 
@@ -169,7 +168,7 @@ def _forbid(rows_NV: torch.Tensor, forbidden: torch.Tensor) -> None:
 
 
 def _allow(rows_NV: torch.Tensor, sampling: Sampling) -> None:
-    ids = _there(sampling.allowed_token_ids, rows_NV)
+    ids = _on_device_of(sampling.allowed_token_ids, rows_NV)
     kept = rows_NV.index_select(1, ids).clamp(min=NEVER)
     rows_NV.fill_(-torch.inf).index_copy_(1, ids, kept)
 
@@ -196,7 +195,7 @@ def _tails(output: Sequence[int], tree: TokenTree, length: int) -> Ints:
 
 
 def _hold_back(rows_NV: torch.Tensor, prefix: Prefix, tree: TokenTree) -> None:
-    """No stop before its time: a row at depth d decides about token d of what is still to come."""
+    """Forbids `stop_ids` before min_tokens: the row of a node at depth d is for token d after the committed text."""
     early = torch.from_numpy(np.flatnonzero(tree.depth < prefix.num_before_stop)).to(rows_NV.device)
     ids = torch.tensor(prefix.stop_ids, device=rows_NV.device)
     rows_NV.clamp_(min=NEVER)
@@ -205,14 +204,14 @@ def _hold_back(rows_NV: torch.Tensor, prefix: Prefix, tree: TokenTree) -> None:
 
 def _bias(rows_NV: torch.Tensor, sampling: Sampling) -> None:
     ids, bias = zip(*sampling.logit_bias, strict=True)
-    at = _there(ids, rows_NV)
-    rows_NV.index_copy_(1, at, rows_NV.index_select(1, at) + _there(bias, rows_NV).to(rows_NV.dtype))
+    at = _on_device_of(ids, rows_NV)
+    rows_NV.index_copy_(1, at, rows_NV.index_select(1, at) + _on_device_of(bias, rows_NV).to(rows_NV.dtype))
 
 
 def _penalise(rows_NV: torch.Tensor, sampling: Sampling, counted: Counted) -> None:
     """Scores are divided by the repetition penalty where positive, multiplied where negative; the others are subtracted."""
     tokens, *tables = counted
-    ids, counts, present = (_there(table, rows_NV) for table in (tokens, *tables))
+    ids, counts, present = (_on_device_of(table, rows_NV) for table in (tokens, *tables))
     scores = rows_NV.index_select(1, ids)
     factor = sampling.repetition_penalty
     repeated = torch.where(scores > 0, scores / factor, scores * factor)
@@ -222,13 +221,13 @@ def _penalise(rows_NV: torch.Tensor, sampling: Sampling, counted: Counted) -> No
     rows_NV.index_copy_(1, ids, scores)
 
 
-def _there(values: Sequence[float] | NDArray[Any], rows_NV: torch.Tensor) -> torch.Tensor:
-    """Where the rows are; the host does not wait for what happens to them meanwhile."""
+def _on_device_of(values: Sequence[float] | NDArray[Any], rows_NV: torch.Tensor) -> torch.Tensor:
+    """Values as a tensor on the device of the rows, without a synchronisation."""
     return torch.from_numpy(np.asarray(values)).to(rows_NV.device, non_blocking=True)
 
 
 def _unpacked(bits: NDArray[np.uint8], rows_NV: torch.Tensor) -> torch.Tensor:
-    """bool[N, V] of packed bits, unpacked where the rows are."""
+    """bool[N, V] of packed bits, unpacked on the device of the rows."""
     packed = torch.from_numpy(bits).to(rows_NV.device)
     places = torch.arange(8, dtype=torch.uint8, device=rows_NV.device)
     return (packed[:, :, None] >> places & 1).flatten(1)[:, : rows_NV.shape[1]].bool()

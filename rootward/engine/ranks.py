@@ -78,7 +78,7 @@ class Ranks:
             return
         gone.join()
         log.error("%s of the model ended (exit code %s), and so does this process", gone.name, gone.exitcode)
-        self.group.lose()
+        self.group.mark_lost()
 
     def _end(self) -> None:
         if not self._closed.wait(GRACE_S):

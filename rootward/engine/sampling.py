@@ -1,7 +1,7 @@
-"""From logits to laws, atoms and tokens: vectorised over rows that differ in their parameters.
+"""From logits to probability distributions and tokens, for batches of rows with different sampling parameters.
 
-Tensors come in on any device; what leaves is a tensor only where the next step needs one on that device (`processed`),
-numpy otherwise. Ties always go to the smaller id. float64 logits (`TabularModel`) stay float64.
+Logits may be on any device. Distributions stay there as tensors; tokens and log-probabilities are returned as numpy arrays. Ties always go
+to the smaller id. float64 logits (`TabularModel`) stay float64.
 
 Legend: T rows, R rows of emitted tokens, V vocabulary, K atoms.
 """
@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 from rootward.core.arrays import Ints
 from rootward.core.requests import Sampling, TokenLogprob
-from rootward.engine.atoms import in_order, likeliest
+from rootward.engine.atoms import largest, smaller_ids_first
 from rootward.engine.processors import shifted
 
-NUM_CANDIDATES = (256, 1024, 4096)  # the likeliest tokens of a row that top-p looks at before it sorts the whole row
+NUM_CANDIDATES = (256, 1024, 4096)  # most likely tokens that top-p sorts before it sorts the whole row
 
 
 @torch.inference_mode()
 def processed(logits_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Laws [T, V] after everything that does not depend on the text: what a drafter can mirror."""
-    return laws(shifted(logits_TV, sampling), sampling)
+    """Distributions [T, V] after all processors that do not depend on the text, which a drafter can apply too."""
+    return distributions(shifted(logits_TV, sampling), sampling)
 
 
 @torch.inference_mode()
-def laws(scores_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
-    """Laws [T, V] of scores (`processors.adjusted`) after temperature, min-p, top-k and top-p, in this order.
+def distributions(scores_TV: torch.Tensor, sampling: Sequence[Sampling]) -> torch.Tensor:
+    """Distributions [T, V] of scores (`processors.adjusted`) after temperature, min-p, top-k and top-p, in this order.
 
     float32, or float64 if the scores are. A row of temperature 0 becomes one-hot.
     """
@@ -69,13 +69,13 @@ def greedy_choice(logits_TV: torch.Tensor) -> Ints:
 @torch.inference_mode()
 def top_atoms(probs_TV: torch.Tensor, num_atoms: int) -> tuple[Ints, NDArray[np.float32]]:
     """The K = min(num_atoms, V) largest atoms of each row, most likely first: ids and probabilities, [T, K] each."""
-    probs_TK, ids_TK = in_order(*likeliest(probs_TV, min(num_atoms, int(probs_TV.shape[1]))))
+    probs_TK, ids_TK = smaller_ids_first(*largest(probs_TV, min(num_atoms, int(probs_TV.shape[1]))))
     return ids_TK.cpu().numpy(), probs_TK.cpu().numpy()
 
 
 @torch.inference_mode()
 def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Log-probabilities under the model's own distribution, before any processor: of one token per row, and of the `num_top` likeliest
+    """Log-probabilities under the model's own distribution, before any processor: of one token per row, and of the `num_top` most likely
     tokens of the row; ties go to the smaller id."""
     logprobs = torch.log_softmax(logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float(), -1).float()
     index = torch.tensor(tokens, device=logprobs.device)[:, None]
@@ -90,15 +90,15 @@ def token_logprobs(logits_RV: torch.Tensor, tokens: Sequence[int], num_top: int)
 def _cooled(scores_TV: torch.Tensor, temperature: list[float]) -> torch.Tensor:
     if all(t in (0.0, 1.0) for t in temperature):
         return scores_TV
-    scores_TV = scores_TV - scores_TV.amax(-1, keepdim=True)  # the best stays finite however low the temperature
-    divisor = [t or 1.0 for t in temperature]  # greedy rows are decided without it
+    scores_TV = scores_TV - scores_TV.amax(-1, keepdim=True)  # the largest score stays finite at any temperature
+    divisor = [t or 1.0 for t in temperature]  # greedy rows are one-hot, whatever the divisor
     if len(set(divisor)) == 1:
         return scores_TV / divisor[0]
     return scores_TV / torch.tensor(divisor, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
 
 
 def _min_p(scores_TV: torch.Tensor, min_p: list[float]) -> torch.Tensor:
-    """Everything less likely than this share of the most likely token goes."""
+    """Removes tokens that are less likely than this fraction of the most likely token's probability."""
     if not any(min_p):
         return scores_TV
     share = torch.tensor(min_p, dtype=scores_TV.dtype, device=scores_TV.device)[:, None]
@@ -106,7 +106,7 @@ def _min_p(scores_TV: torch.Tensor, min_p: list[float]) -> torch.Tensor:
 
 
 def _top_k(scores_TV: torch.Tensor, top_k: list[int]) -> torch.Tensor:
-    """Everything below the k-th largest score goes; ties with it stay."""
+    """Removes tokens with a score below the k-th largest; ties with it are kept."""
     vocab = scores_TV.shape[1]
     rows = [i for i, k in enumerate(top_k) if 0 < k < vocab]
     if not rows:
@@ -119,7 +119,7 @@ def _top_k(scores_TV: torch.Tensor, top_k: list[int]) -> torch.Tensor:
 
 
 def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
-    """A token stays while the mass of all likelier ones is below p; a few hundred candidates nearly always tell."""
+    """Keeps a token if the mass of all more likely ones is below p. A few hundred candidates are nearly always enough."""
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return scores_TV
@@ -129,7 +129,7 @@ def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
 
 
 def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple[int, ...]) -> torch.Tensor:
-    """Scores with -inf outside the nucleus; rows that the first number of candidates does not decide get the next."""
+    """Scores with -inf outside the nucleus. Rows that the first number of candidates does not decide are tried with the next."""
     vocab = scores_TV.shape[1]
     num = min(num_candidates[0], vocab) if num_candidates else vocab
     cut, decided = _nucleus(scores_TV, p_T1, num)
@@ -140,7 +140,7 @@ def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple
 
 
 def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores with -inf outside the nucleus, and per row whether this many candidates were enough to tell."""
+    """(scores with -inf outside the nucleus, bool[T]: whether this many candidates were enough to decide the row)."""
     best_TC, ids_TC = torch.topk(scores_TV, num_candidates, dim=-1)
     mass_TC = scores_TV.softmax(-1).gather(1, ids_TC).double()
     above_TC = mass_TC.cumsum(-1) - mass_TC
@@ -149,7 +149,7 @@ def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -
     next_T1 = best_TC.gather(1, size_T1.clamp(max=num_candidates - 1))
     enough = size_T1[:, 0] < num_candidates
     cut = torch.where(scores_TV < edge_T1, -torch.inf, scores_TV)
-    tied = (next_T1 == edge_T1)[:, 0] & enough  # some tokens on the border stay, others go: the smaller ids stay
+    tied = (next_T1 == edge_T1)[:, 0] & enough  # of several tokens at the edge those with the smaller ids are kept
     if bool(tied.any()):
         chosen = _largest(scores_TV[tied], edge_T1[tied], size_T1[tied])
         cut[tied] = torch.where(chosen, scores_TV[tied], -torch.inf)
@@ -157,6 +157,6 @@ def _nucleus(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: int) -
 
 
 def _largest(values_TV: torch.Tensor, edge_T1: torch.Tensor, num_T1: torch.Tensor) -> torch.Tensor:
-    """bool[T, V]: everything above the edge, and of what lies on it the smallest ids, `num_T1` in all."""
+    """bool[T, V]: tokens above the edge and, of those at the edge, the ones with the smallest ids; `num_T1` in all."""
     above, on = values_TV > edge_T1, values_TV == edge_T1
     return above | (on & (on.cumsum(-1) <= num_T1 - above.sum(-1, keepdim=True)))

@@ -52,7 +52,7 @@ class Size:
 
 
 @dataclass(slots=True, eq=False)
-class Occupant:
+class SlotState:
     """What a slot holds. `key`: of its last full committed block; `rest`: committed tokens after that block."""
 
     tree: KvTree
@@ -105,7 +105,7 @@ class Slots:
     def __init__(self, size: Size, vocab_size: int, identity: str):
         self.size, self.vocab_size, self.identity = size, vocab_size, identity
         self.pool = BlockPool(size.num_blocks)
-        self._sessions: list[Occupant | None] = [None] * size.num_slots
+        self._sessions: list[SlotState | None] = [None] * size.num_slots
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -122,14 +122,14 @@ class Slots:
                 return slot
         raise RuntimeError(f"slots: all {len(self)} are taken; close one or load the model with more")
 
-    def _started(self, tokens: Sequence[int], salt: str) -> Occupant:
+    def _started(self, tokens: Sequence[int], salt: str) -> SlotState:
         size, first = self.size, first_key(self.identity, salt)
         keys = chain(first, tokens, size.block_size, max(0, len(tokens) - 1) // size.block_size)
         blocks = self.pool.share(keys)
         table = BlockTable(size.block_size, -(-size.num_cells // size.block_size))
         table.extend(blocks)
         tree = KvTree(size.num_cells, size.max_positions, length=table.num_cells)
-        return Occupant(tree, table, keys[len(blocks) - 1] if blocks else first, [])
+        return SlotState(tree, table, keys[len(blocks) - 1] if blocks else first, [])
 
     def close(self, slot: int) -> None:
         session = self.session(slot)
@@ -137,7 +137,7 @@ class Slots:
         self.pool.give_back(session.table.cut(0))
         self._sessions[slot] = None
 
-    def session(self, slot: int) -> Occupant:
+    def session(self, slot: int) -> SlotState:
         session = self._sessions[slot] if 0 <= slot < len(self._sessions) else None
         if session is None:
             raise ValueError(f"slot: {slot} is not open; take one with open()")
@@ -178,7 +178,7 @@ class Slots:
         """Where a table would best go on; empty ones start far apart."""
         return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // len(self)
 
-    def _trim(self, session: Occupant) -> None:
+    def _trim(self, session: SlotState) -> None:
         self.pool.give_back(session.table.cut(self._blocks(session.tree.end)))
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> Moves:
@@ -190,7 +190,7 @@ class Slots:
         self._register(session, moves.token.tolist())
         return moves
 
-    def _register(self, session: Occupant, tokens: list[int]) -> None:
+    def _register(self, session: SlotState, tokens: list[int]) -> None:
         """Blocks that have become full can be found by others from now on."""
         size = self.size.block_size
         session.rest += tokens

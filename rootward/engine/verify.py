@@ -38,9 +38,9 @@ from rootward.core.rng import Key, Role, bonus_coin, coins_batch
 from rootward.core.tree import TokenTree
 from rootward.core.verification import match
 from rootward.engine import verify_kernels as kernels
-from rootward.engine.atoms import readable
+from rootward.engine.atoms import host_can_read
 from rootward.engine.noise import At, noisy_choice
-from rootward.engine.sampling import greedy_choice, laws
+from rootward.engine.sampling import distributions, greedy_choice
 
 ALGORITHMS = ("traversal", "block", "token", "multi_step")
 TOLERANCE = 1e-6  # on the sum of a target row
@@ -121,7 +121,7 @@ def _match_greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFun
 
 def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
     """argmax log p + g with noise keyed by (seed, absolute position): the same token whatever the tree or the drafter."""
-    probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
+    probs_TV = distributions(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
     at: list[At] = []
     noise_of: list[Ints] = []  # index into `at`: nodes of one depth share the noise of their position
     for r in rounds:
@@ -137,7 +137,7 @@ def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
 
 def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
     """What `_ratio_test` decides for rounds without a tree, to the bit, in a third of its time."""
-    probs_BV = laws(scores_TV, [r.sampling for r in rounds]).to(_widest(scores_TV.device))
+    probs_BV = distributions(scores_TV, [r.sampling for r in rounds]).to(_widest(scores_TV.device))
     coins = np.array([bonus_coin(r.key, r.epoch, r.length) for r in rounds])
     tokens = inverse_rows(probs_BV, coins).cpu().numpy()
     _require_mass(tokens + 1)
@@ -145,7 +145,7 @@ def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFun
 
 
 def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction) -> list[Decision]:
-    probs_TV = laws(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
+    probs_TV = distributions(scores_TV, [r.sampling for r in rounds for _ in range(len(r.tree))])
     forest = Forest.of(
         [r.tree for r in rounds], [_algorithm(r) for r in rounds], [r.copies for r in rounds], _order(rounds)
     )
@@ -200,7 +200,7 @@ def gather(probs_TV: torch.Tensor, ids_TG: Ints) -> tuple[Floats, Floats]:
     if int(ids_TG.max(initial=-1)) >= vocab:
         raise ValueError(f"ids: {int(ids_TG.max())} is outside [0, {vocab})")
     at, tail = np.zeros(ids_TG.shape), np.zeros(len(ids_TG))
-    if readable(probs_TV.device):
+    if host_can_read(probs_TV.device):
         kernels.gather(probs_TV.numpy(), np.ascontiguousarray(ids_TG), at, tail)
     else:
         present = ids_TG >= 0

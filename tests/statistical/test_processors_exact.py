@@ -48,14 +48,14 @@ class Recorder:
 
     def __init__(self, model: TabularModel, monkeypatch: pytest.MonkeyPatch) -> None:
         def recorded(scores, sampling):
-            self.rows = laws(scores, sampling)
+            self.rows = distributions(scores, sampling)
             return self.rows
 
         def decided(*args):
             self.law = forest_law(*args)
             return self.law
 
-        monkeypatch.setattr(verify_module, "laws", recorded)
+        monkeypatch.setattr(verify_module, "distributions", recorded)
         self.model, self.runner = model, Runner(model, law=decided)
 
     def round_law(self, session: Session, rule: Rule, snapshot: Snapshot) -> dict[tuple[int, ...], float]:
@@ -87,7 +87,7 @@ class Recorder:
         return runs
 
 
-laws = verify_module.laws
+distributions = verify_module.distributions
 
 
 def error(sampling: Sampling, min_tokens: int, rule: Rule, seed: int, monkeypatch: pytest.MonkeyPatch) -> float:

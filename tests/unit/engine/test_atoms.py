@@ -38,7 +38,7 @@ def expected(logits: torch.Tensor, wishes: list[Sampling], num_atoms: int) -> tu
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """`there`: as where values cannot be looked at."""
     if request.param == "there":
-        monkeypatch.setattr(atoms, "readable", lambda device: False)
+        monkeypatch.setattr(atoms, "host_can_read", lambda device: False)
     return request.param
 
 
@@ -96,7 +96,7 @@ def test_both_ways_agree_to_the_last_bit(monkeypatch: pytest.MonkeyPatch) -> Non
             kind, reduction = atoms_of(wishes, 300, num, likely)
             with monkeypatch.context() as patch:
                 here = reduced(logits, reduction)
-                patch.setattr(atoms, "readable", lambda device: False)
+                patch.setattr(atoms, "host_can_read", lambda device: False)
                 there = reduced(logits, reduction)
             assert torch.equal(here[:, :num], there[:, :num])
             assert torch.equal(here[:, num:].sort().values, there[:, num:].sort().values)  # ties in any order
@@ -115,7 +115,7 @@ def test_a_broken_row_has_no_atoms_and_leaves_the_others_alone(way: str) -> None
 
 
 def test_nothing_is_read_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(atoms, "readable", lambda device: False)
+    monkeypatch.setattr(atoms, "host_can_read", lambda device: False)
     kind, reduction = atoms_of(WISHES, 300, 32, 64)
     with Waits(monkeypatch) as waits:
         out = reduced(torch.randn(len(WISHES), 300), reduction)

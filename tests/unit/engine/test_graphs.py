@@ -113,7 +113,7 @@ def test_recorded_steps_give_the_same(family: str) -> None:
 def test_rows_told_by_number_are_those_told_by_a_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask would have a device asked how many rows it keeps."""
     expected = session(model_of("llama", None))
-    monkeypatch.setattr(batch, "readable", lambda device: False)
+    monkeypatch.setattr(batch, "host_can_read", lambda device: False)
     model = model_of("llama", Replays() if recorded else None)
     with Waits(monkeypatch) as waits:
         found = session(model)

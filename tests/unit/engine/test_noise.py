@@ -40,7 +40,7 @@ def test_tensor_arithmetic_has_the_numbers_of_the_oracle(role: Role, vocab: int)
 def test_the_choice_is_the_largest_under_the_noise_of_its_row(
     role: Role, dtype: torch.dtype, vocab: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rootward.engine.noise.readable", lambda device: on_host)
+    monkeypatch.setattr("rootward.engine.noise.host_can_read", lambda device: on_host)
     rng = np.random.default_rng(0)
     at, num = places(role), 200
     scores = rng.normal(size=(num, vocab)) * rng.choice([0.0, 1.0, 8.0], size=(num, 1))
@@ -58,6 +58,6 @@ def test_the_choice_is_the_largest_under_the_noise_of_its_row(
 @pytest.mark.parametrize("value", [0.0, float("nan")])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_row_without_mass_is_refused(value: float, on_host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rootward.engine.noise.readable", lambda device: on_host)
+    monkeypatch.setattr("rootward.engine.noise.host_can_read", lambda device: on_host)
     with pytest.raises(ValueError, match="no mass"):
         noisy_choice(torch.full((1, 5), value), Role.TARGET, places(Role.TARGET), np.zeros(1, np.int64))

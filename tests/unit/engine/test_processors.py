@@ -11,7 +11,7 @@ from support.random_trees import random_round
 from rootward.core.requests import Sampling
 from rootward.core.tree import TokenTree, root_only
 from rootward.engine.processors import History, Prefix, adjusted
-from rootward.engine.sampling import laws, processed
+from rootward.engine.sampling import distributions, processed
 
 VOCAB = 7
 
@@ -31,7 +31,7 @@ def check(parts, logits: torch.Tensor, min_tokens: list[int]) -> float:
     """Largest error over all nodes of all trees."""
     trees = [tree for _, _, (_, _, tree) in parts]
     sampling = [s for _, _, (s, _, tree) in parts for _ in range(len(tree))]
-    got = laws(adjusted(logits, [p for _, _, p in parts]), sampling).numpy()
+    got = distributions(adjusted(logits, [p for _, _, p in parts]), sampling).numpy()
     error, row = 0.0, 0
     for (prompt, output, (s, _, _)), tree, least in zip(parts, trees, min_tokens, strict=True):
         for node in range(len(tree)):
@@ -100,9 +100,11 @@ def test_a_mask_that_leaves_only_impossible_tokens_leaves_a_law() -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf, 1.0]])
     for temperature in (1.0, 1e-3):
         s = Sampling(temperature, allowed_token_ids=(1, 2))
-        assert laws(adjusted(logits, [(s, Prefix(), root_only())]), [s]).tolist() == [[0, 0.5, 0.5, 0]]
+        assert distributions(adjusted(logits, [(s, Prefix(), root_only())]), [s]).tolist() == [[0, 0.5, 0.5, 0]]
     one = Prefix(num_before_stop=1, stop_ids=(0, 3))
-    assert laws(adjusted(logits, [(Sampling(), one, root_only())]), [Sampling()]).tolist() == [[0, 0.5, 0.5, 0]]
+    assert distributions(adjusted(logits, [(Sampling(), one, root_only())]), [Sampling()]).tolist() == [
+        [0, 0.5, 0.5, 0]
+    ]
 
 
 def test_a_draft_mirrors_what_does_not_depend_on_the_text() -> None:

@@ -453,7 +453,7 @@ def proposal(**given):
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_gather_splits_rows_exactly_and_restores_them(on_host, monkeypatch):
-    monkeypatch.setattr("rootward.engine.verify.readable", lambda device: on_host)
+    monkeypatch.setattr("rootward.engine.verify.host_can_read", lambda device: on_host)
     rng = np.random.default_rng(0)
     probs = torch.from_numpy(rng.dirichlet(np.full(50, 0.1), size=3)).float()
     before, exact = probs.clone(), probs.double().numpy()
@@ -471,7 +471,7 @@ def test_gather_splits_rows_exactly_and_restores_them(on_host, monkeypatch):
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_small_tail_is_not_rounding_noise(on_host, monkeypatch):
-    monkeypatch.setattr("rootward.engine.verify.readable", lambda device: on_host)
+    monkeypatch.setattr("rootward.engine.verify.host_can_read", lambda device: on_host)
     mass, tail = gather(torch.tensor([[1.0, 1e-12, 3e-12]]), np.array([[0]]))
     assert mass[0, 0] == pytest.approx(1.0)
     assert tail[0] == pytest.approx(4e-12, rel=1e-6)

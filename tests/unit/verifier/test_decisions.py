@@ -61,7 +61,7 @@ def test_the_host_waits_for_the_device_at_most_twice_whatever_the_batch(
     rule: Rule, sampling: Sampling, dtype, monkeypatch
 ) -> None:
     for module in ("verify", "noise"):  # the way of devices, elsewhere too
-        monkeypatch.setattr(f"rootward.engine.{module}.readable", lambda device: False)
+        monkeypatch.setattr(f"rootward.engine.{module}.host_can_read", lambda device: False)
     for num in (1, 8):
         rounds, logits = rounds_of(np.random.default_rng(num), num, rule, sampling)
         with Waits(monkeypatch) as waits:
