@@ -39,8 +39,8 @@ from rootward.engine.loading import load_model
 from rootward.engine.sampling import processed
 from rootward.engine.tokenizers import load_tokenizer
 from rootward.errors import ConfigurationError
+from rootward.host import ask_for_huge_pages
 from rootward.ports import COMMITTED, LanguageModel, Rows
-from rootward.settings import ask_for_huge_pages
 
 STRATEGIES = (
     "best_first",

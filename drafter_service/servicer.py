@@ -12,7 +12,7 @@ from rootward.core.frames import ToDrafter
 from rootward.errors import InvalidRequest
 from rootward.ports import Drafter, DrafterInfo
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc
-from rootward.wire.channel import parts
+from rootward.wire.channel import split_message
 from rootward.wire.drafter_codec import FROM_DRAFTER, INFO, to_drafter_from_pb
 from rootward.wire.server import RpcServer
 from rootward.wire.status import errors_as_status
@@ -57,7 +57,7 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
             inbound = _Inbound(request_iterator)
             async with aclosing(self._drafter.session(aiter(inbound))) as outbound:
                 async for frame in outbound:
-                    for part in parts(FROM_DRAFTER.to_pb(frame)):
+                    for part in split_message(FROM_DRAFTER.to_pb(frame)):
                         yield part
             if inbound.error is not None:
                 raise inbound.error

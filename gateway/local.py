@@ -27,7 +27,7 @@ from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
 from rootward.demo import paths
 from rootward.errors import APIError, ConfigurationError
-from rootward.settings import available_cores
+from rootward.host import available_cores
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 

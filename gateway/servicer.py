@@ -26,16 +26,10 @@ from rootward.core.requests import Speculation, TokenLogprob
 from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
-from rootward.wire.public_codec import (
-    MODEL,
-    REASONS,
-    logprobs_to_pb,
-    processors_from_pb,
-    stats_to_pb,
-    structure_from_pb,
-)
+from rootward.wire.public_codec import REASONS, processors_from_pb, structure_from_pb
 from rootward.wire.server import SMALL_BYTES, RpcServer
 from rootward.wire.status import Context, errors_as_status
+from rootward.wire.values_codec import MODEL, logprobs_to_pb, stats_to_pb
 
 FEATURES = (
     *("abort", "chat_template", "choices", "coupled", "logprobs", "penalties", "priority", "resume"),

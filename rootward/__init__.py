@@ -1,6 +1,6 @@
 """Rootward: lossless tree-speculative serving of large language models.
 
-The names below are loaded on first use, so that `import rootward` costs nothing and never pulls in torch.
+The client is loaded on first use, so that `import rootward` is fast and never imports torch.
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rootward.errors import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    APITimeoutError,
+    AuthenticationError,
+    BadRequestError,
+    ConflictError,
+    DeadlineExceededError,
+    InternalServerError,
+    NotFoundError,
+    PermissionDeniedError,
+    RateLimitError,
+    RootwardError,
+    StreamInterruptedError,
+    UnavailableError,
+)
+
 if TYPE_CHECKING:
     from rootward.client import AsyncClient, Client, KeepAlive, SamplingParams, Speculation
-    from rootward.errors import (
-        APIConnectionError,
-        APIError,
-        APIStatusError,
-        APITimeoutError,
-        AuthenticationError,
-        BadRequestError,
-        ConflictError,
-        DeadlineExceededError,
-        InternalServerError,
-        NotFoundError,
-        PermissionDeniedError,
-        RateLimitError,
-        RootwardError,
-        StreamInterruptedError,
-        UnavailableError,
-    )
 
     __version__: str
 
@@ -55,16 +56,13 @@ __all__ = [
     "__version__",
 ]
 
-_FROM_CLIENT = {"AsyncClient", "Client", "KeepAlive", "SamplingParams", "Speculation"}
-
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in __all__:
         raise AttributeError(f"module 'rootward' has no attribute {name!r}")
-    module = import_module("rootward.client" if name in _FROM_CLIENT else "rootward.errors")
-    return getattr(module, name)
+    return getattr(import_module("rootward.client"), name)
 
 
 def __dir__() -> list[str]:

@@ -5,9 +5,9 @@
     R0   mean time of rounds with a tree − mean stall: the part of waiting that was queueing     verifiers
     D    N · A / R0, rows that would be busy without queueing
 
-N is a signal of its own: a drafter has places for so many trees (memory for their texts), however few rows they fill.
+N is a signal of its own: a drafter has slots for a fixed number of trees (memory for their texts), however few rows they fill.
 
-Rounds of sessions without a tree, for want of a drafter or of a place there, are shorter. They are counted apart and stand in for R0
+Rounds of sessions without a tree, for want of a drafter or of a slot there, are shorter. They are counted apart and stand in for R0
 only while no round has a tree; it is then no less than what such rounds took last.
 
 All but N and the sizes are cumulative within one incarnation of a worker. They travel twice: as metrics (`DemandCollector`) and in
@@ -129,7 +129,7 @@ class Signals:
     demand: float | None = None  # D, in rows
     rows: float | None = None  # share of rows busy with wanted growth
     stall: float | None = None  # share of the rounds' time, limited
-    sessions: float | None = None  # N, each of which needs a place
+    sessions: float | None = None  # N, each of which needs a slot
     cost: Cost = UNKNOWN
 
 

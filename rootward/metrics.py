@@ -1,4 +1,4 @@
-"""Collectors for Prometheus: values that a service has anyway, and metrics under vLLM's names."""
+"""Collectors for Prometheus: values that are read at every scrape, metrics of several models, and metrics under vLLM's names."""
 
 from __future__ import annotations
 
@@ -12,17 +12,33 @@ from prometheus_client.registry import Collector
 
 Read = Callable[[], Mapping[str, float]]
 
-OURS = "rootward_"
-THEIRS = "vllm:"
+PREFIX = "rootward_"
+VLLM_PREFIX = "vllm:"
 RENAMED = {"kv_cache_usage_ratio": "kv_cache_usage_perc", "iteration_tokens": "iteration_tokens_total"}
 SAME = {
-    *("num_requests_running", "num_requests_waiting", "num_preemptions", "prefix_cache_queries", "prefix_cache_hits"),
-    *("prompt_tokens", "generation_tokens", "request_success"),
-    *("time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds"),
-    *("e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
-    *("request_decode_time_seconds", "request_inference_time_seconds"),
-    *("request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens"),
-    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_preemptions",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_inference_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "spec_decode_num_drafts",
+    "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
     "spec_decode_num_accepted_tokens_per_pos",
 }
 
@@ -69,9 +85,9 @@ class VllmNames(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for family in self.source.collect():
-            name = family.name.removeprefix(OURS)
-            if family.name.startswith(OURS) and (name in SAME or name in RENAMED):
-                yield self._renamed(family, THEIRS + RENAMED.get(name, name))
+            name = family.name.removeprefix(PREFIX)
+            if family.name.startswith(PREFIX) and (name in SAME or name in RENAMED):
+                yield self._renamed(family, VLLM_PREFIX + RENAMED.get(name, name))
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         made = Metric(name, family.documentation, family.type, family.unit)

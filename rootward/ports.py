@@ -1,14 +1,12 @@
-"""The seams of Rootward: what one part asks of another, one method wide where possible.
+"""Interfaces between the parts of Rootward, and the values that cross them.
 
-Each Protocol has an in-process implementation (the service itself) and a remote one (`rootward/wire/clients.py`); nothing above a
-seam can tell which one it holds.
+`Drafter` and `Verifier` have an in-process implementation (the service itself) and a remote one (`rootward/wire/clients.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -16,6 +14,8 @@ from numpy.typing import NDArray
 
 from rootward.core.frames import FromDrafter, HelloAck, Load, ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
+from rootward.values import LosslessLevel as LosslessLevel
+from rootward.values import ModelInfo as ModelInfo
 
 if TYPE_CHECKING:
     import torch
@@ -24,31 +24,9 @@ DEFAULT_POOL = "default"  # of workers that no setting puts elsewhere
 COMMITTED = -1  # as a parent: the row hangs below the last committed token in the KV cache
 
 
-class LosslessLevel(Enum):
-    """What of the output equals plain decoding without speculation."""
-
-    DISTRIBUTION = "distribution"  # greedy tokens may differ where two logits nearly tie
-    BITWISE = "bitwise"  # the logits, to the last bit, whatever rows a step has beside a request's own
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What peers and users need to know about a model."""
-
-    name: str
-    vocab_size: int
-    max_positions: int
-    eos_ids: tuple[int, ...] = ()
-    tokenizer_hash: str = ""  # content hash of the tokenizer; "" without one
-    num_parameters: int = 0
-    supports_trees: bool = True  # False: plain decoding only (refused by the load probe)
-    fingerprint: str = ""  # hash of the weights' identity
-    lossless: LosslessLevel = LosslessLevel.DISTRIBUTION
-
-
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What one session contributes to a forward: Q new nodes of its KV tree.
+    """The rows of one session in a forward: Q new nodes of its KV tree.
 
     node   int64[Q]  ids chosen by the caller, unique among the slot's uncommitted nodes
     parent int64[Q]  COMMITTED, the id of a node forwarded earlier, or of a node further up in this same call
@@ -73,7 +51,7 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is made of the wanted rows of a forward where their logits are, so that less travels to the host.
+    """A function of the logits of a forward, computed on their device, so that less is copied to the host.
 
     kind   what is static; reductions of one kind differ in their tables alone
     of     (logits [T, V], table float64[T, n]) -> [T, …], row by row: a function of tensors that reads none, so it can be recorded
@@ -88,9 +66,9 @@ class Reduction:
 class LanguageModel(Protocol):
     """A causal language model with a KV tree per slot: a committed chain and, below its end, uncommitted nodes.
 
-    Not thread-safe: one thread drives it. A slot is a place in the table of sessions; KV memory is given out in blocks of `block_size`
-    tokens as slots need it, and all slots together may ask for more than there is. Who schedules adds up `blocks_needed` over what it
-    means to run and compares with `num_free_blocks`; if that is too little it closes a slot and, later, opens one with the same
+    Not thread-safe: one thread drives it. A slot is an entry in the table of sessions; KV memory is given out in blocks of `block_size`
+    tokens as slots need it, and all slots together may ask for more than there is. A scheduler adds up `blocks_needed` over the
+    sessions of a step and compares with `num_free_blocks`; if that is too little it closes a slot and, later, opens one with the same
     tokens and forwards again what `length` says is not held. One session at its longest always fits into an otherwise empty model.
     Conservation laws (`check_idle`): free + committed + uncommitted cells of a slot, free + idle + held blocks.
     """
@@ -205,8 +183,8 @@ class Discovery(Protocol):
     """Where the workers of one pool are (`rootward/discovery/`)."""
 
     def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
-        """All of them, and all of them again whenever that changes; for ever. A source that does not answer is asked again, and what
-        it said last holds meanwhile."""
+        """All of them, and all of them again whenever that changes; for ever. A source that does not answer is asked again; its
+        last answer holds meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

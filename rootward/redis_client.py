@@ -84,7 +84,7 @@ def redacted(url: str) -> str:
 
 
 def _common(timeout_s: float) -> dict[str, Any]:
-    # One retry at once: connections in the pool may be from before a restart. Who calls bounds the whole.
+    # One immediate retry: connections in the pool may be from before a restart. The caller bounds the whole time.
     once = Retry(NoBackoff(), 1)
     return {
         "decode_responses": True,

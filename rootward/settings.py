@@ -7,10 +7,8 @@ reads nothing: `VerifierSettings(model="x")` is exactly that.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -42,31 +40,6 @@ def _split(value: object) -> object:
 
 
 CommaSeparated = Annotated[list[str], NoDecode, BeforeValidator(_split)]  # a list that people write with commas
-
-
-def ask_for_huge_pages() -> None:
-    """Have torch ask the system for huge pages from 2 MiB on, unless the environment says otherwise (THP_MEM_ALLOC_ENABLE=0).
-
-    Weights are read whole in every step, and a walk through pages of 4 KiB takes a tenth of it (docs/log.md). The switch has no other
-    door; torch looks at it when it allocates for the first time, so a process that runs a model calls this before it loads one.
-    """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def user_cache() -> Path:
-    """Folder for files that can be downloaded or computed again: $XDG_CACHE_HOME/rootward, by default ~/.cache/rootward."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
-
-
-def folder_of_kernels(version: str) -> Path:
-    """Where numba keeps what it compiles: in the user's cache; where that cannot be written, in a folder that only this process uses. The
-    files are pickles, so nobody else may write there."""
-    folder = user_cache() / "kernels" / version
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a container whose file system is read-only
-        folder = Path(tempfile.mkdtemp(prefix="rootward-kernels-"))
-    return folder
 
 
 class ServiceSettings(BaseSettings):
@@ -123,28 +96,6 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return (init_settings,)
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its CPU affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def thread_variables() -> dict[str, str]:
-    """Variables of the environment that bound the threads of numerical libraries, where they are set."""
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
-    return {name: os.environ[name] for name in names if os.environ.get(name)}
-
-
-def as_rank(index: int, size: int, *, per_node: int) -> None:
-    """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
-    local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
-    os.environ.update(RANK=str(index), WORLD_SIZE=str(size), **local)
 
 
 def _file(path: Path) -> Values:

@@ -1,8 +1,31 @@
-"""What services and the SDK say of a generation in the same words."""
+"""Values that services and the SDK share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class LosslessLevel(StrEnum):
+    """What of the output equals plain decoding without speculation."""
+
+    DISTRIBUTION = "distribution"  # greedy tokens may differ where two logits nearly tie
+    BITWISE = "bitwise"  # the logits, to the last bit, whatever rows a step has beside a request's own
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Properties of a model that peers and users see."""
+
+    name: str
+    vocab_size: int
+    max_positions: int  # longest context, in tokens
+    eos_ids: tuple[int, ...] = ()
+    tokenizer_hash: str = ""  # content hash of the tokenizer; "" without one
+    num_parameters: int = 0
+    supports_trees: bool = True  # False: plain decoding only (refused by the load probe)
+    fingerprint: str = ""  # hash of the weights' identity
+    lossless: LosslessLevel = LosslessLevel.DISTRIBUTION
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.discovery.sources import open_sources, parse_sources
 from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.threads import on_passing_thread
+from rootward.host import ask_for_huge_pages
 from rootward.redis_client import open_redis
-from rootward.settings import ask_for_huge_pages
 from rootward.telemetry import configure_logging
 from rootward.tracing import configure_tracing
 from rootward.wire.clients import RemoteDrafter

@@ -14,7 +14,7 @@ def abort(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
-    """End running generations; their clients get what came so far. Prints the ids that were running.
+    """End running generations; their clients get the part that has arrived. Prints the ids that were running.
 
     Those of the key's own tenant, or any with an admin key.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "/stats": "counts and times of the last answer",
-    "/reset": "begin anew",
+    "/reset": "start a new conversation",
     "/undo": "take the last question and its answer back",
     "/help": "these lines",
     "/quit": "leave; so does Ctrl-D",
@@ -37,7 +37,7 @@ COMMANDS = {
 
 
 class Conversation:
-    """What was said, and the answer to what is said next. One session, so its turns go where their KV lies."""
+    """Messages of a conversation. All its turns have one session id, so that they are routed to the verifier that holds their KV."""
 
     def __init__(self, client: Client, sampling: SamplingParams, speculation: Speculation, system: str, model: str):
         self._client = client
@@ -53,12 +53,12 @@ class Conversation:
         self.messages = list(self._opening)
 
     def undo(self) -> None:
-        """Without the last turn."""
-        said = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        del self.messages[said[-1] if said else len(self.messages) :]
+        """Remove the last turn."""
+        questions = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        del self.messages[questions[-1] if questions else len(self.messages) :]
 
     def answer(self, text: str, console: Console) -> None:
-        """Stream the answer. Ctrl-C ends it; what came so far was said."""
+        """Stream the answer to `text`. Ctrl-C ends it; the part that has arrived stays in the conversation."""
         from rootward.cli.output import print_delta
 
         self.messages.append({"role": "user", "content": text})
@@ -127,7 +127,7 @@ def chat(
 
 
 def _lines(console: Console) -> Iterator[str]:
-    """What the user says, until the end of input."""
+    """Lines of the user, until the end of input."""
     prompt = "› " if console.is_terminal else ""
     while True:
         try:
@@ -142,7 +142,7 @@ def _lines(console: Console) -> Iterator[str]:
 
 
 def _command(line: str, talk: Conversation, notes: Console) -> bool:
-    """Do it; False to leave."""
+    """Run a command. Returns False to leave."""
     from rootward.cli.output import key_values, stats_table
 
     def stats() -> None:

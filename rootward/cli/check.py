@@ -125,7 +125,9 @@ class _Runs:
     """Generations through the services, at most `AT_ONCE` at one time."""
 
     def __init__(self, client: AsyncClient, greedy: SamplingParams):
-        self._client, self._greedy, self._gate = client, greedy, asyncio.Semaphore(AT_ONCE)
+        self._client = client
+        self._greedy = greedy
+        self._gate = asyncio.Semaphore(AT_ONCE)
 
     async def greedy(self, text: str, *, trees: bool) -> GenerationResult:
         return await self._one(text, self._greedy, trees=trees)
@@ -136,7 +138,8 @@ class _Runs:
 
     async def samples(self, texts: Sequence[str], num: int, error_rate: float) -> Finding:
         """Each of the first tokens of sampled texts, with trees against without: as many tests as there are positions and prompts."""
-        values, accepted = [], 0
+        values = []
+        accepted = 0
         for text in texts:
             drawn = []
             for trees in (False, True):

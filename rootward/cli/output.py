@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from typing import Any
+from dataclasses import asdict, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -72,13 +71,8 @@ def key_values(rows: dict[str, str]) -> Table:
     return table
 
 
-def as_json(value: Any) -> str:
-    """A result (a dataclass) as JSON, without its fields `raw` and `choices`."""
-    content = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.name not in ("raw", "choices")}
-    return json.dumps(content, default=_plain, ensure_ascii=False)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return str(value)
+def as_json(result: GenerationResult) -> str:
+    """A result as JSON, without its fields `raw` and `choices`."""
+    content = asdict(replace(result, raw=None, choices=()))
+    del content["raw"], content["choices"]
+    return json.dumps(content, ensure_ascii=False)

@@ -41,7 +41,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What typer tells a shell. It has a class of these fields, in another place from version to version."""
+    """A completion that typer passes to a shell. typer's own class moves between modules from version to version."""
 
     value: str
     type: str = "plain"
@@ -155,7 +155,7 @@ def _command(name: str, program: Program, flags: list[str]) -> list[str]:
 
 
 def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str = "") -> None:
-    """A subcommand that runs the program in place of this process, so that signals and exit code are its own."""
+    """A subcommand that replaces this process by the program, which so receives signals and sets the exit code."""
 
     class ProgramCommand(TyperCommand):
         def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:

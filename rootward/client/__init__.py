@@ -18,7 +18,6 @@ from rootward.client.types import (
     GenerationResult,
     KeepAlive,
     Load,
-    ModelCard,
     RequestOptions,
     Round,
     SamplingParams,
@@ -33,6 +32,7 @@ from rootward.client.types import (
     VerifierLoad,
     Worker,
 )
+from rootward.values import ModelInfo as ModelCard
 
 __all__ = [
     "AsyncClient",

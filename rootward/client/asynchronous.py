@@ -120,7 +120,7 @@ class AsyncClient:
                 task.cancel()
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """Token ids as the server makes them of a prompt, or with special tokens or without if that is said."""
+        """Token ids of a text. add_special_tokens: None as the server does for prompts."""
         request = generate_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
         return tuple((await self._call(self._inference().Tokenize, request)).token_ids)
 
@@ -210,7 +210,7 @@ class AsyncStream:
 
     @property
     def over(self) -> bool:
-        """Nothing more comes."""
+        """Whether the generation has ended."""
         return self._over
 
     async def __aenter__(self) -> Self:
@@ -227,7 +227,7 @@ class AsyncStream:
             self.cancel()
 
     def cancel(self) -> None:
-        """End the generation on the server; what came so far stays in `get_final_result`."""
+        """End the generation on the server; `get_final_result` keeps the part that has arrived."""
         self._over = True
         if self._call is not None:
             self._call.cancel()

@@ -15,14 +15,12 @@ from rootward.client.types import (
     GenerationResult,
     Load,
     Messages,
-    ModelCard,
     Prompt,
     Round,
     SamplingParams,
     ServerInfo,
     SessionEvent,
     Speculation,
-    SpeculationStats,
     Timing,
     TokenDelta,
     TokenLogprob,
@@ -32,15 +30,15 @@ from rootward.client.types import (
 )
 from rootward.errors import APIError
 from rootward.v1 import control_pb2, generate_pb2
-from rootward.wire.columns import unpack_logprobs, unpack_u32
-from rootward.wire.records import Conversion, Record, u32
+from rootward.wire.columns import unpack_u32
+from rootward.wire.records import Record, u32
+from rootward.wire.values_codec import MODEL, STATS, unpack_logprobs
 
 VERIFICATIONS = tuple(name.lower() for name, number in generate_pb2.Speculation.Verification.items() if number)
 FORMS = ("json_object", "json_schema", "regex", "grammar")
 MESSAGE_KEYS = ("role", "content", "name")  # of a chat message on the wire
 
 USAGE = Record(Usage, generate_pb2.Usage)
-STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
 TIMING = Record(Timing, generate_pb2.Timing)
 ROUND = Record(
     Round,
@@ -50,11 +48,6 @@ ROUND = Record(
     tree_parents=u32("rounds.tree_parents"),
     path=u32("rounds.path"),
 )
-LOSSLESS = Conversion(
-    lambda name: control_pb2.ServerInfo.LosslessLevel.Value(name.upper()),
-    lambda number: "bitwise" if number == control_pb2.ServerInfo.BITWISE else "distribution",
-)
-MODEL = Record(ModelCard, control_pb2.ModelInfo, lossless=LOSSLESS)
 WORKER = Record(Worker, control_pb2.WorkerInfo)
 SERVER_INFO = Record(ServerInfo, control_pb2.ServerInfo, models=MODEL.each, verifiers=WORKER.each, drafters=WORKER.each)
 LOAD = Record(Load, control_pb2.LoadInfo, verifiers=Record(VerifierLoad, control_pb2.VerifierLoad).each)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from rootward.values import ModelInfo
 from rootward.values import SpeculationStats as SpeculationStats
 from rootward.values import TokenLogprob as TokenLogprob
 
@@ -155,17 +156,6 @@ class GenerationResult:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelCard:
-    name: str
-    vocab_size: int
-    max_positions: int  # longest context, in tokens
-    eos_ids: tuple[int, ...] = ()
-    num_parameters: int = 0
-    supports_trees: bool = True
-    lossless: str = "distribution"  # or "bitwise": greedy texts equal those of plain decoding, token by token
-
-
-@dataclass(frozen=True, slots=True)
 class Worker:
     name: str
     address: str
@@ -179,7 +169,7 @@ class ServerInfo:
     version: str
     role: str
     worker: str
-    models: tuple[ModelCard, ...] = ()
+    models: tuple[ModelInfo, ...] = ()
     verifiers: tuple[Worker, ...] = ()
     drafters: tuple[Worker, ...] = ()
     features: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 from rootward.doctor.findings import Finding, graded
-from rootward.settings import available_cores, thread_variables
+from rootward.host import available_cores, thread_variables
 
 GIB = 1 << 30
 LEAST_MEMORY = 2 * GIB  # that a service with a small model needs
@@ -186,7 +186,8 @@ def _packages() -> tuple[dict[str, tuple[str, str]], int]:
         lines = requires("rootward") or []
     except PackageNotFoundError:
         return {}, 0
-    wrong, names = {}, set()
+    wrong: dict[str, tuple[str, str]] = {}
+    names = set()
     for line in lines:
         needed = Requirement(line)
         if needed.marker is not None and "extra" not in str(needed.marker) and not needed.marker.evaluate():

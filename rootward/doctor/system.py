@@ -229,7 +229,7 @@ def _queue(system: System) -> Finding:
     assert system.load is not None
     load = system.load
     found = f"{load.num_running} running, {load.num_waiting} waiting"
-    warning = "requests wait for a place: add verifiers, or raise --max-num-seqs where memory allows"
+    warning = "requests wait for a slot: add verifiers, or raise --max-num-seqs where memory allows"
     return graded("requests", found, warning=warning if load.num_waiting > load.num_running else "")
 
 
@@ -348,7 +348,7 @@ async def _worker(role: str, address: str, access: Access) -> Seen:
 
 
 def _skew(clock_s: float, sent_s: float, rtt_s: float) -> float | None:
-    """A clock that was read half a round trip after sent_s, over ours; None: it was not told."""
+    """Seconds by which a clock that was read half a round trip after sent_s is ahead of ours; None for a peer that does not send it."""
     return clock_s - (sent_s + rtt_s / 2) if clock_s else None
 
 
@@ -366,7 +366,8 @@ async def _redis_at(url: str) -> RedisSeen:
             sent_s, begun_s = time.time(), time.perf_counter()
             clock_s = await server_time(client)
             rtt_s = time.perf_counter() - begun_s
-        policy, used = "", 0.0
+        policy = ""
+        used = 0.0
         try:
             async with answering("redis", TIMEOUT_S, Unavailable):
                 memory = await client.info("memory")

@@ -18,7 +18,7 @@ import torch
 
 from rootward.engine.parallel import Group, check_shape, whole
 from rootward.errors import ConfigurationError
-from rootward.settings import user_cache
+from rootward.host import user_cache
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from rootward.engine.cpu_tiles import (
     linear_tile,
     sum_tile,
 )
-from rootward.settings import folder_of_kernels
+from rootward.host import folder_of_kernels
 
 SERVED = (torch.float32, torch.bfloat16)
 # numba looks at the file of a kernel alone, to see whether it has changed

@@ -136,7 +136,7 @@ def _started(places: Sequence[Place], load: Load, device: str, say: Connection |
 def run_rank(place: Place, load: Load, device: str, say: Connection | None) -> None:
     """The life of a rank other than 0. It ends when rank 0 says so or is gone, not by a signal meant for the whole service. `say`: that it
     has loaded."""
-    from rootward.settings import as_rank
+    from rootward.host import as_rank
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from rootward.settings import available_cores
+from rootward.host import available_cores
 
 P = ParamSpec("P")
 T = TypeVar("T")

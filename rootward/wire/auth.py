@@ -4,7 +4,7 @@ A check runs before the first byte of a request message is taken from the transp
 reads the message of a unary request before it runs the handler; therefore every such handler is registered as one with a stream of raw
 requests, from which exactly one message is read after the checks have passed.
 
-Health is open to everybody: probes have no credentials, and the answer says nothing about requests.
+Health needs no credentials: probes have none, and the answer contains nothing about requests.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rootward.wire.status import Context, abort
 
 log = logging.getLogger(__name__)
 
-OPEN = "/grpc.health.v1.Health/"
-MESSAGE_S = 60.0  # for a request message to arrive
+HEALTH = "/grpc.health.v1.Health/"
+MESSAGE_TIMEOUT_S = 60.0  # for a request message to arrive
 SAN = "x509_subject_alternative_name"
 
 Check = Callable[[str, Context], None]  # (method, context); raises ServiceError to refuse
@@ -32,14 +32,15 @@ Handler = Any  # grpc.RpcMethodHandler, generic for type checkers alone
 
 
 class BytesInFlight:
-    """The bytes of all request messages and bodies of a process, from their arrival to the end of their answers: at most `limit`."""
+    """Bounds the bytes of all request messages and bodies of a process, from their arrival to the end of their answers."""
 
     def __init__(self, limit: int):
-        self.limit, self.held = limit, 0
+        self.limit = limit
+        self.held = 0
 
     @contextmanager
     def holding(self) -> Iterator[Callable[[int], None]]:
-        """A function that takes bytes for one request, which are given back at the end. It raises Overloaded beyond the limit."""
+        """A function that reserves bytes for one request until the end of the block. It raises Overloaded beyond the limit."""
         taken = 0
 
         def take(num_bytes: int) -> None:
@@ -55,11 +56,13 @@ class BytesInFlight:
             self.held -= taken
 
 
-class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewise
+class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # as above
     """Runs `checks` in the task of every call. limits: prefix of a method's path -> most bytes of its request message."""
 
     def __init__(self, checks: tuple[Check, ...], limits: Mapping[str, int], in_flight: BytesInFlight):
-        self._checks, self._limits, self._in_flight = checks, limits, in_flight
+        self._checks = checks
+        self._limits = limits
+        self._in_flight = in_flight
 
     async def intercept_service(
         self,
@@ -70,7 +73,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # likewi
         method = handler_call_details.method
         if handler is None:
             return None
-        checks = () if method.startswith(OPEN) else self._checks
+        checks = () if method.startswith(HEALTH) else self._checks
         limit = next((limit for prefix, limit in self._limits.items() if method.startswith(prefix)), None)
         return _guarded(method, handler, checks, limit, self._in_flight)
 
@@ -109,13 +112,8 @@ def _guarded(
                 check(method, context)
             return messages if handler.request_streaming else await _request(handler, messages, limit, take)
         except ServiceError as error:
-            seen = {
-                "path": method,
-                "peer": context.peer(),
-                "reason": error.reason,
-                "error": str(error),
-            }  # no credentials
-            log.warning("call_refused", extra=seen)
+            extra = {"path": method, "peer": context.peer(), "reason": error.reason, "error": str(error)}
+            log.warning("call_refused", extra=extra)  # without credentials
             await abort(context, error)
 
     async def answer(messages: AsyncIterator[Any], context: Context) -> Any:
@@ -138,10 +136,10 @@ async def _request(
 ) -> Any:
     """The only message of a unary request. InvalidRequest if it is missing, late, too large or not of the method's type."""
     try:
-        async with asyncio.timeout(MESSAGE_S):
+        async with asyncio.timeout(MESSAGE_TIMEOUT_S):
             data = await anext(aiter(messages), None)
     except TimeoutError:
-        raise InvalidRequest("message", "", f"did not arrive within {MESSAGE_S:.0f} s") from None
+        raise InvalidRequest("message", "", f"did not arrive within {MESSAGE_TIMEOUT_S:.0f} s") from None
     if data is None:
         raise InvalidRequest("message", "", "is missing; send one request message")
     if limit is not None and len(data) > limit:

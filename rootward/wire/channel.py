@@ -1,4 +1,4 @@
-"""Limits and options of every gRPC connection, in one place for both ends."""
+"""Limits and options of every gRPC connection, for both ends."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def open_channel(address: str, transport: Transport = CALLING, tls: ClientTls | 
     return grpc.aio.secure_channel(address, client_credentials(tls.certificates), options=[*options, *tls.options])
 
 
-def parts(message: M, limit_bytes: int = FRAME_BYTES) -> Iterator[M]:
+def split_message(message: M, limit_bytes: int = FRAME_BYTES) -> Iterator[M]:
     """The message itself, or if it is too large the same content in several, order kept.
 
     For messages whose fields are all messages: a frame that opens many long prompts at once. An item is never divided.

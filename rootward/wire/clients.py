@@ -18,8 +18,8 @@ from rootward.errors import IncompatiblePair, ServiceError, Unavailable
 from rootward.ports import DrafterInfo, VerifierInfo
 from rootward.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from rootward.wire import drafter_codec, verifier_codec
-from rootward.wire.channel import CALLING, TO_DRAFTER, Transport, open_channel, parts
-from rootward.wire.feed import Arrived, FeedReader
+from rootward.wire.channel import CALLING, TO_DRAFTER, Transport, open_channel, split_message
+from rootward.wire.feed import FeedReader, RunQueue
 from rootward.wire.status import from_rpc_error
 from rootward.wire.tls import ClientTls
 
@@ -102,7 +102,7 @@ class RemoteDrafter(_Remote):
         """Send the frames until they end. A broken call ends this without an error: the reader of the call raises it."""
         try:
             async for frame in inbound:
-                for part in parts(drafter_codec.to_drafter_to_pb(frame)):
+                for part in split_message(drafter_codec.to_drafter_to_pb(frame)):
                     self._on_frame("sent", part.ByteSize())
                     await call.write(part)
             await call.done_writing()
@@ -115,7 +115,7 @@ class RemoteDrafter(_Remote):
     async def get_info(self) -> DrafterInfo:
         stub = drafter_pb2_grpc.DrafterStub(self._channel())
         call = stub.GetInfo(drafter_pb2.GetDrafterInfoRequest(), timeout=self._rpc_timeout_s)
-        return drafter_codec.INFO.from_pb(await _answer(call))
+        return drafter_codec.INFO.from_pb(await _awaited(call))
 
 
 class RemoteVerifier(_Remote):
@@ -130,16 +130,16 @@ class RemoteVerifier(_Remote):
         """Runs of committed tokens. Closing the iterator ends the generation at the verifier."""
         deadline_s = LONGEST_GENERATION_S if request.deadline_s is None else request.deadline_s
         feed = await self._opened_feed()
-        with feed.subscribed(joining=not request.trees) as (number, arrived):
+        with feed.subscribed(merging=not request.trees) as (number, runs):
             message = verifier_codec.request_to_pb(request)
             message.feed = feed.name
             message.number = number
             stub = verifier_pb2_grpc.VerifierStub(self._channel())
             call = stub.Generate(message, timeout=max(0.0, deadline_s) + DEADLINE_SLACK_S)
-            failure = asyncio.create_task(_failure(call, arrived))
+            failure = asyncio.create_task(_failure(call, runs))
             try:
                 while True:
-                    run = await arrived.take()
+                    run = await runs.take()
                     yield run
                     if run.finish is not None:
                         return
@@ -168,12 +168,12 @@ class RemoteVerifier(_Remote):
     async def get_info(self) -> VerifierInfo:
         stub = verifier_pb2_grpc.VerifierStub(self._channel())
         call = stub.GetInfo(verifier_pb2.GetVerifierInfoRequest(), timeout=self._rpc_timeout_s)
-        return verifier_codec.INFO.from_pb(await _answer(call))
+        return verifier_codec.INFO.from_pb(await _awaited(call))
 
 
 async def _next(call: Any) -> Any:
     """The next message of a stream, None at its end; ServiceError for a failed status."""
-    message = await _answer(call.read())
+    message = await _awaited(call.read())
     return None if message is grpc.aio.EOF else message  # type: ignore[attr-defined]
 
 
@@ -186,15 +186,15 @@ async def _messages(call: Any) -> AsyncGenerator[Any, None]:
         call.cancel()
 
 
-async def _failure(call: Any, arrived: Arrived) -> None:
+async def _failure(call: Any, runs: RunQueue) -> None:
     """Pass the failure of a call, if it fails, to the generation whose runs come by the feed."""
     try:
         await _next(call)
     except ServiceError as error:
-        arrived.put(error)
+        runs.put(error)
 
 
-async def _answer(pending: Awaitable[T]) -> T:
+async def _awaited(pending: Awaitable[T]) -> T:
     """Await a call; ServiceError for a failed status. A cancelled call is Unavailable, a cancelled task is not."""
     try:
         return await pending

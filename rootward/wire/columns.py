@@ -16,9 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rootward.v1.generate_pb2 import Logprobs
-from rootward.values import TokenLogprob
-
 Ints = NDArray[np.int64]
 
 _U32_MAX = 2**32 - 1
@@ -49,20 +46,6 @@ def unpack_f32(data: bytes, name: str) -> tuple[float, ...]:
     if len(data) % 4:
         raise ValueError(f"{name}: {len(data)} bytes are not a multiple of 4; pack as little-endian f32")
     return tuple(np.frombuffer(data, dtype="<f4").tolist())
-
-
-def unpack_logprobs(pb: Logprobs, num_tokens: int | None = None) -> tuple[TokenLogprob, ...]:
-    """One entry per token. ValueError if the columns do not fit `num_tokens` (None: as many as they have)."""
-    emitted = unpack_f32(pb.emitted, "logprobs.emitted")
-    ids = unpack_u32(pb.top_token_ids, "logprobs.top_token_ids")
-    top = unpack_f32(pb.top_logprobs, "logprobs.top_logprobs")
-    num = len(emitted) if num_tokens is None else num_tokens
-    k, rest = divmod(len(ids), num) if num else (0, len(ids))
-    if len(emitted) != num or len(top) != len(ids) or rest:
-        counts = f"{len(emitted)}, {len(ids)} and {len(top)} entries for {num} tokens"
-        raise ValueError(f"logprobs: {counts}; send one per token, and of the top tokens k per token")
-    pairs = list(zip(ids, top, strict=True))
-    return tuple(TokenLogprob(logprob, tuple(pairs[i * k : (i + 1) * k])) for i, logprob in enumerate(emitted))
 
 
 def pack_column(values: Ints, name: str) -> bytes:

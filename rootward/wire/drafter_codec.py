@@ -43,8 +43,9 @@ from rootward.wire.columns import (
     unpack_references,
     unpack_small,
 )
-from rootward.wire.public_codec import MODEL, decoding_to_pb, sampling_from_pb, sampling_to_pb
+from rootward.wire.public_codec import decoding_to_pb, sampling_from_pb, sampling_to_pb
 from rootward.wire.records import Conversion, Record, enum, u32
+from rootward.wire.values_codec import MODEL
 
 MOST_NUMBERS = 1 << 20  # of the features in one message
 LARGEST_FEATURE = 1e6

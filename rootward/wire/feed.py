@@ -18,12 +18,12 @@ from itertools import chain, count
 from rootward.core.requests import Committed
 from rootward.errors import IncompatiblePair, InvalidRequest, ServiceError, Unavailable
 from rootward.v1 import verifier_pb2
-from rootward.wire.channel import parts
+from rootward.wire.channel import split_message
 from rootward.wire.verifier_codec import committed_from_pb, committed_to_pb
 
 Frame = verifier_pb2.FeedFrame
 
-JOINED_TOKENS = 256  # approximate limit of a merged run: one stream must not block the loop for the others
+MAX_MERGED_TOKENS = 256  # approximate limit of a merged run: one stream must not block the loop for the others
 
 
 class Feeds:
@@ -65,7 +65,7 @@ class Feed:
     """One feed at the verifier: the runs committed since the last message."""
 
     def __init__(self) -> None:
-        self._due = Frame()
+        self._pending = Frame()
         self._changed = asyncio.Event()
         self._ended = False
 
@@ -73,7 +73,7 @@ class Feed:
         """Add a run to the next message. Unavailable once the feed has no reader."""
         if self._ended:
             raise Unavailable("the feed has ended")
-        self._due.entries.add(number=number, run=committed_to_pb(run))
+        self._pending.entries.add(number=number, run=committed_to_pb(run))
         self._changed.set()
 
     def end(self) -> None:
@@ -85,21 +85,21 @@ class Feed:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            due = self._due
-            self._due = Frame()
-            if due.entries:
-                for part in parts(due):
+            frame = self._pending
+            self._pending = Frame()
+            if frame.entries:
+                for part in split_message(frame):
                     yield part
             if self._ended:
                 return
 
 
-class Arrived:
+class RunQueue:
     """Queue of one generation at the caller: its runs, and its error."""
 
-    def __init__(self, *, joining: bool) -> None:
-        """joining: runs of several rounds may be merged into one."""
-        self._joining = joining
+    def __init__(self, *, merging: bool) -> None:
+        """merging: runs of several rounds may be merged into one."""
+        self._merging = merging
         self._items: deque[Committed | ServiceError] = deque()
         self._some = asyncio.Event()
 
@@ -121,19 +121,19 @@ class Arrived:
             raise first
         runs = [first]
         num_tokens = len(first.tokens)
-        while self._joining and num_tokens < JOINED_TOKENS and self._items and _joins(runs[-1], self._items[0]):
+        while self._merging and num_tokens < MAX_MERGED_TOKENS and self._items and _can_merge(runs[-1], self._items[0]):
             runs.append(self._items.popleft())  # type: ignore[arg-type]  # errors join nothing
             num_tokens += len(runs[-1].tokens)
-        return first if len(runs) == 1 else _joined(runs)
+        return first if len(runs) == 1 else _merged(runs)
 
 
-def _joins(run: Committed, after: Committed | ServiceError) -> bool:
+def _can_merge(run: Committed, after: Committed | ServiceError) -> bool:
     if isinstance(after, ServiceError) or run.finish is not None or after.prefilled is not None:
         return False
     return (after.epoch, after.offset) == (run.epoch, run.offset + len(run.tokens))
 
 
-def _joined(runs: Sequence[Committed]) -> Committed:
+def _merged(runs: Sequence[Committed]) -> Committed:
     tokens, accepted, logprobs = (
         tuple(chain.from_iterable(getattr(run, name) for run in runs)) for name in ("tokens", "accepted", "logprobs")
     )
@@ -148,7 +148,7 @@ class FeedReader:
         self.over: ServiceError | None = None  # why the feed has ended
         self._address = address
         self._numbers = count(1)
-        self._waiting: dict[int, Arrived] = {}
+        self._waiting: dict[int, RunQueue] = {}
         self._settled = asyncio.Event()  # open, or over
 
     async def read(self, frames: AsyncIterator[Frame]) -> None:
@@ -157,16 +157,16 @@ class FeedReader:
             async for frame in frames:
                 self._settled.set()
                 for entry in frame.entries:
-                    if (arrived := self._waiting.get(entry.number)) is not None:
-                        arrived.put(self._decoded(entry.run))
+                    if (queue := self._waiting.get(entry.number)) is not None:
+                        queue.put(self._decoded(entry.run))
             self.over = Unavailable("the verifier ended its feed")
         except ServiceError as error:
             self.over = error
         finally:
             self.over = self.over or Unavailable("the feed was closed")
             self._settled.set()
-            for arrived in self._waiting.values():
-                arrived.put(self.over)
+            for queue in self._waiting.values():
+                queue.put(self.over)
 
     async def opened(self, timeout_s: float) -> None:
         """Unavailable, or what the verifier says, if it does not open in time."""
@@ -181,18 +181,18 @@ class FeedReader:
     @property
     def num_waiting_tokens(self) -> int:
         """Committed tokens that generations have not taken."""
-        return sum(arrived.num_tokens for arrived in self._waiting.values())
+        return sum(queue.num_tokens for queue in self._waiting.values())
 
     @contextmanager
-    def subscribed(self, *, joining: bool = True) -> Iterator[tuple[int, Arrived]]:
+    def subscribed(self, *, merging: bool = True) -> Iterator[tuple[int, RunQueue]]:
         """A number for one generation, and the queue of its runs."""
         number = next(self._numbers)
-        arrived = Arrived(joining=joining)
-        self._waiting[number] = arrived
+        queue = RunQueue(merging=merging)
+        self._waiting[number] = queue
         if self.over is not None:
-            arrived.put(self.over)
+            queue.put(self.over)
         try:
-            yield number, arrived
+            yield number, queue
         finally:
             del self._waiting[number]
 

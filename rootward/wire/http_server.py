@@ -1,4 +1,4 @@
-"""uvicorn inside our own loop: it neither owns the signals nor the port nor the certificate."""
+"""uvicorn in the event loop of a service, which owns the signals, the port and the certificates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from rootward.errors import ConfigurationError
 from rootward.wire.tls import ServerTls
 
 GRACE_S = 2  # for idle connections at the end; requests have been drained before
-RENEW_S = 1.0  # between two looks at the certificate
-HEAD_S = 10.0  # for the head of a request to arrive, from its first byte or from the beginning of the connection
+RENEW_S = 1.0  # between two checks of the certificate
+HEAD_TIMEOUT_S = (
+    10.0  # for the head of a request to arrive, from its first byte or from the beginning of the connection
+)
 MAX_CONNECTIONS = 1024
 
 
@@ -32,9 +34,11 @@ class HttpServer:
         setting: str = "http_listen",
         tls: ServerTls | None = None,
         max_connections: int = MAX_CONNECTIONS,
-        head_timeout_s: float = HEAD_S,
+        head_timeout_s: float = HEAD_TIMEOUT_S,
     ):
-        self._tls, self._max_connections, self._head_timeout_s = tls, max_connections, head_timeout_s
+        self._tls = tls
+        self._max_connections = max_connections
+        self._head_timeout_s = head_timeout_s
         self._socket = bind(address, setting)
         self.address = join_host_port(*self._socket.getsockname()[:2])
         self._server: uvicorn.Server | None = None
@@ -93,8 +97,8 @@ def _protocol(
     class Guarded(AutoHTTPProtocol):  # type: ignore[misc]
         _late: asyncio.TimerHandle | None = None  # while a head is awaited
         _securing: asyncio.Task[None] | None = None
-        _established = False  # uvicorn knows it
-        _early = b""  # come before TLS was asked for, or before this side knew that the handshake was over
+        _established = False  # passed on to uvicorn
+        _early = b""  # received before TLS was started, or before this side knew that the handshake was over
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             self._raw = transport
@@ -116,7 +120,7 @@ def _protocol(
             transport = None
             with contextlib.suppress(OSError, ssl.SSLError):
                 transport = await handshake
-            if transport is None or raw.is_closing():  # nobody tells the protocol of connections lost in the handshake
+            if transport is None or raw.is_closing():  # asyncio does not report connections lost in the handshake
                 raw.abort()
                 self.connection_lost(None)
             else:
@@ -125,7 +129,8 @@ def _protocol(
                     self.data_received(self._taken_early())
 
         def _taken_early(self) -> bytes:
-            early, self._early = self._early, b""
+            early = self._early
+            self._early = b""
             return early
 
         def _establish(self, transport: asyncio.Transport) -> None:
@@ -170,7 +175,8 @@ def _feed(protocol: asyncio.BufferedProtocol, data: bytes) -> None:
 
 
 def _tls_context(tls: ServerTls) -> ssl.SSLContext:
-    context, files = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), tls.certificates
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    files = tls.certificates
     try:
         context.load_cert_chain(files.certificate, files.key)
         if tls.mutual:
@@ -183,9 +189,10 @@ def _tls_context(tls: ServerTls) -> ssl.SSLContext:
 
 
 async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
-    """New connections get the certificate that lies there now; half of a new pair waits for the other half."""
+    """Load renewed certificates for new connections. A certificate whose key has not been replaced yet does not load and is tried again."""
     files = tls.certificates
-    watched, pending = files.watch(), False
+    watched = files.watch()
+    pending = False
     while True:
         await asyncio.sleep(RENEW_S)
         if pending := watched.changed() or pending:
@@ -197,7 +204,7 @@ async def _keep_renewed(context: ssl.SSLContext, tls: ServerTls) -> None:
 
 
 def bind(address: str, setting: str) -> socket.socket:
-    """A bound socket; ConfigurationError, naming the setting, when the address is taken or none of this machine."""
+    """A bound socket. ConfigurationError, naming the setting, if the address is in use or not of this machine."""
     host, port = split_host_port(address)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)

@@ -1,33 +1,12 @@
-"""generate.proto and control.proto: what the public API and the services between themselves say in the same messages."""
+"""generate.proto: the processors of a request and the reason of its end, in the public API and between services."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rootward.core.requests import FinishReason, Form, Sampling, SpeculationStats, Structure, TokenLogprob
-from rootward.ports import LosslessLevel, ModelInfo
-from rootward.v1 import control_pb2, generate_pb2
-from rootward.wire.columns import pack_f32, pack_u32
-from rootward.wire.records import Conversion, Record, numbers_of
+from rootward.core.requests import FinishReason, Form, Sampling, Structure
+from rootward.v1 import generate_pb2
+from rootward.wire.records import numbers_of
 
 REASONS = numbers_of(FinishReason, generate_pb2.Finish.Reason)
-LOSSLESS = numbers_of(LosslessLevel, control_pb2.ServerInfo.LosslessLevel)
-LEVELS = {number: level for level, number in LOSSLESS.items()}
-MODEL = Record(
-    ModelInfo,
-    control_pb2.ModelInfo,
-    lossless=Conversion(
-        LOSSLESS.__getitem__, lambda number: LEVELS.get(number, LosslessLevel.DISTRIBUTION)
-    ),  # a level of another version is at least the lowest
-)
-STATS = Record(SpeculationStats, generate_pb2.SpeculationStats)
-
-
-def stats_to_pb(value: SpeculationStats) -> generate_pb2.SpeculationStats:
-    """The counts, and the two ratios that follow from them."""
-    drafted = value.num_draft_tokens
-    rate = value.num_accepted_draft_tokens / drafted if drafted else 0.0
-    return STATS.to_pb(value, mean_acceptance_length=value.mean_acceptance_length, draft_acceptance_rate=rate)
 
 
 def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
@@ -77,14 +56,3 @@ def structure_from_pb(decoding: generate_pb2.Decoding) -> Structure | None:
     if kind is None or (kind == "json_object" and not decoding.json_object):
         return None
     return Structure(Form(kind), "" if kind == "json_object" else getattr(decoding, kind))
-
-
-def logprobs_to_pb(values: Sequence[TokenLogprob]) -> generate_pb2.Logprobs:
-    """One entry per token. ValueError unless all have the same number of top tokens."""
-    if len({len(value.top) for value in values}) > 1:
-        raise ValueError("logprobs: top: lengths differ between tokens; give the same number for each")
-    return generate_pb2.Logprobs(
-        emitted=pack_f32([value.logprob for value in values]),
-        top_token_ids=pack_u32([token for value in values for token, _ in value.top], "logprobs.top_token_ids"),
-        top_logprobs=pack_f32([logprob for value in values for _, logprob in value.top]),
-    )

@@ -1,8 +1,7 @@
-"""A gRPC server with what every role needs: health with Watch, reflection, limits, a port that is really its own."""
+"""The gRPC server of every role: health with Watch, reflection, limits, a port of its own."""
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -12,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 
 from rootward.addresses import is_loopback
 from rootward.errors import ConfigurationError
-from rootward.wire.auth import OPEN, Admission, BytesInFlight, Check, peers_only
+from rootward.wire.auth import HEALTH, Admission, BytesInFlight, Check, peers_only
 from rootward.wire.channel import SERVING, Transport, server_options
 from rootward.wire.tls import ServerTls, server_credentials
 
@@ -31,7 +30,7 @@ class RpcServer:
             await server.start()
             await server.set_ready(True)
 
-    Health: service "" says that the process lives; each registered service says whether it takes work (`set_ready`).
+    Health: service "" is SERVING while the process runs; each registered service while it takes work (`set_ready`).
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class RpcServer:
     ) -> None:
         self._checks = (*checks, peers_only(tls.peers)) if tls and tls.peers else checks
         # For servicers to add to when they register: prefix of a method's path -> most bytes of its request message.
-        self.limits = {OPEN: SMALL_BYTES}
+        self.limits = {HEALTH: SMALL_BYTES}
         admission = Admission(self._checks, self.limits, in_flight or BytesInFlight(MAX_BYTES_IN_FLIGHT))
         self.grpc = grpc.aio.server(
             options=server_options(transport), interceptors=[admission], maximum_concurrent_rpcs=MAX_CALLS
@@ -85,9 +84,7 @@ class RpcServer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         await self.stop(0 if kind else None)
 
     def _bind(self) -> int:

@@ -90,7 +90,7 @@ async def errors_as_status(context: Context, request_id: str = "") -> AsyncItera
         await abort(context, known, request_id)
 
 
-def read(error: grpc.RpcError) -> Failure:
+def failure_of(error: grpc.RpcError) -> Failure:
     """The status of a failed RPC with its details, whether the call was made by grpc or grpc.aio."""
     call: Any = error  # grpc and grpc.aio give their errors the same methods, the base class has none
     trailing = dict(tuple(call.trailing_metadata() or ()))
@@ -111,7 +111,7 @@ def read(error: grpc.RpcError) -> Failure:
 
 def from_rpc_error(error: grpc.RpcError) -> ServiceError:
     """The ServiceError a peer service raised, of the same class; Unavailable if the peer is gone."""
-    failure = read(error)
+    failure = failure_of(error)
     if failure.lost:
         return errors.Unavailable(failure.message or "the peer is gone")
     if failure.too_large:
@@ -124,7 +124,7 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
 
 def api_error(error: grpc.RpcError) -> APIError:
     """What the SDK raises for a failed RPC."""
-    failure = read(error)
+    failure = failure_of(error)
     if failure.lost:
         return errors.APIConnectionError(f"no answer from the server: {failure.message}")
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:

@@ -18,20 +18,11 @@ from rootward.core.requests import (
 )
 from rootward.ports import VerifierInfo
 from rootward.v1 import generate_pb2, verifier_pb2
-from rootward.wire.columns import unpack_logprobs, unpack_u32
+from rootward.wire.columns import unpack_u32
 from rootward.wire.drafter_codec import LAWS
-from rootward.wire.public_codec import (
-    MODEL,
-    REASONS,
-    STATS,
-    decoding_to_pb,
-    logprobs_to_pb,
-    sampling_from_pb,
-    sampling_to_pb,
-    stats_to_pb,
-    structure_from_pb,
-)
+from rootward.wire.public_codec import REASONS, decoding_to_pb, sampling_from_pb, sampling_to_pb, structure_from_pb
 from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
+from rootward.wire.values_codec import MODEL, STATS, logprobs_to_pb, stats_to_pb, unpack_logprobs
 
 RULES = numbers_of(Rule, verifier_pb2.Rule, "RULE_")
 MODES = numbers_of(SpeculationMode, generate_pb2.Speculation.Mode)

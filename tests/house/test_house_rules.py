@@ -44,10 +44,10 @@ def test_every_folder_of_a_package_is_one():
     assert places(sorted(folder for folder in folders if not (folder / "__init__.py").exists())) == []
 
 
-def test_only_the_settings_read_the_environment():
+def test_only_the_host_module_and_settings_sources_read_the_environment():
     reads = re.compile(r"\b(os\.environ|getenv|from os import .*environ)\b")
     readers = [path for path in python_files(*PACKAGES) if reads.search(path.read_text(encoding="utf-8"))]
-    assert set(places(readers)) <= {"rootward/settings.py"}
+    assert set(places(readers)) <= {"rootward/host.py"}
 
 
 def test_the_bounds_of_the_dependencies_admit_the_committed_stubs():

@@ -7,7 +7,17 @@ import sys
 
 import rootward
 
-HEAVY = ("torch", "transformers", "pydantic", "starlette", "redis", "rootward.core", "rootward.engine")
+HEAVY = (
+    "torch",
+    "transformers",
+    "pydantic",
+    "pydantic_settings",
+    "structlog",
+    "starlette",
+    "redis",
+    "rootward.core",
+    "rootward.engine",
+)
 
 
 def loaded_by(statement: str) -> set[str]:
@@ -29,3 +39,7 @@ def test_the_public_names_are_these():
 
 def test_the_client_loads_nothing_heavy():
     assert loaded_by("import rootward; rootward.Client") == set()
+
+
+def test_the_doctor_needs_no_extra():
+    assert loaded_by("from rootward.doctor import machine, system") == set()

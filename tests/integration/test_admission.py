@@ -119,7 +119,7 @@ async def test_messages_in_flight_share_a_budget_until_they_are_answered() -> No
 
 
 async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "MESSAGE_S", 0.1)
+    monkeypatch.setattr(auth, "MESSAGE_TIMEOUT_S", 0.1)
     async with length_server([]) as channel:
         call = channel.stream_unary("/test.Lengths/Unary")(metadata=KEY, timeout=20)  # never writes
         assert await status(call) is grpc.StatusCode.INVALID_ARGUMENT

@@ -15,8 +15,8 @@ from rootward.core.frames import ToDrafter
 from rootward.core.requests import Committed, VerifierRequest
 from rootward.v1 import drafter_pb2, verifier_pb2
 from rootward.wire import drafter_codec, verifier_codec
-from rootward.wire.public_codec import MODEL
 from rootward.wire.records import Record
+from rootward.wire.values_codec import MODEL
 
 M = TypeVar("M", bound=Message)
 

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rootward import demo
 from rootward.engine.threads import on_passing_thread
 from rootward.errors import ConfigurationError
+from rootward.host import ask_for_huge_pages, available_cores
 from rootward.ports import LanguageModel
-from rootward.settings import ask_for_huge_pages, available_cores
 from verifier_service.local_drafts import HEAD
 from verifier_service.plan.flags import parser
 from verifier_service.plan.forecast import forecasts

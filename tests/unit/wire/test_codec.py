@@ -17,7 +17,7 @@ from rootward.core.frames import Features, FromDrafter, OpenFeatures, ToDrafter
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import Sampling, VerifierRequest
 from rootward.v1 import control_pb2, drafter_pb2, generate_pb2, verifier_pb2
-from rootward.wire.channel import parts
+from rootward.wire.channel import split_message
 from rootward.wire.drafter_codec import MOST_NUMBERS
 from rootward.wire.records import Record
 
@@ -251,12 +251,12 @@ def joined(frames):
 @given(wire.to_drafter | wire.from_drafter)
 def test_parts_join_to_the_frame(frame: ToDrafter | FromDrafter):
     for limit in (1, 40, 200):
-        assert joined([from_pb(part) for part in parts(to_pb(frame), limit)]) == frame
+        assert joined([from_pb(part) for part in split_message(to_pb(frame), limit)]) == frame
 
 
 def test_a_small_frame_stays_whole():
     message = to_pb(ToDrafter())
-    assert list(parts(message)) == [message]
+    assert list(split_message(message)) == [message]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 
 from rootward.core.requests import Committed, Finish, FinishReason, Prefilled, TokenLogprob
 from rootward.errors import Unavailable
-from rootward.wire.feed import Arrived
+from rootward.wire.feed import RunQueue
 
 END = Finish(FinishReason.LENGTH)
 
@@ -15,8 +15,8 @@ def run(offset, *tokens, epoch=1, **fields):
     return Committed(epoch, offset, tokens, tuple(i < len(tokens) - 1 for i in range(len(tokens))), **fields)
 
 
-def arrived(*items, joining=True):
-    made = Arrived(joining=joining)
+def arrived(*items, merging=True):
+    made = RunQueue(merging=merging)
     for item in items:
         made.put(item)
     return made
@@ -51,7 +51,7 @@ async def test_runs_that_are_not_consecutive_are_not_merged(apart):
 
 
 async def test_rounds_with_trees_are_not_merged():
-    waiting = arrived(run(0, 5), run(1, 6), joining=False)
+    waiting = arrived(run(0, 5), run(1, 6), merging=False)
     assert [(await waiting.take()).tokens for _ in range(2)] == [(5,), (6,)]
 
 

@@ -1,0 +1,54 @@
+"""The machine that this process runs on: cores, threads, memory pages, folders for caches."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its CPU affinity, and the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def thread_variables() -> dict[str, str]:
+    """Variables of the environment that bound the threads of numerical libraries, where they are set."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def as_rank(index: int, size: int, *, per_node: int) -> None:
+    """Make this process look like one that torchrun has started: transformers looks there for the GPU to use."""
+    local = {"LOCAL_RANK": str(index % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    os.environ.update(RANK=str(index), WORLD_SIZE=str(size), **local)
+
+
+def ask_for_huge_pages() -> None:
+    """Make torch allocate in huge pages of 2 MiB, unless the environment forbids it (THP_MEM_ALLOC_ENABLE=0).
+
+    Every step reads all weights, and page faults of 4 KiB pages cost a tenth of that time (docs/log.md). torch reads this variable once,
+    when it allocates for the first time, so a process calls this before it loads a model.
+    """
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def user_cache() -> Path:
+    """Folder for files that can be downloaded or computed again: $XDG_CACHE_HOME/rootward, by default ~/.cache/rootward."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
+
+
+def folder_of_kernels(version: str) -> Path:
+    """Folder of numba's compiled kernels: in the user's cache or, where that cannot be written, a new one of this process. The files are
+    pickles, so no other user may write there."""
+    folder = user_cache() / "kernels" / version
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a container whose file system is read-only
+        folder = Path(tempfile.mkdtemp(prefix="rootward-kernels-"))
+    return folder
