@@ -270,6 +270,21 @@ def test_redis_speaks_tls_under_mutual_tls(helm):
     assert dict(itertools.pairwise(arguments))["--tls-port"] == "6379"
 
 
+def test_redis_takes_a_renewed_certificate(helm):
+    """It reads its files when it starts. redis-cli refuses a server whose certificate has expired, and takes NOAUTH for an answer."""
+    for values, expected in (("", "tcpSocket"), (MUTUAL_TLS, "exec")):
+        (container,) = named(helm.rendered(values), "StatefulSet", "rw-rootward-redis")["spec"]["template"]["spec"][
+            "containers"
+        ]
+        assert expected in container["livenessProbe"]
+    command = container["livenessProbe"]["exec"]["command"]
+    assert command[0] == "redis-cli"
+    assert (
+        dict(itertools.pairwise(command))["--cacert"]
+        == dict(itertools.pairwise(container["args"]))["--tls-ca-cert-file"]
+    )
+
+
 # -- restarts, limits -------------------------------------------------------------------------------------------------
 
 
