@@ -1,7 +1,7 @@
-"""Sliding windows of a network's layers, and the dense fall-back: everything an entry holds, gathered, under an additive mask.
+"""Sliding windows of a network's layers, and dense attention: all keys and values of an entry are gathered, with an additive mask.
 
-Eager attention adds its mask to the scores, and sdpa would turn a boolean one into this anyway, once per layer. What is hidden is the
-entry's own: padding repeats one of its cells.
+The mask is additive because eager attention adds it to the scores, and sdpa would convert a boolean one in every layer. Padding repeats a
+cell of the entry.
 
 Legend: B entries, Q rows of each (padded), KV cells gathered per entry (padded).
 """
@@ -27,7 +27,7 @@ class Windows:
         self.by_layer, self._by_kind = tuple(by_layer), by_kind
 
     def masks(self, make: Any) -> Mask:
-        """What the network takes as its mask; `make` gives the one for a window."""
+        """The network's mask argument: one mask, or one per kind of layer. `make` returns the mask of a window."""
         if self._by_kind is None:
             mask: torch.Tensor = make(self.by_layer[0])
             return mask
@@ -35,7 +35,7 @@ class Windows:
 
 
 def layer_windows(config: Any) -> Windows | None:
-    """The windows of a model's text configuration; None if it has layers of another kind."""
+    """The windows of a text configuration; None if it has layers that are neither full nor sliding attention."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None
@@ -51,7 +51,7 @@ def layer_windows(config: Any) -> Windows | None:
 
 
 class DenseView:
-    """cells int64[B, KV] of the storage, the committed prefix first; made on the device from a few small arrays."""
+    """cells int64[B, KV] of the storage, the committed prefix first; computed on the device from the paged context."""
 
     def __init__(self, context: PagedContext):
         self.context = context

@@ -1,8 +1,8 @@
-"""One step as tensors: the rows of all sessions, one after the other, or padded to one width for a network that takes a batch.
+"""The tensors of one step: rows of all sessions, concatenated, or padded to one width for a network that takes a batch.
 
-Padding rows repeat the first row of their entry (position, token and visibility: they are finite) and write to a trash cell that nobody
-reads. How attention is told what to read depends on the way it is computed, and is made when it first asks: `paged` for kernels over block
-tables and for the dense fall-back, `visible` for the CPU.
+Padding rows repeat the first row of their entry (position, token and visibility, so their values are finite) and write to a trash cell that
+is never read. The description of the keys that attention reads depends on the implementation and is made on first use: `paged` for kernels
+over block tables and for dense attention, `visible` for the CPU.
 
 Legend: B entries, Q rows of each (padded), T wanted rows.
 """
@@ -24,11 +24,11 @@ from rootward.engine.slots import Entry, Size
 
 
 class Step:
-    """What one forward needs besides the weights.
+    """Inputs of one forward.
 
     ids, positions  int64[B, Q], or int64[N] if the rows are not padded
     write           int64[N]  cell of the storage for each row, the trash cell for padding
-    wanted          int64[T]  which of the N rows' logits are wanted; None: all of them
+    wanted          int64[T]  rows whose logits are wanted; None: all of them
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Step:
         self.wanted = None if sum(map(len, kept)) == num * width else self._on_device(flat_rows(kept, width))
 
     def logits_to_keep(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What a network is told of the wanted rows (`logits_to_keep`), and which of those that it answers they are; None: all."""
+        """(the argument `logits_to_keep` of a network of transformers, indices of the wanted rows among its logits; None: all of them)."""
         if len(self._kept) == 1:
             return self._on_device(np.asarray(self._kept[0])), None
-        if host_can_read(self.device):  # exactly these; elsewhere somebody would have to ask how many they are
+        if host_can_read(self.device):  # a mask; on a device its sum would be a synchronisation
             mask = np.zeros((len(self._kept), self.width), np.bool_)
             for b, rows in enumerate(self._kept):
                 mask[b, rows.start : rows.stop] = True
@@ -72,11 +72,11 @@ class Step:
 
     @cached_property
     def paged(self) -> PagedContext:
-        """For kernels over block tables; on the device."""
+        """Input of kernels over block tables, on the device."""
         return paged_context(self.entries, self.width, self.size.block_size, self.device)
 
     def visible(self, window: int | None) -> VisibleKeys:
-        """For attention on the CPU, in layers with this sliding window."""
+        """Input of attention on the CPU, in layers with this sliding window."""
         if window is not None and self.max_position < window:
             window = None
         if window not in self._visible:
@@ -94,24 +94,26 @@ def packed_rows(entries: Sequence[Entry], num: int, width: int, size: Size) -> N
         packed[1, b, :q] = plan.positions
         packed[2, b, :q] = entry.table.cells(plan.cells)
         packed[:2, b, q:] = packed[:2, b, :1]
-    # rows beyond the network's context carry no meaning
+    # rows beyond the network's context are never used
     np.minimum(packed[1], size.max_positions - 1, out=packed[1])
     return packed
 
 
 def flat_rows(kept: Sequence[range], width: int) -> NDArray[np.int64]:
-    """int64[T]: which rows of all entries they are, `width` to an entry."""
+    """int64[T]: indices of the kept rows among all rows, with `width` rows per entry."""
     return np.concatenate([b * width + np.asarray(rows) for b, rows in enumerate(kept)])
 
 
 def split(widths: Sequence[int], overhead: int) -> list[list[int]]:
-    """Entries by forward: one, or two if padding the narrow ones to the widest costs more than another forward.
+    """Entries of each forward: one forward, or two if padding the narrow entries to the widest costs more than a second forward.
 
-    A forward costs its padded rows, plus `overhead` rows.
+    The cost of a forward is its padded rows plus `overhead` rows.
     """
     order = sorted(range(len(widths)), key=lambda i: widths[i])
     widest = widths[order[-1]]
-    saved = [(widest - widths[order[k - 1]]) * k for k in range(1, len(order))]  # by the k narrowest in their own
+    saved = [
+        (widest - widths[order[k - 1]]) * k for k in range(1, len(order))
+    ]  # if the k narrowest have their own forward
     if not saved or max(saved) <= overhead:
         return [list(range(len(widths)))]
     k = saved.index(max(saved)) + 1

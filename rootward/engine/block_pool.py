@@ -1,10 +1,10 @@
-"""KV memory as blocks of equal size: who holds which, which may be found again by its content, which is free. No tensors here.
+"""KV memory as blocks of equal size: reference counts, the prefix cache, and block tables. No tensors here.
 
-A block is *held* by the sessions whose tables name it (one reference each), *idle* if nobody holds it but its content can be found by
-key, or *free*. Idle blocks are as good as free: the one idle longest is forgotten first. A block with a key is never written again, so
-sharing it needs no copy.
+A block is *held* by the sessions whose tables contain it (one reference each), *idle* if no session holds it but its content can be found
+by key, or *free*. Idle blocks are evicted when blocks are needed, least recently used first. A block with a key is never written again, so
+it is shared without a copy.
 
-Conservation law: held + idle + free = num_blocks, and the references of a block are the tables that name it (`check`).
+Invariant: held + idle + free = num_blocks, and the references of a block are the tables that contain it (`check`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from rootward.core.arrays import Ints
 from rootward.errors import KvFull
 
-EVICT_AT_ONCE = 16  # idle blocks forgotten together: what replaces them lies in longer runs
+EVICT_AT_ONCE = 16  # idle blocks evicted together, so that new blocks are in longer runs
 
 
 class BlockPool:
@@ -27,30 +27,30 @@ class BlockPool:
         """now: a clock in seconds."""
         self.num_blocks = num_blocks
         self._now = now
-        self._evicted_until = -math.inf  # when the last forgotten block became idle
+        self._evicted_until = -math.inf  # when the last evicted block became idle
         self._free = np.ones(num_blocks, dtype=np.bool_)
         self._num_free = num_blocks
         self._references = np.zeros(num_blocks, dtype=np.int64)
-        self._idle: OrderedDict[int, float] = OrderedDict()  # since when; idle longest first
+        self._idle: OrderedDict[int, float] = OrderedDict()  # when it became idle; least recent first
         self._by_key: dict[bytes, int] = {}
         self._key: dict[int, bytes] = {}
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give: free and idle ones."""
+        """Blocks that `take` can return: free and idle ones."""
         return self._num_free + len(self._idle)
 
     @property
     def evicted_age_s(self) -> float:
-        """Content that was in use within so many seconds is still held, older content may be forgotten; inf: nothing was forgotten yet."""
+        """Seconds: content used more recently than this is still cached; inf: nothing has been evicted."""
         return self._now() - self._evicted_until
 
     def take(self, num: int, start: int) -> list[int]:
-        """Hold `num` blocks, preferably `start` and those that follow. KvFull if there are too few; nothing changes then."""
+        """Hold `num` blocks, preferably `start` and those after it. KvFull, without a change, if there are too few."""
         if num > self.num_available:
             raise KvFull(num, self.num_available)
         if num > self._num_free:
-            self._forget(max(num - self._num_free, min(EVICT_AT_ONCE, len(self._idle))))
+            self._evict(max(num - self._num_free, min(EVICT_AT_ONCE, len(self._idle))))
         blocks = self._next_free(num, start)
         self._free[blocks] = False
         self._num_free -= num
@@ -58,7 +58,7 @@ class BlockPool:
         return blocks
 
     def share(self, keys: Sequence[bytes]) -> list[int]:
-        """Hold the blocks of the longest known prefix of these keys; returns them."""
+        """Hold and return the cached blocks of the longest prefix of these keys."""
         blocks: list[int] = []
         for key in keys:
             block = self._by_key.get(key)
@@ -70,12 +70,12 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, key: bytes) -> None:
-        """The held block is full for good and found by this key from now on; unless another block is already."""
+        """Make a held, full block findable by this key, unless another block already is."""
         if key not in self._by_key and block not in self._key:
             self._by_key[key], self._key[block] = block, key
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Drop one reference each. Give a table deepest block first: a prefix is useful without its end, not the reverse."""
+        """Drop one reference of each. Give the blocks of a table last one first, so that the end of a text is evicted before its prefix."""
         for block in blocks:
             self._references[block] -= 1
             if self._references[block]:
@@ -87,7 +87,7 @@ class BlockPool:
                 self._num_free += 1
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """RuntimeError unless the conservation law holds for these tables, all there are."""
+        """RuntimeError unless the invariant holds. tables: those of all sessions."""
         named = Counter(block for table in tables for block in table)
         counted = {block: int(n) for block, n in enumerate(self._references) if n}
         free = np.flatnonzero(self._free).tolist()
@@ -100,7 +100,7 @@ class BlockPool:
                 f"KV blocks leaked: held, idle, free = {parts} of {self.num_blocks}; references {counted}"
             )
 
-    def _forget(self, num: int) -> None:
+    def _evict(self, num: int) -> None:
         for _ in range(num):
             block, self._evicted_until = self._idle.popitem(last=False)
             del self._by_key[self._key.pop(block)]
@@ -108,7 +108,7 @@ class BlockPool:
         self._num_free += num
 
     def _next_free(self, num: int, start: int) -> list[int]:
-        """The first free blocks from `start` on, then from 0 on: a growing table stays in one piece while its neighbours leave room."""
+        """The first free blocks from `start` on, then from 0 on, so that a growing table stays contiguous where possible."""
         if num == 1 and start < self.num_blocks and self._free[start]:
             return [start]
         free = np.flatnonzero(self._free)
@@ -141,13 +141,13 @@ class BlockTable:
         self._num += len(blocks)
 
     def cut(self, num_blocks: int) -> list[int]:
-        """Keep so many blocks; returns the others, deepest first."""
+        """Keep the first `num_blocks` blocks; returns the others, last first."""
         gone: list[int] = self._block[num_blocks : self._num][::-1].tolist()
         self._num -= len(gone)
         return gone
 
     def cells(self, own: Ints) -> Ints:
-        """Cells of the storage where these cells of the session lie."""
+        """int64[n]: cells of the storage of these cells of the session."""
         block, inside = np.divmod(own, self.block_size)
         found: Ints = self._block[block] * self.block_size + inside
         return found

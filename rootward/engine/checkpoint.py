@@ -1,5 +1,5 @@
-"""Networks as they are read: a folder, a hub name or a GGUF file; whole or this rank's part, as published or quantised, alone or with an
-adapter; and what identifies them."""
+"""Reading networks: from a folder, a hub name or a GGUF file; whole or this rank's part, quantised or not, with or without an adapter; and
+their fingerprints."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def _tensor(path_or_name: str, name: str, device: str, dtype: torch.dtype) -> to
 
 
 def cpu_dtype(path_or_name: str) -> tuple[str, str]:
-    """The type that "auto" means on this processor, and why. It follows from the checkpoint and the processor's instructions, not from a
-    measurement: replicas on equal machines must choose the same."""
+    """(the type that "auto" means on this processor, the reason). It depends on the checkpoint and the instruction set, not on a
+    measurement, because replicas on equal machines must choose the same."""
     from transformers import AutoConfig
 
     try:
@@ -151,7 +151,7 @@ def local_model(spec: str) -> str:
             _convert(file, own)
             own.rename(folder)
         except OSError:
-            if not (folder / "config.json").is_file():  # otherwise another process was faster
+            if not (folder / "config.json").is_file():  # otherwise another process has written it
                 raise
         finally:
             shutil.rmtree(own, ignore_errors=True)
@@ -168,9 +168,9 @@ def _convert(file: Path, folder: Path) -> None:
         dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
         network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    except Exception as wrong:  # whatever its readers make of a file
+    except Exception as wrong:  # the readers raise many types
         raise _unreadable(str(file), wrong) from wrong
-    # As an ordinary network: a folder that says it is quantised would be computed by the modules of GGUF files.
+    # Saved as an unquantised network: otherwise it would be run by the modules of GGUF files.
     config = network.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -189,9 +189,9 @@ def _convert(file: Path, folder: Path) -> None:
 
 
 def fingerprint(network: Any, adapter: str | None = None) -> str:
-    """sha256 over the configuration and, per weight, its name, shape, type and 64 values; and over the adapter's files.
+    """sha256 over the configuration, over name, shape, type and 64 values of every weight, and over the adapter's files.
 
-    The same in every process, and whether or not ranks share the network.
+    The same in every process, with or without tensor parallelism.
     """
     config = network.config.to_dict()
     for volatile in ("_name_or_path", "transformers_version", "_attn_implementation", "distributed_config"):
@@ -216,19 +216,19 @@ def adapter_digest(adapter: str) -> str:
 
 
 def num_bytes(network: Any) -> int:
-    """Of weights and buffers in the memory of this process, as they are stored."""
+    """Bytes of weights and buffers in the memory of this process."""
     return sum(stored.nbytes for w in (*network.parameters(), *network.buffers()) for stored in leaves(w))
 
 
 def leaves(weight: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors a weight consists of: itself, or the parts of a quantised or shared one."""
+    """The plain tensors of a weight: itself, or the parts of a quantised or sharded one."""
     names = getattr(weight, "__tensor_flatten__", None)
     if names is None:
         yield weight
     else:
         parts = (getattr(weight, name) for name in names()[0])
         for stored in parts:
-            if isinstance(stored, torch.Tensor):  # not the ranks that share it
+            if isinstance(stored, torch.Tensor):  # a sharded one has a process group too
                 yield from leaves(stored)
 
 
@@ -237,7 +237,7 @@ def _read(path_or_name: str, options: dict[str, Any]) -> Any:
     from transformers.utils import logging as transformers_logging
 
     if not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()  # a log is no place for a progress bar
+        transformers_logging.disable_progress_bar()  # it would fill a log
     try:
         return AutoModelForCausalLM.from_pretrained(path_or_name, **options)
     except (OSError, ValueError, ImportError) as wrong:
@@ -245,7 +245,7 @@ def _read(path_or_name: str, options: dict[str, Any]) -> Any:
 
 
 def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
-    """What makes transformers read this rank's part only."""
+    """Options with which transformers reads this rank's part only."""
     from transformers import AutoConfig
 
     if find_spec("accelerate") is None:
@@ -261,19 +261,19 @@ def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
 
 
 def _quantised(quantization: str, device: str) -> dict[str, Any]:
-    """What makes transformers quantise while it reads."""
+    """Options with which transformers quantises while it reads."""
     from transformers.quantizers import AutoQuantizationConfig
 
     try:
         config = AutoQuantizationConfig.from_dict(json.loads(quantization))
-    except Exception as wrong:  # whatever a method makes of what it does not know
+    except Exception as wrong:  # quantisation methods raise many types
         raise ConfigurationError(f"quantization: {quantization!r} is not valid ({_line(wrong)})") from wrong
     placed = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
     return {"quantization_config": config, **placed}
 
 
 def _merged(network: Any, adapter: str, group: Group | None) -> Any:
-    """The network with the adapter's products added to its weights."""
+    """The network with the adapter's low-rank products added to its weights."""
     folder = Path(adapter).expanduser()
     missing = [name for name in ADAPTER_FILES if not (folder / name).is_file()]
     if missing:

@@ -1,14 +1,14 @@
-"""Steps as graphs: the forward of a bucket, and what is made of its rows, is recorded once over buffers that never move, and replayed for
-every step that fits.
+"""Recorded steps (CUDA graphs): the forward of a bucket and the reduction of its rows are recorded once over static buffers, and replayed
+for every step of that bucket.
 
-A step in eager mode is hundreds of launches from Python; recorded, it is one. What may differ between two replays lies in the buffers:
-tokens, positions, cells, block tables, lengths, visibility. All else is the bucket: sizes rounded up to powers of two. Rows and entries of
-padding write to the trash cell. Two or three host-to-device copies fill the buffers; nothing in between asks the device for a value.
+A step in eager mode is hundreds of launches from Python; recorded, it is one. The buffers hold the inputs that differ between replays:
+tokens, positions, cells, block tables, lengths, visibility. A bucket is given by all sizes, rounded up to powers of two. Padding rows and
+entries write to the trash cell. Two or three host-to-device copies fill the buffers, without a synchronisation.
 
-A bucket runs unrecorded the first time (many come once) and is recorded the second time. When there are `MAX_GRAPHS`, one takes the place
-of the recording that nobody has needed for longest, if that is `IDLE_STEPS`; since recording takes as long as many steps, only once in
-`STEPS_BETWEEN` of them. Prompts and steps beyond `MAX_ROWS` are not recorded: there the launches do not count. What cannot be recorded
-(experts that look at their routing, say) stays as it is.
+A bucket runs eagerly the first time, since many occur once, and is recorded the second time. At most `MAX_GRAPHS` are kept; then a new one
+replaces the least recently used one if that was unused for `IDLE_STEPS` steps, at most once in `STEPS_BETWEEN` steps, because recording
+takes as long as many steps. Prompts and steps above `MAX_ROWS` rows are not recorded, since their launches cost relatively little. Networks
+that cannot be recorded (for example mixtures of experts that read their routing on the host) run eagerly.
 
 Legend: B entries, Q rows of each (padded), R wanted rows (padded), V vocabulary.
 """
@@ -28,36 +28,36 @@ from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.batch import flat_rows, packed_rows
 from rootward.engine.cpu_attention import VisibleKeys
-from rootward.engine.paged import Extents, packed_context, seen_in
+from rootward.engine.paged import Extents, packed_context, unpacked_context
 from rootward.engine.slots import Entry, Size
 from rootward.ports import Reduction
 
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 512
-MIN_BLOCKS = 16  # below, shorter prefixes save nothing
-MIN_NODES = 32  # a word of visibility, half a tile of the kernel
+MIN_BLOCKS = 16  # shorter prefixes are not faster
+MIN_NODES = 32  # one word of visibility, half a tile of the kernel
 MAX_GRAPHS = 128
 IDLE_STEPS = 1000
 STEPS_BETWEEN = 250
-MAX_DROPPED = 16  # rows of an entry whose logits nobody wants: a few tokens that a drafter catches up with, no prompt
+MAX_DROPPED = 16  # rows of an entry without wanted logits: some committed tokens of a drafter's tree, but no prompt
 Run = Callable[[], torch.Tensor]
 
 
 class Capture(Protocol):
-    """Records what `run` launches; returns what launches it again and gives the same tensor, with new content."""
+    """Records the launches of `run`; returns a function that replays them and returns the same tensor, with new content."""
 
     def __call__(self, run: Run) -> Run: ...
 
 
 class CudaCapture:
-    """CUDA graphs out of one memory pool: only one of them runs at a time. The thread that records must be the one that runs."""
+    """CUDA graphs that share a memory pool: one of them runs at a time. Recording and replay must be on the same thread."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device, self._pool = torch.device(device), torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Run) -> Run:
-        with torch.cuda.device(self._device):  # of this thread; work for another device would not be recorded
+        with torch.cuda.device(self._device):  # launches on another device would not be recorded
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
@@ -71,7 +71,7 @@ class CudaCapture:
 
 
 class Bucket(NamedTuple):
-    """What steps that share a recording have in common. `num_rows`, `kind`: of a reduction, how many rows and what is static of it."""
+    """Key of a recording. `num_rows`, `kind`: number of rows and static part of the reduction."""
 
     extents: Extents
     num_rows: int = 0
@@ -79,7 +79,7 @@ class Bucket(NamedTuple):
 
 
 class StaticStep:
-    """The buffers of a bucket; for the network they are a `Step`."""
+    """The static buffers of a bucket, with the interface of `Step`."""
 
     def __init__(self, extents: Extents, size: Size, device: torch.device):
         self.extents, self.size, self.device = extents, size, device
@@ -87,7 +87,7 @@ class StaticStep:
         self._context = torch.zeros(extents.total, dtype=torch.int32, device=device)
         self.ids, self.positions, write = self._rows.unbind(0)
         self.write = write.reshape(-1)
-        self.paged = seen_in(self._context, extents, size.block_size, extents.blocks * size.block_size)
+        self.paged = unpacked_context(self._context, extents, size.block_size, extents.blocks * size.block_size)
 
     def fill(self, entries: Sequence[Entry]) -> None:
         rows = packed_rows(entries, self.extents.entries, self.extents.rows, self.size)
@@ -102,37 +102,37 @@ class StaticStep:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """A step that can be replayed. `numbers` float64[R, 1 + n]: which rows are wanted, and their lines of the reduction's table."""
+    """A recorded step. `numbers` float64[R, 1 + n]: indices of the wanted rows, and their rows of the reduction's table."""
 
     static: StaticStep
     replay: Run
     numbers: torch.Tensor | None
 
     def of(self, entries: Sequence[Entry], wanted: Ints, reduction: Reduction | None) -> torch.Tensor:
-        """Logits [T, V] of the wanted rows, or what is made of them: a copy, for the next replay writes to the same place."""
+        """Logits [T, V] of the wanted rows, or their reduction. A copy, since the next replay overwrites the output."""
         self.static.fill(entries)
         if reduction is None:
             index = torch.from_numpy(wanted).to(self.static.device, non_blocking=True)
             return self.replay().flatten(0, 1).index_select(0, index)
         assert self.numbers is not None
         numbers = np.column_stack([wanted, reduction.table])
-        # The others' are of some earlier rows.
+        # further rows keep earlier numbers; their results are not used
         self.numbers[: len(numbers)].copy_(torch.from_numpy(numbers), non_blocking=True)
         return self.replay()[: len(wanted)].clone()
 
 
 class Graphs:
-    """Recorded forwards by bucket, and what is made of their rows. `forward` runs the network over the buffers of one: [B, Q, V]."""
+    """Recorded forwards and reductions by bucket. `forward` runs the network over the buffers of a bucket: [B, Q, V]."""
 
     def __init__(
         self, forward: Callable[[StaticStep], torch.Tensor], capture: Capture, size: Size, device: torch.device
     ):
         self._forward, self._capture, self._size, self._device = forward, capture, size, device
         self._seen: set[Bucket] = set()
-        self._recorded: dict[Bucket, Recorded] = {}  # the longest unused first
+        self._recorded: dict[Bucket, Recorded] = {}  # least recently used first
         self._used: dict[Bucket, int] = {}  # the step of its last replay
-        self._room_made = -STEPS_BETWEEN  # the step at which a recording was given up for another
-        self._refused: set[Hashable] = set()  # kinds that cannot be recorded, buckets that memory did not suffice for
+        self._room_made = -STEPS_BETWEEN  # step of the last replacement
+        self._refused: set[Hashable] = set()  # kinds that cannot be recorded, buckets that ran out of memory
         self.num_replayed = self.num_other = 0
 
     def __len__(self) -> int:
@@ -145,7 +145,7 @@ class Graphs:
     def run(
         self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None
     ) -> torch.Tensor | None:
-        """Logits [T, V] of the wanted rows, or what is made of them; None if this step is none that is recorded."""
+        """Logits [T, V] of the wanted rows, or their reduction; None if the step is not recorded."""
         if reduction is not None and reduction.kind in self._refused:
             found = self.run(entries, kept)
             return None if found is None else reduced(found, reduction)
@@ -163,7 +163,7 @@ class Graphs:
         return recorded.of(entries, wanted, reduction)
 
     def _record(self, bucket: Bucket, reduction: Reduction | None) -> bool:
-        """Whether this bucket has been recorded now."""
+        """Record a bucket; False if it is not recorded now."""
         rows = bucket.extents.entries * bucket.extents.rows
         if rows > MAX_ROWS or not self._refused.isdisjoint((bucket, bucket.kind)):
             return False
@@ -182,7 +182,7 @@ class Graphs:
         return bucket in self._recorded
 
     def _make_room(self) -> bool:
-        """Whether another one may be recorded."""
+        """Drop a recording if there are too many; False if none may be dropped."""
         if len(self) < MAX_GRAPHS:
             return True
         oldest = next(iter(self._recorded))
@@ -200,7 +200,7 @@ class Graphs:
             padding = np.resize(np.append(0.0, reduction.table[0]), (bucket.num_rows, 1 + reduction.table.shape[1]))
             numbers = torch.from_numpy(padding).to(self._device)
             run = partial(self._reduced, static, numbers, reduction)
-        run()  # kernels of this very shape are compiled, their buffers grown
+        run()  # compiles kernels for this shape and grows their buffers
         return Recorded(static, self._capture(run), numbers)
 
     def _reduced(self, static: StaticStep, numbers: torch.Tensor, reduction: Reduction) -> torch.Tensor:

@@ -1,8 +1,7 @@
-"""K and V of all sessions, as a `transformers.Cache` whose layers write and read where the step says.
+"""K and V of all sessions, as a `transformers.Cache` whose layers write to and read from the cells of the current step.
 
-Storage per layer is [num_blocks · block_size + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all sessions. The last
-cell is trash: padding rows write there and nobody reads it. Storage is not cleared, neither first nor for a new owner: a cell is read
-only once its session has written it.
+Storage per layer is [num_blocks · block_size + 1, heads, dim]: flat, so that one `index_copy_` writes the rows of all sessions. Padding
+rows write to the last cell, the trash cell, which is never read. Storage is not cleared: a session reads only cells that it has written.
 
 Legend: B entries, H heads, Q rows (padded), D head dimension, KV cells gathered per entry.
 """
@@ -26,24 +25,26 @@ from rootward.engine.triton_attention import Buffers
 
 
 class Running:
-    """A forward that is under way: its step, what is gathered if attention is dense, and the layer that wrote last."""
+    """The current forward: its step, the view of dense attention (None: attention reads the storage), and the layer that wrote last."""
 
     def __init__(self, step: Step | StaticStep, view: DenseView | None):
         self.step, self.view = step, view
         self.layer: PagedLayer | None = None
 
 
-running: ContextVar[Running | None] = ContextVar("running", default=None)  # attention functions get no such argument
+running: ContextVar[Running | None] = ContextVar(
+    "running", default=None
+)  # transformers passes no such argument to attention
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """K and V of one decoder layer. Sized by the first K and V it sees: the right heads under any attention."""
+    """K and V of one decoder layer. The first K and V determine heads and dimensions."""
 
     is_compileable = False
     is_sliding = False
 
     def __init__(self, size: Size, window: int | None, buffers: Buffers | None = None):
-        """`buffers`: what kernels need besides, shared by all layers."""
+        """`buffers`: scratch memory of kernels, shared by all layers."""
         super().__init__()
         self.size, self.window, self.buffers = size, window, buffers or Buffers()
 
@@ -60,8 +61,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is unty
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new rows [B, H, Q, D]. Returns them, for attention that reads the storage itself; or all there is
-        [B, H, KV, D]."""
+        """Write the new rows [B, H, Q, D]. Returns them if attention reads the storage itself, else all keys and values [B, H, KV, D] of
+        the entries."""
         now = running.get()
         assert now is not None, "the cache is used outside a step"
         self.write(now.step.write, *(new.transpose(1, 2).flatten(0, 1) for new in (key_states, value_states)))
@@ -107,7 +108,7 @@ def gathered(storage: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
 
 
 class PagedCache:
-    """The layers of a network, and what concerns all of them."""
+    """The layers of a network."""
 
     def __init__(self, size: Size, windows: Sequence[int | None]):
         buffers = Buffers()

@@ -71,8 +71,8 @@ class Moves:
 class KvTree:
     """A committed chain with uncommitted nodes below its last token.
 
-    `max_positions` is the length of the context; further cells are for trees. A tree may extend past the end of the context, but a chain
-    that has reached it takes no new nodes.
+    `max_positions` is the length of the context; further cells are for trees. A tree may extend past the end of the context, but once the
+    committed tokens fill the context no node is added.
     """
 
     def __init__(self, num_cells: int, max_positions: int | None = None, *, length: int = 0):
@@ -181,7 +181,7 @@ class KvTree:
             )
 
     def _lineage(self, node: Ints, parent: Ints) -> tuple[list[int], Ints]:
-        """Of each new row: the index of its parent (-1: the last committed token) and its logical position."""
+        """(index of the parent of each new row, -1 for the last committed token; its logical position)."""
         nodes, parents = np.asarray(node).tolist(), np.asarray(parent).tolist()
         if self._length >= self.max_positions:
             raise ValueError(f"position: {self._length} is outside a context of {self.max_positions} tokens; end here")

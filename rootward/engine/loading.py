@@ -42,7 +42,7 @@ def load_model(
     quantization: str | None = None,
     cuda_graphs: bool = False,
 ) -> LanguageModel:
-    """The model a setting names. ConfigurationError, one line, when there is none or it cannot be served.
+    """The model that a setting names. ConfigurationError, one line, if there is none or it cannot be served.
 
     `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
@@ -78,7 +78,7 @@ def load_model(
 
 
 def require_folder(spec: str) -> None:
-    """Refuse what looks like a folder and is none; anything else may be a name on the hub."""
+    """ConfigurationError for a path that is not a model folder. Other names may be on the hub."""
     folder = Path(spec).expanduser()
     if not spec.strip() or (is_path(spec) and not folder.is_dir()):
         raise ConfigurationError(f"model: no folder at {spec!r}; give a folder with config.json, or a hub name")

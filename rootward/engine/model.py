@@ -33,12 +33,13 @@ BLOCK_SIZE = 16  # cells of a KV block
 class HuggingFaceModel(SlottedModel):
     """Batched forwards over KV trees; or, for a network that the load probe refuses, path by path without a cache.
 
-    `max_len` is the longest context, at most the network's own; `tree_room` the KV cells of a slot beyond it, for the trees
-    on top. Rows that hang over the end of the network's context carry no meaning: nothing can be generated there.
-    `kv_cache_tokens` bounds the KV memory of all sessions together (default: enough for all of them at their longest).
-    `fast` replaces linear layers on a CPU by those of `layers`, and computes networks of the Llama family in few operations.
-    `group`: the ranks that share `network`. Rank 0 is driven as any model; the others `follow`.
-    `adapter`: the folder of what has been merged into `network`. `capture`: how steps are recorded (CUDA graphs).
+    max_len          longest context, at most the network's own
+    tree_room        KV cells of a slot beyond the context, for trees. Rows of nodes beyond the context are never used
+    kv_cache_tokens  most tokens in the KV memory of all sessions together; None: all sessions at their longest
+    fast             on a CPU, replace linear layers by those of `layers`, and run networks of the Llama family in few operations
+    group            the ranks that share `network`. Rank 0 is used like any model; the others call `follow`
+    adapter          folder of the adapter that has been merged into `network`
+    capture          records steps (CUDA graphs)
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class HuggingFaceModel(SlottedModel):
         return own if self._group is None or not self._group.leads else LeadingPass(own, self._group)
 
     def follow(self) -> None:
-        """A rank other than 0: take part in what rank 0 runs, until it closes."""
+        """Another rank than 0: take part in the forwards of rank 0 until it ends."""
         assert self._group is not None, "a model on one process has nobody to follow"
         follow(self._pass, self._group)
 
@@ -157,8 +158,7 @@ class HuggingFaceModel(SlottedModel):
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
     ) -> torch.Tensor:
-        """Logits float32[T, V], -inf for ids the tokenizer does not have; or what a reduction makes of them. Nothing changes if it
-        raises."""
+        """Logits float32[T, V], -inf for ids that the tokenizer does not have; or their reduction. Nothing changes if it raises."""
         kept = kept_rows(batch, num_logits)
         own = None
         if reduction is not None:
@@ -195,7 +195,7 @@ def _check_device(device: str, cuda_graphs: bool) -> None:
 
 
 def eos_ids(network: Any) -> tuple[int, ...]:
-    """Every end-of-text id the model was published with, ascending."""
+    """All end-of-text ids of the model's configuration, ascending."""
     for config in (getattr(network, "generation_config", None), network.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
@@ -210,7 +210,7 @@ def _sample(network: Any) -> torch.Tensor:
 
 
 def context_of(config: Any) -> int | None:
-    """Positions the network was made for; None if its configuration does not say."""
+    """Context length of the network; None if its configuration does not give one."""
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
         if value:

@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer than the target's, asked and answered in the token ids of the target.
+"""A draft model with another tokenizer than the target's, whose inputs and outputs are token ids of the target.
 
 Token-level intersection (TLI, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies",
 2502.05202): the draft distribution is restricted to the tokens whose text is in both vocabularies, and renormalised. It is declared and
@@ -95,8 +95,8 @@ class _Node:
 
 @dataclass(slots=True)
 class _Slot:
-    """skip: draft tokens of the next token of text that are committed already. draft_length: committed draft tokens.
-    is_full: the text is too long for the draft model, which reads it no longer."""
+    """State of a slot. skip: draft tokens of the next token of the text that are committed already. draft_length: committed draft tokens.
+    is_full: the text is longer than the draft model's context; the slot gives uniform rows."""
 
     length: int = 0
     draft_length: int = 0

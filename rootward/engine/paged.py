@@ -1,8 +1,8 @@
-"""What attention over paged keys and values is told: where the committed prefix and the tree of every entry lie.
+"""Input of attention over paged keys and values: the cells of the committed prefix and of the tree of every entry.
 
 The storage of a layer is flat: cell c of block b is row b · block_size + c of keys and values [C, H_kv, D]. The committed token at
-position i of an entry lies in cell i mod block_size of its block i div block_size: the prefix is dense, in order, and seen whole by
-every row of the entry (but for a sliding window). Uncommitted nodes, the new rows included, lie in any cells; which of them a row
+position i of an entry lies in cell i mod block_size of its block i div block_size: the prefix is dense, in order, and visible to every row
+of the entry (except for a sliding window). Uncommitted nodes, the new rows included, lie in any cells; which of them a row
 sees is one bit each. So the two parts are computed apart and merged by their log-sum-exp, and no [Q, KV] mask exists.
 
 Legend: B entries, Q rows of each (padded), M uncommitted nodes of each (padded), W = ⌈M / 32⌉ words, H heads, H_kv heads of K and V,
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class PagedContext:
-    """One step's places and visibility, shared by all layers.
+    """Cells and visibility of one step, shared by all layers.
 
     block_size
-    block_table       int32[B, N]     blocks of the committed prefix, in order; padding is never looked at
+    block_table       int32[B, N]     blocks of the committed prefix, in order; padding is never read
     length            int32[B]        committed tokens
     scratch           int32[B, M]     cells of the uncommitted nodes, −1 for padding
     scratch_position  int32[B, M]     their logical positions
     sees              int32[B, Q, W]  bit m of the row: it sees node m (itself included); padding rows see what row 0 sees
     position          int32[B, Q]     logical positions of the rows
-    max_length        largest `length`, known to the host (loop bounds without a synchronisation)
+    max_length        largest `length`, a host integer (loop bounds without a synchronisation)
     """
 
     block_size: int
@@ -74,14 +74,14 @@ class Extents:
 
 
 def paged_context(entries: Sequence[Entry], width: int, block_size: int, device: torch.device) -> PagedContext:
-    """The context of a step of `width` rows an entry: everything in one array, one copy to the device."""
+    """The context of a step with `width` rows per entry: packed in one array, so that one copy brings it to the device."""
     extents = Extents.of(entries, width)
     on_device = torch.from_numpy(packed_context(entries, extents, trash=0)).to(device, non_blocking=True)
-    return seen_in(on_device, extents, block_size, max(e.plan.length for e in entries))
+    return unpacked_context(on_device, extents, block_size, max(e.plan.length for e in entries))
 
 
 def packed_context(entries: Sequence[Entry], extents: Extents, trash: int) -> NDArray[np.int32]:
-    """int32[total] for `seen_in`. Entries of padding see the trash cell only."""
+    """int32[total], which `unpacked_context` reads. Padding entries see only the trash cell."""
     packed = np.zeros(extents.total, dtype=np.int32)
     table, length, scratch, place, sees, position = _pieces(packed, extents)
     scratch[:] = -1
@@ -102,8 +102,8 @@ def packed_context(entries: Sequence[Entry], extents: Extents, trash: int) -> ND
     return packed
 
 
-def seen_in(packed: torch.Tensor, extents: Extents, block_size: int, max_length: int) -> PagedContext:
-    """The context that lies packed in a tensor: views of it, so that new content is a new context."""
+def unpacked_context(packed: torch.Tensor, extents: Extents, block_size: int, max_length: int) -> PagedContext:
+    """The context in a packed tensor, as views: writing new content to the tensor makes a new context."""
     parts = _pieces(packed, extents)
     return PagedContext(
         block_size=block_size,
@@ -118,7 +118,7 @@ def seen_in(packed: torch.Tensor, extents: Extents, block_size: int, max_length:
 
 
 def _pieces(packed: Any, extents: Extents) -> list[Any]:
-    """The arrays [B, …] that lie one behind the other in a flat one."""
+    """The arrays [B, …] that are concatenated in a flat one."""
     ends = np.cumsum([extents.entries * size for size in extents.sizes]).tolist()
     starts = [0, *ends[:-1]]
     return [packed[i:j].reshape(extents.entries, -1) for i, j in zip(starts, ends, strict=True)]

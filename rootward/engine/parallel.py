@@ -1,8 +1,8 @@
-"""Tensor parallel: one network on several processes, each with its part of the heads and of every large matrix; one of them leads.
+"""Tensor parallelism: one network on several processes (ranks), each with a part of the heads and of every large matrix.
 
-Rank 0 is the process that serves. It alone keeps books, sees requests, decides and draws. Before each forward it tells the others what goes
-in, and all ranks run the same network; K and V of a rank's heads lie in its own storage, at the same cells everywhere. So there is
-nothing on which ranks could come to disagree. What is told travels over sockets (gloo), whatever carries the network's own sums.
+Rank 0 is the process that serves. It alone has slots, requests, verdicts and random numbers. Before each forward it broadcasts the inputs,
+and all ranks run the same network; each keeps K and V of its heads in its own storage, at the same cells. So ranks have no state that could
+diverge. Inputs are sent over sockets (gloo), independently of the backend of the network's own collectives.
 
 Sharding is that of transformers (`DistributedConfig`, the network's own `tp_plan`).
 """
@@ -35,18 +35,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-IDLE = timedelta(days=365)  # a rank may wait as long for the next step; a rank that is gone closes its socket
-LONGEST = 1 << 28  # bytes of a message: far above that of the largest forward
-START = timedelta(
+IDLE_TIMEOUT = timedelta(days=365)  # between two steps; the loss of a rank is noticed by its closed socket
+MAX_MESSAGE_BYTES = 1 << 28  # far above the message of the largest forward
+START_TIMEOUT = timedelta(
     days=1
-)  # for all ranks to be started; machines may download first. What starts them bounds it, as a startup probe does
-STEP = timedelta(minutes=5)  # for the slowest collective of a forward, loading included
+)  # for all ranks to be started; machines may download first. Their supervisor sets a shorter bound, such as a startup probe
+STEP_TIMEOUT = timedelta(minutes=5)  # for the slowest collective of a forward or of loading
 
 
 @dataclass(frozen=True, slots=True)
 class Nodes:
-    """The machines that share a model, as torchrun counts them, and which of them this is. `host` and `port`: of rank 0's store, which
-    only the first opens (port 0: a free one)."""
+    """The machines that share a model, as in torchrun: their number and the index of this one. `host`, `port`: address of rank 0's store,
+    which the first machine opens (port 0: any free one)."""
 
     count: int = 1
     index: int = 0
@@ -56,7 +56,7 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a process among those that share a model. `per_node`: how many of them a machine has; `host` and `port`: of rank 0's store."""
+    """Position of a process among the ranks of a model. `per_node`: ranks per machine; `host`, `port`: address of rank 0's store."""
 
     index: int
     size: int
@@ -66,7 +66,7 @@ class Place:
 
 
 class Group:
-    """The ranks of one model, as one of them sees them. At most one a process."""
+    """Membership of this process in the ranks of a model. At most one per process."""
 
     def __init__(self, place: Place, device: str, store: Any = None):
         """`store`: rank 0's own (`meeting_point`)."""
@@ -78,33 +78,35 @@ class Group:
         if store is None:
             store = _store(place.host, place.port, place.size, is_master=False)
         self.index, self.size = place.index, place.size
-        self.lost: Future[None] = Future()  # done when a rank is known to be gone
+        self.lost: Future[None] = Future()  # done when the loss of a rank is noticed
         assemble(store, place.index, place.size)
-        dist.init_process_group(BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP)
-        self._control = dist.new_group(backend="gloo", timeout=IDLE)
+        dist.init_process_group(
+            BACKENDS[kind], store=store, rank=place.index, world_size=place.size, timeout=STEP_TIMEOUT
+        )
+        self._control = dist.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
 
     @property
     def leads(self) -> bool:
         return self.index == 0
 
     def broadcast(self, message: AnyMessage) -> None:
-        """Rank 0: to the others, each of whom waits in `receive`."""
+        """Rank 0: send a message to the others, which wait in `receive`."""
         data = np.frombuffer(encode(message), np.uint8)
         for part in (np.array([len(data)], np.int64), data):
             dist.broadcast(torch.from_numpy(part.copy()), src=0, group=self._control)
 
     def receive(self) -> AnyMessage:
-        """A rank other than 0. RuntimeError if rank 0 is gone; ValueError for what is no message of ours."""
+        """Another rank than 0: the next message. RuntimeError if rank 0 is gone; ValueError if the message is invalid."""
         size = torch.empty(1, dtype=torch.int64)
         dist.broadcast(size, src=0, group=self._control)
-        if not 0 < int(size) <= LONGEST:
-            raise ValueError(f"rank 0 announces {int(size)} bytes; a message has at most {LONGEST}")
+        if not 0 < int(size) <= MAX_MESSAGE_BYTES:
+            raise ValueError(f"rank 0 announces {int(size)} bytes; a message has at most {MAX_MESSAGE_BYTES}")
         data = torch.empty(int(size), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self._control)
         return decode(data.numpy().tobytes())
 
     def agreed(self, report: ProbeReport) -> ProbeReport:
-        """Rank 0's, on every rank. All of them call it at the same point."""
+        """Rank 0's report, on every rank. All ranks call it at the same point."""
         if self.leads:
             self.broadcast(Probed(report=report))
             return report
@@ -114,11 +116,11 @@ class Group:
         return told.report
 
     def mark_lost(self) -> None:
-        with suppress(InvalidStateError):  # found by its process, or by the next step
+        with suppress(InvalidStateError):  # noticed twice: by its process and by a step
             self.lost.set_result(None)
 
     def dismiss(self) -> None:
-        """Rank 0: the others, who wait for the next step, may end."""
+        """Rank 0: end the other ranks, which wait for the next step."""
         self.broadcast(Done())
 
     def close(self) -> None:
@@ -126,24 +128,24 @@ class Group:
 
 
 def meeting_point(nodes: Nodes, size: int) -> Any:
-    """Where ranks find each other: a store of rank 0 (`port`)."""
+    """The store of rank 0, through which ranks find each other."""
     return _store(nodes.host, nodes.port, size, is_master=True)
 
 
 def _store(host: str, port: int, size: int, *, is_master: bool) -> Any:
     store = dist.TCPStore  # type: ignore[attr-defined]  # torch does not say that it exports it
-    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=START)
+    return store(host, port, size, is_master=is_master, wait_for_workers=False, timeout=START_TIMEOUT)
 
 
 def assemble(store: Any, index: int, size: int) -> None:
-    """Wait until every rank has been started; from then on none may keep the others for longer than a step."""
+    """Wait until every rank has been started; from then on STEP_TIMEOUT applies."""
     store.set(f"started/{index}", "")
-    store.wait([f"started/{other}" for other in range(size)], START)
-    store.set_timeout(STEP)
+    store.wait([f"started/{other}" for other in range(size)], START_TIMEOUT)
+    store.set_timeout(STEP_TIMEOUT)
 
 
 class LeadingPass:
-    """`own` on rank 0, and with it on all ranks. After any error the ranks may stand at different places: then all is lost."""
+    """Runs a forward on all ranks, driven by rank 0. After any error ranks may be out of step, so the model is lost."""
 
     def __init__(self, own: ForwardPass, group: Group):
         self._own, self._group = own, group
@@ -176,7 +178,7 @@ class LeadingPass:
 
 @torch.inference_mode()
 def follow(own: ForwardPass | LeadingPass, group: Group) -> None:
-    """A rank other than 0: run what rank 0 runs until it says that it is done (or is gone: RuntimeError)."""
+    """Another rank than 0: run the forwards of rank 0 until it sends `Done`. RuntimeError if it is gone."""
     while True:
         told = group.receive()
         if isinstance(told, Done):
@@ -197,6 +199,6 @@ def check_shape(config: Any, size: int) -> None:
 
 
 def whole(weight: torch.Tensor) -> torch.Tensor:
-    """A weight that ranks share, put together: all ranks call it. Any other as it is."""
+    """The full tensor of a weight that is sharded over ranks, which all call this; any other weight unchanged."""
     gather = getattr(weight, "full_tensor", None)
     return weight if gather is None else gather()

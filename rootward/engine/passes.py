@@ -1,7 +1,6 @@
-"""The two ways to run a network over placed rows: on a KV tree in one forward, or without a cache, path by path.
+"""The two ways to run a network over placed rows: on KV trees in one forward, or without a cache, path by path.
 
-Both are driven by `HuggingFaceModel`. The second is slow and right for every causal model: it serves those that the
-load probe refuses.
+`HuggingFaceModel` chooses one. The second is slow and correct for every causal model; it serves models that the load probe refuses.
 
 Legend: T wanted rows, V vocabulary, B entries, Q rows of each (padded).
 """
@@ -28,15 +27,16 @@ from rootward.engine.slots import Entry, Size
 from rootward.errors import ConfigurationError
 from rootward.ports import Reduction
 
-# What a forward costs beyond its rows, in rows: measured on a CPU; on an accelerator launches dwarf rows.
+# Fixed cost of a forward, in rows: measured on a CPU; on an accelerator launches cost more than rows.
 OVERHEAD_ROWS = {"cpu": 32}
 
 
 class TreePass:
-    """One forward for all entries, on the KV trees; two where long prompts meet narrow trees. `move` is told what becomes of the cells.
+    """One forward over the KV trees of all entries, or two if long prompts and narrow trees are in one batch.
 
-    `ragged`: the network can be told entry by entry whose logits are wanted (the load probe finds out). `capture`: how steps are recorded.
-    `llama`: what computes the same in fewer operations.
+    ragged   the network takes a mask of the rows whose logits are wanted (found by the load probe)
+    capture  records steps, for CUDA graphs
+    llama    computes the same as the network in fewer operations
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TreePass:
         if self.llama is not None:
             self.llama.exposed = frozenset(states)
             return
-        self.graphs = None  # a recording would not leave them
+        self.graphs = None  # hooks do not run in a replay
         if self._hooks is not None:
             self._hooks.remove()
         self._hooks = ExposedStates(self.network, states) if states else None
@@ -76,7 +76,7 @@ class TreePass:
         return torch.cat([self._states[i] for i in range(len(self._states))])
 
     def run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
-        """Logits [T, V] of the wanted rows, in the order of the entries; or what is made of them."""
+        """Logits [T, V] of the wanted rows, in the order of the entries; or their reduction."""
         if self.llama is not None:
             step = Step(entries, kept, self.size, self.device, pad=False)
             return reduced(self.llama(step, self.kv.layers), reduction)
@@ -122,14 +122,14 @@ class TreePass:
             running.reset(token)
 
     def _mask(self, view: DenseView | None) -> Any:
-        """An empty mask where attention finds out by itself: without one transformers would build its own."""
+        """The network's attention mask. An empty one if attention reads the storage: without a mask transformers would build its own."""
         if view is None:
             empty = torch.empty(1, 1, 1, 0, device=self.device)
             return self.windows.masks(lambda window: empty)
         return self.windows.masks(lambda window: view.mask(window, self.network.dtype))
 
     def _logits(self, step: Step, mask: Any) -> torch.Tensor:
-        """[T, V] of the wanted rows. The host knows which they are, so no device is asked."""
+        """[T, V] of the wanted rows, without a synchronisation."""
         if step.wanted is None:
             return self._forward(step, mask).flatten(0, 1)
         if self.can_slice and (self.ragged or len(step.entries) == 1):
@@ -155,7 +155,7 @@ class TreePass:
 
 
 class ExposedStates:
-    """Hidden states of the last forward of a network of transformers, which hooks on its modules keep."""
+    """Hidden states of the last forward of a network of transformers, recorded by hooks on its modules."""
 
     def __init__(self, network: Any, states: Sequence[int]):
         """ConfigurationError if its layers are not where those of a decoder are."""
@@ -189,10 +189,8 @@ class ExposedStates:
 
 
 class PathPass:
-    """A cache-free forward per leaf: exact for whatever the network does inside, at the price of its whole context.
-
-    Cells hold tokens instead of keys and values.
-    """
+    """A cache-free forward over the whole text per leaf: correct whatever the network computes. Cells hold tokens instead of keys and
+    values."""
 
     def __init__(self, network: Any, size: Size):
         self.network, self.device = network, network.device
@@ -207,7 +205,7 @@ class PathPass:
         return reduced(torch.stack(wanted), reduction)
 
     def _rows(self, entry: Entry, missing: set[int]) -> dict[int, torch.Tensor]:
-        """Logits [V] by new row. The forward over a path answers every wanted row on it."""
+        """Logits [V] by new row. One forward over a path gives those of all wanted rows on it."""
         plan, table = entry.plan, entry.table
         old = len(plan.scratch) - plan.num_rows
         committed = table.cells(np.arange(plan.length))
@@ -228,7 +226,7 @@ class PathPass:
         self.token[moves.target] = self.token[moves.source]
 
     def expose(self, states: Sequence[int]) -> None:
-        """Where trees are refused, nothing is drafted: no states are read."""
+        """No effect: a model without trees has no drafts, so no states are read."""
 
     @property
     def states(self) -> torch.Tensor:

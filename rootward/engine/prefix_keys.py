@@ -1,8 +1,8 @@
-"""Keys of committed blocks: equal keys mean equal keys and values.
+"""Keys of committed blocks in the prefix cache: blocks with equal keys hold equal keys and values.
 
-What a block holds depends on its tokens and all before them, on the weights, and on nothing else; so the key of a block is a hash of its
-parent's key and its tokens, and the chain starts from the model's fingerprint and a salt. Sessions with different salts share nothing,
-not even the time a hit saves.
+The content of a block depends only on the weights, its tokens and all tokens before them. So the key of a block is a hash of its parent's
+key and its tokens; the first parent is a hash of the model's fingerprint and a salt. Sessions with different salts share no block, so a
+tenant cannot measure whether another one's text is cached.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 
 def first_key(fingerprint: str, salt: str) -> bytes:
-    """What the chain of a session starts from."""
+    """The parent key of a text's first block."""
     return blake2b(f"{len(fingerprint)}:{fingerprint}{salt}".encode(), digest_size=DIGEST_BYTES).digest()
 
 

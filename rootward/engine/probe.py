@@ -1,8 +1,8 @@
-"""The load probe: does this network run token trees correctly? Asked of the network itself, not of a list of names.
+"""The load probe: tests whether a network runs token trees correctly, instead of relying on a list of architectures.
 
-A ragged batch of small trees goes through the KV trees and, row by row, through cache-free forwards with the network's own eager
-attention; then a path is committed and one more token decoded. What a short probe cannot see (state that spans the batch or the context) is
-refused by its mark in the configuration.
+A ragged batch of small trees is run on the KV trees and, row by row, in cache-free forwards with the network's own eager attention; then a
+path is committed and one more token decoded. Features that a short probe cannot detect (state that spans the batch or the context) are
+refused by the configuration.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ HALF_TOLERANCE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What the probe found. `reason` says why trees are refused."""
+    """Result of the probe. `reason`: why trees are refused."""
 
     ok: bool
     attention: str = ""
-    ragged: bool = False  # a mask may say which rows need logits
+    ragged: bool = False  # the network takes a mask of the rows whose logits are wanted
     max_error: float = 0.0
     tolerance: float = 0.0
     reason: str = ""
@@ -52,9 +52,9 @@ class ProbeReport:
 def choose_attention(
     network: Any, attn: str, max_positions: int, agreed: Callable[[ProbeReport], ProbeReport] = lambda report: report
 ) -> ProbeReport:
-    """Probe the attention implementations from the fastest on, eager last; leaves the network on the one reported.
+    """Probe the attention implementations, the fastest first and eager last; the network keeps the one that is reported.
 
-    `agreed` is asked after each attempt: processes that share a network must all choose the same.
+    `agreed` is called with each report and returns that of rank 0: processes that share a network must choose the same.
     """
     why = refusal(network, max_positions)
     if why:
@@ -77,7 +77,7 @@ def _candidates(network: Any, attn: str) -> list[str]:
 
 
 def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
-    """One probe; whatever a network does wrong is a reason, never a crash of the service."""
+    """One probe. Any exception of the network becomes a reason for refusal."""
     try:
         network.set_attn_implementation(attention)
         error, bytes_per_token = probe(network, ragged)
@@ -92,8 +92,8 @@ def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
 
 
 def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> LlamaNetwork | None:
-    """What computes the same as the network in fewer operations, if there is such a thing and the probe finds nothing wrong with it.
-    The network's linear layers have been replaced."""
+    """A `LlamaNetwork` that computes the same as the network in fewer operations; None if the architecture is another one or the probe
+    fails. The network's linear layers have been replaced."""
     if report.attention not in tree_attention.NAMES:
         return None
     try:
@@ -101,7 +101,7 @@ def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> Llama
             return None
         short = LlamaNetwork(network, max(max_positions, NUM_CELLS))
         error, _ = probe(network, report.ragged, short)
-    except Exception as wrong:  # what was to be quicker must not keep a network from being served
+    except Exception as wrong:  # a failure of the fast form must not keep the network from being served
         log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, wrong)
         return None
     if error <= TOLERANCE.get(network.dtype, HALF_TOLERANCE):  # false for NaN
@@ -114,7 +114,7 @@ def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> Llama
 def probe(network: Any, ragged: bool, short: LlamaNetwork | None = None) -> tuple[float, int]:
     """Relative difference between tree rows and cache-free forwards, and bytes of K and V per token.
 
-    short: what computes the tree rows instead of the network."""
+    short: computes the tree rows instead of the network."""
     config = network.config.get_text_config()
     with narrow_window(config):
         windows = layer_windows(config)

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks of a model: JSON that is validated on arrival. Nothing in it can run code, whoever sent it."""
+"""Messages of rank 0 to the other ranks of a model: JSON, validated by the receiver. Unlike pickles they cannot run code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rootward.ports import Rows
 
 
 def _array(dtype: type) -> tuple[PlainValidator, PlainSerializer]:
-    """Of one dimension, as base64 of its bytes."""
+    """An array of one dimension, as base64 of its bytes."""
     return (
         PlainValidator(lambda text: np.frombuffer(b64decode(text, validate=True), dtype)),
         PlainSerializer(lambda array: b64encode(np.asarray(array, dtype).tobytes()).decode("ascii")),
@@ -90,7 +90,7 @@ class EntryMessage(Message):
 
 
 class Run(Message):
-    """Forward these rows; `kept`: first and end of those of each entry whose logits are wanted."""
+    """Run a forward. `kept`: start and end of the rows of each entry whose logits are wanted."""
 
     do: Literal["run"] = "run"
     entries: list[EntryMessage]
@@ -106,7 +106,7 @@ class Run(Message):
 
 
 class Move(Message):
-    """Copy cells, as a commit requires (`kv_tree.Moves`)."""
+    """Copy cells (`kv_tree.Moves`)."""
 
     do: Literal["move"] = "move"
     token: Ints
@@ -122,14 +122,14 @@ class Move(Message):
 
 
 class Probed(Message):
-    """What rank 0's load probe found, for all."""
+    """Result of rank 0's load probe, which all ranks use."""
 
     do: Literal["probed"] = "probed"
     report: ProbeReport
 
 
 class Done(Message):
-    """No further step comes."""
+    """There are no further steps."""
 
     do: Literal["done"] = "done"
 
@@ -143,5 +143,5 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(data: bytes) -> AnyMessage:
-    """ValidationError (a ValueError) if it is none of ours."""
+    """The message. ValidationError (a ValueError) if it is invalid."""
     return _received.validate_json(data)

@@ -1,8 +1,8 @@
-"""The processes of a tensor-parallel model: started, watched and ended by the one that serves, or by one on each further machine.
+"""The processes of a tensor-parallel model: started, watched and ended by the serving process, or by one process on each other machine.
 
-A rank is worth nothing alone. If one ends, the model is lost, and so is this process: `lost` says so at once, and what hangs in a sum that
-will never be complete gets `GRACE_S` to end. The loss of another machine shows in the next sum. The supervisor of these processes starts
-others (a LeaderWorkerSet those of all machines together); requests resume elsewhere.
+If one rank ends, the model is lost and this process ends too: `lost` is done at once, and a thread in a collective gets `GRACE_S`.
+The loss of another machine is noticed in the next collective. The supervisor of these processes restarts them (a LeaderWorkerSet those of
+all machines together); requests resume on other verifiers.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rootward.errors import ConfigurationError, ModelLost
 log = logging.getLogger(__name__)
 
 GRACE_S = 10.0
-Load = Callable[..., Any]  # load(group=…) makes the model of a rank; can be pickled
+Load = Callable[..., Any]  # load(group=…) returns the model of a rank; picklable
 
 
 class Ranks:
-    """Rank 0's view. `group` is its own membership; `lost` is done when a rank is known to have ended."""
+    """The ranks, owned by rank 0. `group`: its membership; `lost`: done when the loss of a rank is noticed."""
 
     def __init__(self, group: Group, processes: Sequence[BaseProcess]):
         """`processes`: the other ranks of this machine."""
@@ -43,8 +43,8 @@ class Ranks:
 
     @classmethod
     def start(cls, size: int, load: Load, device: str, nodes: Nodes | None = None) -> Ranks:
-        """`load` is run by every other rank; the caller loads its own with `group`, at the same time. `nodes`: of all ranks, of which this
-        is the first; the others have `Followers`."""
+        """Start the other ranks of this machine. They call `load` while the caller loads its own model with `group`. `nodes`: the machines
+        of all ranks; this is the first, the others run `Followers`."""
         nodes = nodes or Nodes()
         store = meeting_point(nodes, size)
         places = _places(replace(nodes, port=store.port), size)
@@ -57,11 +57,11 @@ class Ranks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """The others are told to end if they can hear it, and are ended otherwise."""
+        """The other ranks are dismissed, or killed if they do not end."""
         self._closing.set()
         sound = error is None and not self.lost.done()
         if sound:
-            # One that ended just now does not hear it; the others must not be left alive for that.
+            # fails if a rank has just ended; the others must be ended nevertheless
             with suppress(RuntimeError):
                 self.group.dismiss()
         for process in self.processes:
@@ -86,20 +86,20 @@ class Ranks:
 
 
 class Followers:
-    """The ranks of a machine other than the first, which compute until rank 0 ends them."""
+    """The ranks of a machine other than the first. They run until rank 0 dismisses them."""
 
     def __init__(self, size: int, load: Load, device: str, nodes: Nodes):
-        self._news, self._say = multiprocessing.Pipe(duplex=False)  # a message of each rank that has loaded
-        self._processes = _started(_places(nodes, size), load, device, self._say)
+        self._loaded, self._report_loaded = multiprocessing.Pipe(duplex=False)  # a message of each rank that has loaded
+        self._processes = _started(_places(nodes, size), load, device, self._report_loaded)
 
     def wait(self, loaded: Callable[[], object]) -> None:
-        """Until all have ended; `loaded` is called once all have loaded. ModelLost if one failed: the others are ended with it."""
+        """Wait until all have ended; `loaded` is called once all have loaded. ModelLost if one fails; the others are then killed."""
         running = {process.sentinel: process for process in self._processes}
         loading = len(running)
         while running:
-            for event in wait([self._news, *running]):
-                if event is self._news:
-                    self._news.recv_bytes()
+            for event in wait([self._loaded, *running]):
+                if event is self._loaded:
+                    self._loaded.recv_bytes()
                     loading -= 1
                     if not loading:
                         loaded()
@@ -116,16 +116,20 @@ class Followers:
 
 
 def _places(nodes: Nodes, size: int) -> list[Place]:
-    """Of the ranks on this machine."""
+    """Positions of the ranks on this machine."""
     per_node = size // nodes.count
     first = nodes.index * per_node
     return [Place(first + i, size, per_node, nodes.host, nodes.port) for i in range(per_node)]
 
 
-def _started(places: Sequence[Place], load: Load, device: str, say: Connection | None = None) -> list[BaseProcess]:
+def _started(
+    places: Sequence[Place], load: Load, device: str, report_loaded: Connection | None = None
+) -> list[BaseProcess]:
     spawn = multiprocessing.get_context("spawn")
     processes: list[BaseProcess] = [
-        spawn.Process(target=run_rank, args=(place, load, device, say), name=f"rank {place.index}", daemon=True)
+        spawn.Process(
+            target=run_rank, args=(place, load, device, report_loaded), name=f"rank {place.index}", daemon=True
+        )
         for place in places
     ]
     for process in processes:
@@ -133,9 +137,9 @@ def _started(places: Sequence[Place], load: Load, device: str, say: Connection |
     return processes
 
 
-def run_rank(place: Place, load: Load, device: str, say: Connection | None) -> None:
-    """The life of a rank other than 0. It ends when rank 0 says so or is gone, not by a signal meant for the whole service. `say`: that it
-    has loaded."""
+def run_rank(place: Place, load: Load, device: str, report_loaded: Connection | None) -> None:
+    """Main function of a rank other than 0. It ends when rank 0 dismisses it or is gone; it ignores signals, which are sent to all
+    processes of a service. `report_loaded`: gets a message when the model is loaded."""
     from rootward.host import as_rank
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -145,9 +149,9 @@ def run_rank(place: Place, load: Load, device: str, say: Connection | None) -> N
     try:
         model = load(group=group)
     except ConfigurationError as wrong:
-        sys.exit(wrong.exit_code)  # rank 0 says the same
-    if say is not None:
-        say.send_bytes(b"loaded")
+        sys.exit(wrong.exit_code)  # rank 0 reports the same error
+    if report_loaded is not None:
+        report_loaded.send_bytes(b"loaded")
     try:
         model.follow()
     except (RuntimeError, ValueError) as wrong:

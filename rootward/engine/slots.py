@@ -1,4 +1,4 @@
-"""The sessions of a model: which slots are taken, and of each its KV tree, its block table and the keys of its full blocks."""
+"""Slots of a model: each open slot is one session with a KV tree, a block table and the keys of its full blocks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rootward.ports import Rows
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Of the KV memory.
+    """Size of the KV memory.
 
-    num_slots      sessions at a time
-    num_cells      cells a session can use at most: its context and the trees on top
+    num_slots      most sessions at a time
+    num_cells      most cells of a session: its context and a tree
     max_positions  length of the context
-    num_blocks     of block_size cells each, for all sessions
+    num_blocks     blocks of all sessions, of block_size cells each
     """
 
     num_slots: int
@@ -34,7 +34,7 @@ class Size:
 
     @staticmethod
     def of(num_slots: int, max_positions: int, tree_room: int, block_size: int, kv_cache_tokens: int | None) -> Size:
-        """ValueError if one session at its longest would not fit: then no preemption of others could ever let it finish."""
+        """ValueError if the longest session would not fit: preempting all others could not let it finish."""
         cells = max_positions + tree_room
         most = -(-cells // block_size)
         blocks = num_slots * most if kv_cache_tokens is None else kv_cache_tokens // block_size
@@ -47,13 +47,13 @@ class Size:
 
     @property
     def storage(self) -> int:
-        """Cells of all blocks. The storage has one more: trash, which padding rows are written to and nobody reads."""
+        """Cells of all blocks. The storage has one more, the trash cell, to which padding rows are written."""
         return self.num_blocks * self.block_size
 
 
 @dataclass(slots=True, eq=False)
 class SlotState:
-    """What a slot holds. `key`: of its last full committed block; `rest`: committed tokens after that block."""
+    """State of an open slot. `key`: of its last full committed block; `rest`: committed tokens after that block."""
 
     tree: KvTree
     table: BlockTable
@@ -63,7 +63,7 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
-    """One session's part of a forward: what the caller gave, where it goes, and where the session's cells lie."""
+    """One session's part of a forward: its rows, their placement, and the session's block table."""
 
     rows: Rows
     plan: Placement
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """In bytes. `bytes_per_token` of K and V in all layers, as the load probe saw them; 0 where no KV cache is kept."""
+    """Memory in bytes. `bytes_per_token`: K and V of a token in all layers, measured by the load probe; 0 without a KV cache."""
 
     weights: int
     bytes_per_token: int
@@ -100,7 +100,7 @@ def _mib(num_bytes: int) -> str:
 
 
 class Slots:
-    """Sessions by slot; the lowest free slot goes first. `identity` names the weights: what keys of blocks start from."""
+    """Sessions by slot. `identity` names the weights and is part of every block key."""
 
     def __init__(self, size: Size, vocab_size: int, identity: str):
         self.size, self.vocab_size, self.identity = size, vocab_size, identity
@@ -115,7 +115,8 @@ class Slots:
         return sum(session is None for session in self._sessions)
 
     def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
-        """Take a slot, with as many full blocks of this text as are known; never all of it: the last token is to be forwarded."""
+        """Open the lowest free slot, with the full blocks of this text that are cached, but never with its last token, whose logits are
+        needed. RuntimeError if all slots are taken."""
         for slot, session in enumerate(self._sessions):
             if session is None:
                 self._sessions[slot] = self._started(tokens, salt)
@@ -147,7 +148,7 @@ class Slots:
         return self.session(slot).tree
 
     def blocks_needed(self, slot: int, num_rows: int) -> int:
-        """Blocks that a forward of so many new nodes of this slot takes at most (exactly, if they are a chain)."""
+        """Upper bound of the new blocks that a forward of `num_rows` new nodes takes; exact for a chain."""
         session = self.session(slot)
         return max(0, self._blocks(session.tree.max_end_with(num_rows)) - len(session.table))
 
@@ -156,7 +157,8 @@ class Slots:
 
     @contextmanager
     def placed(self, batch: Sequence[Rows]) -> Iterator[list[Entry]]:
-        """Places for a batch, adopted when the body ends. ValueError, KvFull or an error of the body: nothing has changed."""
+        """Placements of a batch, adopted at the end of the `with` body. After ValueError, KvFull or an error of the body nothing has
+        changed."""
         entries = self._entries(batch)
         sessions = [self.session(rows.slot) for rows in batch]
         missing = [self._blocks(e.plan.end) - len(e.table) for e in entries]
@@ -175,14 +177,14 @@ class Slots:
                 self._trim(session)
 
     def _next_block(self, slot: int, table: BlockTable) -> int:
-        """Where a table would best go on; empty ones start far apart."""
+        """Preferred next block: the one after the table's last; tables start far apart."""
         return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // len(self)
 
     def _trim(self, session: SlotState) -> None:
         self.pool.give_back(session.table.cut(self._blocks(session.tree.end)))
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> Moves:
-        """Commit the path down to a node; returns what must move in the storage (its own cells), before anything else is written to it."""
+        """Commit the path to a node. Returns the copies between cells of the storage, which must be made before its next write."""
         session = self.session(slot)
         moves = session.tree.commit(node, keep_below=keep_below)
         moves = replace(moves, source=session.table.cells(moves.source), target=session.table.cells(moves.target))
@@ -191,7 +193,7 @@ class Slots:
         return moves
 
     def _register(self, session: SlotState, tokens: list[int]) -> None:
-        """Blocks that have become full can be found by others from now on."""
+        """Register blocks that have become full, so that other sessions can share them."""
         size = self.size.block_size
         session.rest += tokens
         full = len(session.rest) // size
@@ -207,7 +209,7 @@ class Slots:
         self._trim(session)
 
     def _entries(self, batch: Sequence[Rows]) -> list[Entry]:
-        """ValueError on the first thing that is wrong."""
+        """Placements of a batch. ValueError if an entry is invalid."""
         if not batch:
             raise ValueError("batch: is empty; give at least one entry")
         slots = [rows.slot for rows in batch]
@@ -228,7 +230,7 @@ class Slots:
             raise ValueError(f"token: ids {int(token.min())}…{int(token.max())} are outside [0, {self.vocab_size})")
 
     def check(self) -> None:
-        """The conservation laws: of every open slot, and of the blocks."""
+        """RuntimeError unless every cell and block is accounted for exactly once (`KvTree.check`, `BlockPool.check`)."""
         open_ = [session for session in self._sessions if session is not None]
         for session in open_:
             session.tree.check()
@@ -238,7 +240,7 @@ class Slots:
 
 
 class SlottedModel:
-    """What a `ports.LanguageModel` answers from the bookkeeping of its slots alone."""
+    """The part of `ports.LanguageModel` that depends on the slots only."""
 
     _slots: Slots
 
@@ -278,7 +280,7 @@ class SlottedModel:
         self._slots.release(slot, keep)
 
     def tree(self, slot: int) -> KvTree:
-        """The bookkeeping of a slot, to look at."""
+        """The KV tree of a slot, for reading."""
         return self._slots[slot]
 
     def check_idle(self) -> None:
@@ -287,7 +289,7 @@ class SlottedModel:
 
 
 def kept_rows(batch: Sequence[Rows], num_logits: Sequence[int] | None) -> list[range]:
-    """Per entry the rows whose logits are wanted: so many last ones (None: all)."""
+    """Rows of each entry whose logits are wanted: its last `num_logits`, or all of them for None. ValueError if out of range."""
     if num_logits is None:
         return [range(len(rows.node)) for rows in batch]
     if len(num_logits) != len(batch):

@@ -1,7 +1,7 @@
-"""A language model that is a table: an exact law from a seed, no weights.
+"""A language model that is a table of exact distributions, generated from a seed. For tests and simulations.
 
-The next token depends on the last `order` tokens. It keeps its context in the same KV trees and blocks as a real model, a token per cell,
-and a row reads it through its block table and its ancestor mask, so a wrong tree or table shows in the output.
+The next token depends on the last `order` tokens. The model stores its context in the same KV trees and blocks as a real model, one token
+per cell, and reads it through the block table and the ancestor mask, so a wrong tree or table changes its output.
 
 Legend: T rows of the batch, V vocabulary.
 """
@@ -33,8 +33,8 @@ class TabularModel(SlottedModel):
     zeros      share of the vocabulary without probability (at least one token keeps some)
     eos        id of the end-of-text token, if the model has one
     noise      standard deviation of a perturbation on top, from `noise_seed` (a draft of the model without it)
-    step_ms    least duration of a forward pass: the thread sleeps for the rest, as if a device computed
-    tree_room  cells of a slot beyond `max_positions`, for the trees on top of the context
+    step_ms    least duration of a forward pass: the thread sleeps for the rest, like for a device
+    tree_room  cells of a slot beyond `max_positions`, for trees
     kv_cache_tokens, block_size  as of a real model: cells of all sessions together, and of a block
     """
 
@@ -67,7 +67,7 @@ class TabularModel(SlottedModel):
         self._last: list[Entry] = []  # of the last forward
         self._info = self._describe(name, max_positions)
         self._slots = Slots(size, vocab, self._info.fingerprint)
-        if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # a device takes no longer for a context that is new to it
+        if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # so that the first step with a context takes no longer
             for key in product(range(vocab), repeat=order):
                 self.log_law(key)
 
@@ -103,7 +103,7 @@ class TabularModel(SlottedModel):
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
     ) -> torch.Tensor:
-        """Log-probabilities float64[T, V], -inf for tokens without probability; or what a reduction makes of them."""
+        """Log-probabilities float64[T, V], -inf for tokens without probability; or their reduction."""
         end_s = time.monotonic() + self.step_ms / 1e3
         kept = kept_rows(batch, num_logits)
         with self._slots.placed(batch) as entries:
@@ -121,7 +121,7 @@ class TabularModel(SlottedModel):
 
     @property
     def states(self) -> torch.Tensor:
-        """float32[N, n]: state i is the token i places before the row's own, -1 if the table does not read so far back."""
+        """float32[N, n]: state i is the token i positions before the row's own, -1 beyond `order`."""
         contexts = [self._context(entry, row)[::-1] for entry in self._last for row in range(entry.plan.num_rows)]
         return torch.tensor([[float((*c, *[-1] * (i + 1))[i]) for i in self._exposed] for c in contexts])
 
@@ -130,7 +130,7 @@ class TabularModel(SlottedModel):
         self._token[moves.target] = self._token[moves.source]
 
     def law(self, context: Sequence[int]) -> NDArray[np.float64]:
-        """float64[V]: the exact law of what follows these tokens."""
+        """float64[V]: the exact distribution of the next token."""
         law: NDArray[np.float64] = np.exp(self.log_law(context))
         return law
 
@@ -158,7 +158,7 @@ class TabularModel(SlottedModel):
         return logits
 
     def _context(self, entry: Entry, row: int) -> list[int]:
-        """The last tokens the row sees: the end of the committed ones, then the nodes of its mask by position."""
+        """The tokens that the row sees: the last committed ones, then the nodes of its mask by position."""
         plan = entry.plan
         seen: Ints = np.flatnonzero(plan.sees[row])
         seen = seen[np.argsort(plan.position[seen], kind="stable")]

@@ -1,4 +1,4 @@
-"""What a tokenizer is, by content: its hash, and where two of them differ."""
+"""Loading tokenizers, hashing and comparing them by content, and the text of each token."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def load_tokenizer(path: str) -> Any:
     except Exception as wrong:
         line = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
         raise ConfigurationError(f"tokenizer: none at {path!r} ({line}); check the path or name") from wrong
-    # For a folder without tokenizer files transformers makes up one of special tokens only.
+    # For a folder without tokenizer files transformers returns a tokenizer of special tokens only.
     if len(tokenizer.get_vocab()) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
         raise ConfigurationError(f"tokenizer: none at {path!r}; save one beside the model with save_pretrained")
     return tokenizer
 
 
 def find_tokenizer(path: str) -> Any | None:
-    """The same, or None: a model can be served without one (token ids in, token ids out)."""
+    """As `load_tokenizer`, but None if there is none: a model without one is served with token ids only."""
     try:
         return load_tokenizer(path)
     except ConfigurationError:
@@ -58,7 +58,7 @@ def num_ids(tokenizer: Any) -> int:
 
 
 def content_hash(tokenizer: Any) -> str:
-    """sha256 over what decides between text and ids: vocabulary, merges, the steps before them; not file layout."""
+    """sha256 over everything that maps text to ids: vocabulary, merges, normaliser, pre-tokenizer. Independent of the file layout."""
     content: dict[str, Any] = {"vocab": sorted((i, t) for t, i in tokenizer.get_vocab().items())}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -72,7 +72,7 @@ def content_hash(tokenizer: Any) -> str:
 
 
 def first_difference(a: Any, b: Any) -> TokenDifference | None:
-    """The first id whose text differs. Padding of a model's vocabulary has no text and is no difference."""
+    """The smallest id whose text differs; padding of the vocabulary is ignored. None if there is no difference."""
     text_a, text_b = ({i: t for t, i in tokenizer.get_vocab().items()} for tokenizer in (a, b))
     for i in range(max([*text_a, *text_b], default=-1) + 1):
         if text_a.get(i) != text_b.get(i):
@@ -81,7 +81,7 @@ def first_difference(a: Any, b: Any) -> TokenDifference | None:
 
 
 def token_texts(tokenizer: Any) -> dict[int, bytes]:
-    """What each id of the vocabulary stands for in a text, special tokens by their names."""
+    """The bytes of text of each id; special tokens by their names."""
     added = {i: str(token) for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = None if backend is None else json.loads(backend.to_str()).get("decoder")
@@ -92,7 +92,7 @@ def token_texts(tokenizer: Any) -> dict[int, bytes]:
             return bytes([int(piece[3:-1], 16)])
         if is_byte_level and set(piece) <= byte_alphabet().keys():
             return bytes(byte_alphabet()[letter] for letter in piece)
-        return piece.replace("\u2581", " ").encode(errors="replace")  # how SentencePiece writes blanks
+        return piece.replace("\u2581", " ").encode(errors="replace")  # SentencePiece's character for a space
 
     own = {i: text(piece) for piece, i in tokenizer.get_vocab().items() if i not in added}
     return own | {i: content.encode() for i, content in added.items()}
@@ -100,7 +100,7 @@ def token_texts(tokenizer: Any) -> dict[int, bytes]:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The letters with which byte-level vocabularies spell bytes: printable ones stand for themselves, the rest from U+0100 on."""
+    """The character of each byte in byte-level vocabularies: printable bytes are themselves, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,7 +1,7 @@
-"""The attention that the engine gives a network: paged keys and values, the prefix where it lies, the tree on top.
+"""Tree attention over paged keys and values, as an attention implementation of transformers.
 
-Registered through the public interfaces of transformers and chosen by the load probe. On a GPU it is the Triton kernel, on a CPU
-`cpu_attention`. Soft caps and sinks of a network are honoured; what is not known is refused.
+Registered through the public interfaces of transformers and chosen by the load probe: the Triton kernel on a GPU, `cpu_attention` on a CPU.
+Soft caps and sinks are supported; other arguments are refused.
 
 Legend: B entries, H query heads, H_kv heads of K and V, Q rows, KV keys, D head dimension.
 """
@@ -25,7 +25,7 @@ NAMES = (NAME, OTHER_NAME)
 
 
 def serves(device: torch.device) -> bool:
-    """Whether there is a way to compute it on this device."""
+    """Whether it can be computed on this device."""
     return device.type == "cpu" or is_available(device)
 
 

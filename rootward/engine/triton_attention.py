@@ -1,10 +1,10 @@
-"""Paged tree attention on a GPU: what `paged_reference` of the tests computes, in two kernel launches and without a host synchronisation.
+"""Paged tree attention on a GPU: two kernel launches, without a host synchronisation. The tests have a reference (`paged_reference`).
 
 The prefix of every entry is cut into pieces, the tree is one more; each is a partial softmax, and a second kernel merges them by their
 log-sum-exp. Shapes and grids depend on padded sizes and on `max_length` only, so a launch can be captured in a CUDA graph (after one
 uncaptured call that compiles the kernels): capture with the largest `max_length` of the bucket, and replay for any shorter one.
 
-triton is imported at the first call, because the engine must load where there is none.
+triton is imported at the first call, because it is not installed on every machine.
 
 Legend: B entries, H query heads, H_kv heads of K and V, Q rows of each entry (padded), D head dimension, C cells.
 """
@@ -38,9 +38,9 @@ class Plan:
 
 @dataclass(slots=True)
 class Buffers:
-    """Memory for partial results, kept between calls; all layers of a step may share it.
+    """Memory for partial results, kept between calls and shared by all layers of a step.
 
-    Outgrown memory stays alive, because a captured CUDA graph may still write to it: capture the largest step first.
+    Memory that became too small is kept, because a captured CUDA graph may write to it. Capture the largest step first.
     """
 
     _grown: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)

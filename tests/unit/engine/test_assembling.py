@@ -12,7 +12,7 @@ from rootward.engine import parallel
 
 
 def test_ranks_wait_for_one_that_still_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "STEP", timedelta(milliseconds=10))
+    monkeypatch.setattr(parallel, "STEP_TIMEOUT", timedelta(milliseconds=10))
     store = dist.HashStore()
     with ThreadPoolExecutor() as threads:
         early = [threads.submit(parallel.assemble, store, index, 3) for index in (0, 2)]

@@ -116,7 +116,7 @@ def test_what_was_in_use_since_the_last_eviction_is_still_held():
         pool.give_back([block])
     time[0] = 50.0
     assert pool.evicted_age_s == float("inf")
-    pool._forget(1)
+    pool._evict(1)
     assert pool.evicted_age_s == 40.0  # the block that became idle at 10
     assert pool.share([b"b"])
     assert not pool.share([b"a"])
