@@ -1,9 +1,9 @@
-"""Randomness as a pure function of a key: no generator state anywhere (algorithms.md, section 9).
+"""Random numbers as a pure function of a key, without generator state (algorithms.md, section 9).
 
 Philox-4x32-10 ("Parallel Random Numbers: As Easy as 1, 2, 3", Salmon et al. 2011) maps a 64-bit key and a 128-bit
 counter to 128 random bits. Every use has a ROLE, and no two roles share a number: the Philox key is derived from
-(seed, choice, role), and the role's salt is one of the four counter words as well. Derivation is one-way: a peer that
-is given the derived bonus key learns nothing of the coins.
+(seed, choice, role), and the role's salt is one of the four counter words as well. Derivation is one-way: a drafter that
+has the derived bonus key cannot compute the coins.
 
     counter words     0          1                  2                   3
     COIN              node id    position           epoch               salt
@@ -17,13 +17,13 @@ Node ids, positions and epochs are below 2³²; seeds, incarnations and draw num
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from rootward.core.arrays import Floats, Words
 
@@ -31,15 +31,15 @@ NO_TOKEN = 0xFFFFFFFF  # counter word of the bonus uniform; pairs of token ids e
 
 _LOW = 0xFFFFFFFF
 _M0, _M1, _W0, _W1 = 0xD2511F53, 0xCD9E8D57, 0x9E3779B9, 0xBB67AE85  # Philox multipliers and Weyl increments
-_FEW = 8  # blocks up to which plain integers are quicker
+_FEW = 8  # up to this many blocks plain integers are faster than arrays
 
 
 class Role(Enum):
-    """What a number is for; the values are salts."""
+    """The use of a random number; the values are salts."""
 
     DRAW = 0x64726177  # draft children under ratio tests
     COIN = 0x636F696E  # U_v of a verdict
-    BONUS = 0x626F6E75  # residual sampling, and a drafter's guesses of it
+    BONUS = 0x626F6E75  # bonus tokens, and a drafter's predictions of them
     TARGET = 0x74617267  # the target's own token: plain decoding, match, coupled
     FILTER = 0x66696C74  # randomised processors
 
@@ -62,7 +62,7 @@ class Key:
         return int.from_bytes(digest, "little")
 
     def bonus(self) -> BonusKey:
-        """What a drafter that guesses bonus tokens may know: enough for the bonus noise, nothing else."""
+        """The key of the bonus noise alone, for a drafter that predicts bonus tokens."""
         return BonusKey(self.derive(Role.BONUS))
 
 
@@ -75,58 +75,41 @@ class BonusKey:
 
 def coins(key: Key, epoch: int, position: int, node_ids: ArrayLike) -> Floats:
     """float64[N] in [0, 1), 53 bits: U_v of the round at this position, one per node id."""
-    nodes = np.asarray(node_ids, dtype=np.uint64)
-    first, _ = _blocks(key.derive(Role.COIN), Role.COIN, nodes, position, epoch)
-    return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return coins_batch([(key, epoch, position, node_ids)])
 
 
 def coins_batch(rounds: Sequence[tuple[Key, int, int, ArrayLike]]) -> Floats:
     """float64[sum of N]: the `coins` of several rounds (key, epoch, position, node ids), one after another, in one pass."""
     nodes = [np.asarray(node_ids, dtype=np.uint64) for *_, node_ids in rounds]
-    index = np.concatenate([np.empty(0, np.uint64), *nodes])
-    for _, epoch, position, _ in rounds:
-        _within("counter", epoch, 32)
-        _within("counter", position, 32)
-    if index.size and int(index.max()) >> 32:
-        raise ValueError(f"counter: {index.max()}; use numbers below 2**32")
-    of_round = [(position, epoch, Role.COIN.value, key.derive(Role.COIN)) for key, epoch, position, _ in rounds]
-    table = np.array(of_round, dtype=np.uint64).reshape(-1, 4)
-    position, epoch, salt, keys = np.repeat(table, [len(ids) for ids in nodes], axis=0).T
-    out = _rounds([index, position, epoch, salt], keys)
-    first = out[0] | out[1] << np.uint64(32)
+    numbers = ((key.derive(Role.COIN), _counter(position), _counter(epoch)) for key, epoch, position, _ in rounds)
+    keys, position, epoch = np.repeat(_table(numbers, 3), [len(ids) for ids in nodes], axis=0).T
+    first, _ = _blocks(keys, Role.COIN, np.concatenate([np.empty(0, np.uint64), *nodes]), position, epoch)
     return (first >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def bonus_gumbel(key: Key | BonusKey, epoch: int, position: int, tokens: int | ArrayLike) -> Floats:
     """Gumbel noise of the bonus token emitted at a position; `tokens` is V (for 0..V-1) or the ids asked for."""
     derived = key.value if isinstance(key, BonusKey) else key.derive(Role.BONUS)
-    return _gumbel(_per_token(derived, Role.BONUS, tokens, position, epoch))
+    return _gumbel(_per_token(derived, Role.BONUS, tokens, _counter(position), _counter(epoch)))
 
 
 def bonus_coin(key: Key, epoch: int, position: int) -> float:
     """A uniform in [0, 1), 53 bits: the bonus token emitted at a position, by inverse distribution function."""
-    first, _ = _blocks(key.derive(Role.BONUS), Role.BONUS, np.full(1, NO_TOKEN, np.uint64), position, epoch)
-    return float(first[0] >> np.uint64(11)) * 2.0**-53
+    counter = (NO_TOKEN, _counter(position), _counter(epoch), Role.BONUS.value)
+    low, high, *_ = philox_one(*counter, key.derive(Role.BONUS))
+    return ((low | high << 32) >> 11) * 2.0**-53
 
 
 def target_gumbel(key: Key, position: int, tokens: int | ArrayLike) -> Floats:
     """Gumbel noise of the target's own token at a position; it carries no epoch, so it survives a change of owner."""
-    return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, position, 0))
+    return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, _counter(position), 0))
 
 
 def target_gumbel_batch(at: Sequence[tuple[Key, int]], tokens_TA: ArrayLike) -> Floats:
     """float64[T, A]: `target_gumbel` at each (key, position) for the tokens of its row, in one pass."""
-    ids = np.asarray(tokens_TA, dtype=np.uint64)
-    for _, position in at:
-        _within("counter", position, 32)
-    if ids.size and int(ids.max()) >> 32:
-        raise ValueError(f"counter: {ids.max()}; use numbers below 2**32")
-    table = np.array([(position, key.derive(Role.TARGET)) for key, position in at], dtype=np.uint64).reshape(-1, 2)
-    position, keys = table.T[:, :, None]
-    salt = np.full_like(position, Role.TARGET.value)
-    out = _rounds([ids >> np.uint64(1), position, np.zeros_like(position), salt], keys)
-    odd, half = (ids & np.uint64(1)).astype(np.bool_), np.uint64(32)
-    return _gumbel(np.where(odd, out[2] | out[3] << half, out[0] | out[1] << half))
+    numbers = ((key.derive(Role.TARGET), _counter(position)) for key, position in at)
+    keys, position = _table(numbers, 2).T[:, :, None]
+    return _gumbel(_per_token(keys, Role.TARGET, tokens_TA, position, 0))
 
 
 def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> Words:
@@ -144,8 +127,7 @@ def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> 
 
 
 class DrawWords:
-    """The words of `draw_words` under one draw number, some after the others. They are made many at a time: one by one they would cost
-    more than the draws themselves. Whoever draws little pays for little."""
+    """The words of `draw_words` under one draw number, as a stream. They are computed in batches of growing size."""
 
     def __init__(self, key: Key, incarnation: int, draw_number: int) -> None:
         self._of = key, incarnation, draw_number
@@ -160,20 +142,8 @@ class DrawWords:
         return self._words[first : self._used]
 
 
-def words(key: int, counters: NDArray[np.uint32]) -> Words:
-    """uint64[n]: the first 64 bits of Philox-4x32-10 at each counter uint32[n, 4] under a 64-bit key."""
-    out = philox(counters, key)
-    return out[:, 0].astype(np.uint64) | out[:, 1].astype(np.uint64) << np.uint64(32)
-
-
-def philox(counters: NDArray[np.uint32], key: int) -> NDArray[np.uint32]:
-    """uint32[n, 4]: Philox-4x32-10 of each counter. The low half of `key` is its first word."""
-    c = [np.ascontiguousarray(counters[:, i], dtype=np.uint64) for i in range(4)]
-    return np.stack(_rounds(c, key), axis=1).astype(np.uint32)
-
-
 def philox_one(c0: int, c1: int, c2: int, c3: int, key: int) -> tuple[int, int, int, int]:
-    """Philox-4x32-10 of one counter in plain integers: far quicker than arrays for a handful of blocks."""
+    """Philox-4x32-10 of one counter in plain integers, which is faster than arrays for a few blocks."""
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
         product0, product1 = c0 * _M0, c2 * _M1
@@ -182,41 +152,39 @@ def philox_one(c0: int, c1: int, c2: int, c3: int, key: int) -> tuple[int, int, 
     return c0, c1, c2, c3
 
 
-def _rounds(c: list[NDArray[np.uint64]], key: int | Words) -> list[NDArray[np.uint64]]:
-    """Ten rounds on four words held in the low halves of uint64; one key, or one for each block."""
+def philox(counter: Sequence[Words], key: int | Words) -> tuple[Words, Words, Words, Words]:
+    """Philox-4x32-10 of arrays: four counter words and the key, which broadcast. Words are in the low halves of uint64; the low half of a
+    key is its first word."""
+    c0, c1, c2, c3 = counter
     half, low = np.uint64(32), np.uint64(_LOW)
     k0, k1 = key & _LOW, key >> 32
     for _ in range(10):
-        product0, product1 = c[0] * np.uint64(_M0), c[2] * np.uint64(_M1)
-        first, third = (product1 >> half) ^ c[1] ^ np.uint64(k0), (product0 >> half) ^ c[3] ^ np.uint64(k1)
-        c = [first, product1 & low, third, product0 & low]
+        product0, product1 = c0 * np.uint64(_M0), c2 * np.uint64(_M1)
+        c0, c1 = (product1 >> half) ^ c1 ^ np.uint64(k0), product1 & low
+        c2, c3 = (product0 >> half) ^ c3 ^ np.uint64(k1), product0 & low
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
-    return c
+    return c0, c1, c2, c3
 
 
-def _blocks(key: int, role: Role, index: NDArray[np.uint64], second: int, third: int) -> tuple[Words, Words]:
-    """The two 64-bit words at each counter (index, second, third, salt)."""
-    _within("counter", second, 32)
-    _within("counter", third, 32)
+def _blocks(key: int | Words, role: Role, index: Words, second: int | Words, third: int | Words) -> tuple[Words, Words]:
+    """The two 64-bit words at each counter (index, second, third, salt); the arguments broadcast."""
     if index.size and int(index.max()) >> 32:
         raise ValueError(f"counter: {index.max()}; use numbers below 2**32")
-    if index.size <= _FEW:
-        few = [philox_one(first, second, third, role.value, key) for first in index.tolist()]
-        halves = np.array([(a | b << 32, c | d << 32) for a, b, c, d in few], dtype=np.uint64).reshape(-1, 2)
-        return halves[:, 0], halves[:, 1]
-    fixed = [np.full(index.shape, word, dtype=np.uint64) for word in (second, third, role.value)]
-    out = _rounds([index, *fixed], key)
+    counter = np.broadcast_arrays(index, np.uint64(second), np.uint64(third), np.uint64(role.value))
+    c0, c1, c2, c3 = philox(counter, key)
     half = np.uint64(32)
-    return out[0] | out[1] << half, out[2] | out[3] << half
+    return c0 | c1 << half, c2 | c3 << half
 
 
-def _per_token(key: int, role: Role, tokens: int | ArrayLike, position: int, epoch: int) -> Words:
-    """uint64[n]: 64 bits per token, the same whichever other tokens are asked for (neighbours share a block)."""
+def _per_token(key: int | Words, role: Role, tokens: int | ArrayLike, position: int | Words, epoch: int) -> Words:
+    """uint64: 64 bits per token, the same whichever other tokens are asked for (neighbours share a block)."""
     if isinstance(tokens, int | np.integer):
         num_tokens = int(tokens)
         pair = _blocks(key, role, np.arange((num_tokens + 1) // 2, dtype=np.uint64), position, epoch)
         return np.stack(pair, axis=1).reshape(-1)[:num_tokens]
     ids = np.asarray(tokens, dtype=np.uint64)
+    if ids.size and int(ids.max()) >> 32:
+        raise ValueError(f"counter: {ids.max()}; use numbers below 2**32")
     even, odd = _blocks(key, role, ids >> np.uint64(1), position, epoch)
     return np.where(ids & np.uint64(1), odd, even)
 
@@ -226,6 +194,17 @@ def _gumbel(bits: Words) -> Floats:
     v = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     noise: Floats = -np.log(-np.log1p(-v))
     return noise
+
+
+def _table(rows: Iterable[tuple[int, ...]], columns: int) -> Words:
+    """uint64[n, columns] of integers below 2⁶⁴."""
+    return np.array(list(rows), dtype=np.uint64).reshape(-1, columns)
+
+
+def _counter(value: int) -> int:
+    """The value, or a ValueError if it is no 32-bit counter word."""
+    _within("counter", value, 32)
+    return value
 
 
 def _within(name: str, value: int, bits: int) -> None:
