@@ -4,8 +4,7 @@
 
 A verifier in this process audits a drafter process over gRPC while sessions decode at temperature 1. On the shipped pair each cheat
 (`benchmarks.dishonest`) runs until it is caught, several times, and an honest drafter for the cost. Honest draws in great number come from
-a drafter of tables over the same wire. The rows that the honest drafter of the shipped pair declared are kept, and draws from them, honest
-and not, are simulated.
+a drafter of tables over the same wire, and are simulated from the rows that the honest drafter of the shipped pair declared.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.dishonest import FAVOUR
 from benchmarks.results import save
 from benchmarks.services import address_of
 from rootward import demo
@@ -67,11 +65,14 @@ class Verifier:
     """A verifier in this process under load, with the draws that its audit sees."""
 
     def __init__(self, service: VerifierService, load: Load) -> None:
-        self.service, self._load = service, load
-        self._prompts, self._numbers = itertools.cycle(load.prompts), itertools.count()
+        self.service = service
+        self._load = load
+        self._prompts = itertools.cycle(load.prompts)
+        self._numbers = itertools.count()
         self.seen: list[Draws] | None = None
         self.draws_at_alarm = 0
-        self.audit_s, self.rounds = 0.0, 0
+        self.audit_s = 0.0
+        self.rounds = 0
         observe = service.audit.observe
 
         def timed_observe(drafter: str, new: Draws) -> None:
@@ -181,7 +182,9 @@ async def on_shipped_pair(runs: int, honest_draws: int, cheats: list[str]) -> tu
     async with audited(model, ["-m", "drafter_service", "--model", str(paths.draft)], load) as verifier:
         await verifier.load(256)  # warm
         rows = verifier.seen = []
-        verifier.audit_s, verifier.rounds, before_s = 0.0, 0, step_seconds(verifier.service)
+        verifier.audit_s = 0.0
+        verifier.rounds = 0
+        before_s = step_seconds(verifier.service)
         num = await verifier.load(honest_draws)
         steps_s = step_seconds(verifier.service) - before_s
         results["honest"] = {
@@ -200,7 +203,8 @@ async def on_shipped_pair(runs: int, honest_draws: int, cheats: list[str]) -> tu
         if cheat in ("peek", "best-of:2"):
             command += ["--target", str(paths.target)]
         async with audited(model, command, load) as verifier:
-            found, caught = [], []
+            found = []
+            caught = []
             for _ in range(runs):
                 found.append(await verifier.load(MOST_DRAWS))
                 caught.append(verifier.record.caught)
@@ -233,45 +237,15 @@ def drawn(rng: np.random.Generator, weight: Floats) -> Ints:
     return np.asarray((cumulative < rng.random((len(weight), 1)) * cumulative[:, -1:]).sum(axis=1)).clip(max=WIDTH - 1)
 
 
-def cheated(cheat: str, rows: Draws, rng: np.random.Generator) -> Ints:
-    """Columns as a drafter with this cheat draws them, see `benchmarks.dishonest`."""
-    name, _, value = cheat.partition(":")
-    column, q = drawn(rng, rows.q), rows.q
-    if name == "argmax":
-        return np.where(rng.random(len(rows)) < float(value or 1), q.argmax(axis=1), column)
-    if name == "temperature":
-        return drawn(rng, q ** (1 / float(value)))
-    if name == "best-of":
-        ratio = np.divide(rows.offered, q, out=np.zeros_like(q), where=q > 0)
-        both = np.stack([column, *(drawn(rng, q) for _ in range(int(value) - 1))], axis=1)
-        best = np.take_along_axis(ratio, both, axis=1).argmax(axis=1)
-        return np.asarray(np.take_along_axis(both, best[:, None], axis=1)[:, 0])
-    if name == "peek":
-        return drawn(rng, np.where(q > 0, rows.offered + 1e-12, 0.0))
-    if name == "boost":
-        return drawn(rng, q * np.where(rows.ids % 1000 < 1000 * float(value), FAVOUR, 1.0))
-    return column
-
-
-def simulated(rows: Draws, cheat: str, rng: np.random.Generator, *, most: int, batch: int) -> tuple[int, Record]:
-    """(draws until the alarm or `most`, record). The rows come in their order from a random one on."""
-    record, begin = Record(), int(rng.integers(len(rows)))
-    while record.num_draws < most and not record.caught():
-        at = (begin + record.num_draws + np.arange(batch)) % len(rows)
-        part = Draws(rows.ids[at], rows.q[at], rows.offered[at], np.zeros(batch, dtype=np.int64))
-        record.observe(Draws(part.ids, part.q, part.offered, cheated(cheat, part, rng)))
-    return record.num_draws, record
-
-
-def offline(rows: Draws, *, honest_draws: int, runs: int) -> dict[str, Any]:
+def offline(rows: Draws, num_draws: int) -> dict[str, Any]:
+    """The audit of so many honest draws from these rows, which come in their order, again and again."""
     rng = np.random.default_rng(0)
-    num, record = simulated(rows, "honest", rng, most=honest_draws, batch=BATCH)
-    results: dict[str, Any] = {"honest": {"draws": num, "caught": record.caught(), "log_wealth": record.log_wealth}}
-    for cheat in CHEATS:
-        found = [simulated(rows, cheat, rng, most=MOST_DRAWS, batch=8)[0] for _ in range(runs)]
-        results[cheat] = {"median": float(np.median(found)), "ninth decile": float(np.quantile(found, 0.9))}
-        print("offline", cheat, results[cheat], flush=True)
-    return results
+    record = Record()
+    while record.num_draws < num_draws and not record.caught():
+        at = (record.num_draws + np.arange(BATCH)) % len(rows)
+        q = rows.q[at]
+        record.observe(Draws(rows.ids[at], q, rows.offered[at], drawn(rng, q)))
+    return {"draws": record.num_draws, "caught": record.caught(), "log_wealth": record.log_wealth}
 
 
 def main() -> None:
@@ -284,14 +258,12 @@ def main() -> None:
     parser.add_argument(
         "--offline-draws", type=int, default=2_000_000, help="honest ones from the rows of the shipped pair"
     )
-    parser.add_argument("--offline-runs", type=int, default=31, help="of each cheat")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     results: dict[str, Any] = {"alpha": ALPHA}
     if "shipped" in given.pairs:
         results["shipped pair"], rows = asyncio.run(on_shipped_pair(given.runs, given.honest_draws, given.cheats))
-        stored = kept(rows)
-        results["simulated"] = offline(stored, honest_draws=given.offline_draws, runs=given.offline_runs)
+        results["simulated"] = offline(kept(rows), given.offline_draws)
     if "tables" in given.pairs:
         results["tables"] = asyncio.run(on_tables(given.table_draws))
     print(json.dumps(results, indent=1))

@@ -173,7 +173,8 @@ class Generate:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        self._torch, self._pair = torch, pair
+        self._torch = torch
+        self._pair = pair
         self._tokenizer = AutoTokenizer.from_pretrained(pair.target)
         self._model = AutoModelForCausalLM.from_pretrained(pair.target, dtype="auto").eval()
 

@@ -1,7 +1,7 @@
 """`rootward bench distance`: tokens per second against the round-trip time between verifier and drafter.
 
 A verifier and a drafter run as processes; between them lies a link with that much delay (`benchmarks.slow_link`). The models are
-tables whose forward passes take a set time, so that the step time of a large target is had on a laptop. Five ways of decoding:
+tables whose forward passes take a set time, so that a laptop can have the step time of a large target. Five systems:
 
     plain               no drafter
     traversal waiting   every round waits for its whole tree, nothing grows ahead; trees sampled and verified by ratio tests
@@ -9,8 +9,8 @@ tables whose forward passes take a set time, so that the step time of a large ta
     coupled waiting     the same two with trees drawn with the target's noise and verified by match
     coupled
 
-All of them stand side by side, idle but for one, and take turns at every distance. What is claimed are ratios within a turn: their median,
-and an interval that assumes no distribution.
+All of them run, idle but for one, and take turns at every distance. The results are ratios within a turn: their median, and an interval
+that assumes no distribution.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def systems(ahead: int) -> Iterator[System]:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A system, running: its verifier, where that tells its metrics, and the link to its drafter."""
+    """A running system: its verifier, the admin port of that, and the link to its drafter."""
 
     system: System
     verifier: RemoteVerifier

@@ -65,10 +65,11 @@ class Runs:
         self, name: str, client: AsyncClient, *, speculation: str | Speculation, at_once: int, happened: Any = None
     ) -> None:
         """happened: called afterwards for how often it did."""
-        places, start_s = asyncio.Semaphore(at_once), time.perf_counter()
+        slots = asyncio.Semaphore(at_once)
+        start_s = time.perf_counter()
 
         async def one(text: str) -> Any:
-            async with places:
+            async with slots:
                 messages = [{"role": "user", "content": text}]
                 return await client.generate(messages=messages, sampling=self._sampling, speculation=speculation)
 
@@ -133,7 +134,9 @@ class Kills:
     """Kills verifiers in turn, the next one when the last one is ready again."""
 
     def __init__(self, verifiers: Sequence[Verifier], client: AsyncClient) -> None:
-        self._verifiers, self._client, self._num = verifiers, client, 0
+        self._verifiers = verifiers
+        self._client = client
+        self._num = 0
 
     async def number(self) -> int:
         return self._num

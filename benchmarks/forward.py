@@ -3,7 +3,7 @@
     python -m benchmarks.forward --model FOLDER --dtypes float32 bfloat16 --threads 2 --out RESULT.json
 
 The linear layers alone are the floor of a small model: with the engine's kernel, whose rows do not depend on one another, and with oneDNN's
-packed weights (`torch.ops.mkldnn`), which is free to differ. All are run in turn, and medians are told.
+packed weights (`torch.ops.mkldnn`), whose rows may. All are run in turn; the results are medians.
 """
 
 from __future__ import annotations

@@ -67,17 +67,19 @@ class Deployment:
     ) -> tuple[Run, Texts]:
         """All prompts, one after the other. The time of a prompt's first tokens does not count."""
         mode = SpeculationMode.DISABLED if system.name == "plain" else SpeculationMode.REQUIRED
-        wish = Speculation(mode, drafter=system.pool, num_draft_tokens=given.nodes)
+        speculation = Speculation(mode, drafter=system.pool, num_draft_tokens=given.nodes)
         verifier = self.local if system.name == LOCAL else self.remote
         self.link.conditions = Conditions(system.rtt_ms / 2e3)
         then = await asyncio.to_thread(scraped, self.admin)
-        seconds, tokens, rounds = 0.0, 0, 0
+        seconds = 0.0
+        tokens = 0
+        rounds = 0
         texts: list[tuple[int, ...]] = []
         for i, prompt in enumerate(prompts):
             name = f"{system.name}-{turn}-{i}".replace(" ", "-")
             text: list[int] = []
             begun_s = 0.0
-            wanted = VerifierRequest(name, tuple(prompt), Sampling(0.0), Stopping(given.tokens), wish)
+            wanted = VerifierRequest(name, tuple(prompt), Sampling(0.0), Stopping(given.tokens), speculation)
             async for run in verifier.generate(wanted):
                 if text:
                     tokens, rounds = tokens + len(run.tokens), rounds + 1

@@ -1,7 +1,6 @@
 """Requests that are built to do harm, against real processes: the answer, the gateway's memory, and how long it stood still.
 
     python -m benchmarks.hostile --json results.json
-    python -m benchmarks.hostile --checkout FOLDER     # services of another version, for a comparison
 
 Each attack meets a gateway and verifiers of the shipped target that have just started. The pause is the longest time that a probe, which
 asks `/health` again and again from another process, waited for its answer.
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -57,16 +55,13 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(checkout: Path, num_verifiers: int, *flags: str) -> AsyncIterator[Stand]:
+async def standing(num_verifiers: int, *flags: str) -> AsyncIterator[Stand]:
     async with AsyncExitStack() as stack:
         model, processes, ports = str(demo.paths().target), [], [free_port() for _ in range(num_verifiers + 2)]
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "ROOTWARD_NUM_THREADS": "1"}
 
         def start(*command: str) -> None:
             process = subprocess.Popen(
                 [sys.executable, "-m", *command, "--model", model],
-                cwd=checkout,
-                env=environment,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
@@ -76,7 +71,7 @@ async def standing(checkout: Path, num_verifiers: int, *flags: str) -> AsyncIter
 
         *verifiers, gateway, http = (f"127.0.0.1:{port}" for port in ports)
         for address in verifiers:
-            start("verifier_service", "--listen", address)
+            start("verifier_service", "--listen", address, "--num-threads", "1")
         listen = ("--listen", gateway, "--http-listen", http, "--verifiers", ",".join(verifiers))
         start("gateway", *listen, "--redispatch-wait-s", "3", *flags)
         stand = Stand(processes, gateway, f"http://{http}")
@@ -250,14 +245,14 @@ ATTACKS: dict[str, tuple[int, Callable[[Stand], Awaitable[str]]]] = {
 }
 
 
-async def measured(checkout: Path, name: str) -> dict[str, Any]:
+async def measured(name: str) -> dict[str, Any]:
     num_verifiers, attack = ATTACKS[name]
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1) as other:
         keys, stop = Path(folder) / "keys.yaml", Path(folder) / "probe"
         keys.write_text(f"keys:\n  - {{name: a, sha256: {digest(new_key())}}}\n", encoding="utf-8")
         stop.touch()
         flags = ["--api-keys", str(keys)] if "without a key" in name else []
-        async with standing(checkout, num_verifiers, *flags) as stand:
+        async with standing(num_verifiers, *flags) as stand:
             before = stand.memory("VmRSS")
             probe = asyncio.get_running_loop().run_in_executor(other, longest_pause, stand.http, str(stop))
             await asyncio.sleep(1.0)
@@ -278,13 +273,12 @@ async def measured(checkout: Path, name: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--checkout", type=Path, default=Path(__file__).parents[1], help="of the services")
     parser.add_argument("--attacks", nargs="*", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     results: dict[str, Any] = {}
     for name in given.attacks:
-        results[name] = asyncio.run(measured(given.checkout.resolve(), name))
+        results[name] = asyncio.run(measured(name))
         print(f"{name}: {results[name]}", flush=True)
         if given.json:
             save(given.json, {"attacks": results})

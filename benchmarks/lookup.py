@@ -1,7 +1,7 @@
-"""`rootward bench lookup`: how many tokens a round yields with drafters that look things up, on the target's own texts.
+"""`rootward bench lookup`: tokens per round of drafters without a model, on the target's own texts.
 
-Under target matching the text is a function of (target, seed): no drafter changes it. So a text is made once, plainly, and every drafter is
-replayed on it: its tree, the walk along the text, one token more, and again. Exactly what a verifier would count.
+Under target matching the text is a function of (target, seed): no drafter changes it. Therefore each text is generated once, plainly, and
+every drafter is replayed on it: its tree, the accepted path along the text, the bonus token, and again. The counts are those of a verifier.
 
 python -m benchmarks.lookup --sources ngram: ngram+recycling: --budgets 16 --out report.json
 """
@@ -46,7 +46,7 @@ class Replay:
 
 
 def replayed(source: Source, prompt: Sequence[int], output: Sequence[int], shape: Shape) -> Replay:
-    """The rounds in which a source that has heard the prompt would have brought the output."""
+    """The rounds in which a source that has read the prompt would have drafted the output."""
     source.extend(prompt)
     rounds = nodes = at = 0
     while at < len(output):

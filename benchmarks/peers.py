@@ -135,7 +135,8 @@ class HttpEngine:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        tokens, first = 0, 0.0
+        tokens = 0
+        first = 0.0
         async with client.stream("POST", f"{self.url}/v1/completions", json=body | self.body) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"{self.url}: {answer.status_code} {(await answer.aread()).decode()[:300]}")

@@ -84,10 +84,10 @@ async def points(given: argparse.Namespace, drafters: int, sessions: Sequence[in
             await enter(service("drafter_service", "--model", draft, "--admin-listen", admin, *rows, *device))
             for admin in admins[1:]
         ]
-        places = max(sessions)
+        max_seqs = max(sessions)
         flags = ["--model", target, "--drafters", ",".join(peers), "--admin-listen", admins[0]]
-        flags += ["--num-draft-tokens", str(given.nodes), "--max-num-seqs", str(places)]
-        flags += ["--max-num-batched-tokens", str(places * (given.nodes + 1) + 64), *device]
+        flags += ["--num-draft-tokens", str(given.nodes), "--max-num-seqs", str(max_seqs)]
+        flags += ["--max-num-batched-tokens", str(max_seqs * (given.nodes + 1) + 64), *device]
         verifier = await enter(verifier_with_drafters(await enter(service("verifier_service", *flags)), drafters))
         for number in sessions:
             found.append(await _point(verifier, admins, drafters, number, given.max_tokens))

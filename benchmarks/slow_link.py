@@ -3,8 +3,8 @@
     async with SlowLink(drafter.address, Conditions(delay_s=0.010)) as link:      # 20 ms there and back
         RemoteDrafter(link.address)
 
-A byte stream loses nothing and keeps its order, so loss is what TCP makes of it: a lost segment arrives a round trip later, and everything
-behind it waits. What is under way is bounded (`window_bytes`): a sender that is faster than the link feels it, as with a real one.
+A byte stream loses nothing and keeps its order, so loss is what TCP makes of it: a lost segment arrives a round trip later, and all data
+behind it waits. The bytes in transit are bounded (`window_bytes`), so a sender that is faster than the link is slowed down.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Self
 
 from rootward.clock import Clock, SystemClock
 
-SEGMENT_BYTES = 1460  # what is lost at once
+SEGMENT_BYTES = 1460  # the unit of loss
 READ_BYTES = 64 * 1024
 
 
@@ -96,7 +96,7 @@ class SlowLink:
         try:
             await self._forward(reader, writer)
         except (OSError, asyncio.CancelledError):
-            return  # either end may leave at any time; a task of a server that is cancelled has nobody to tell
+            return  # either end may leave at any time; nothing awaits the task of a cancelled server
         finally:
             self._connections.discard(task)
             writer.close()

@@ -100,8 +100,8 @@ class Cell:
     error: float = math.nan
 
 
-def ways() -> dict[str, Speculation]:
-    """Every way to draft, as a request asks for it."""
+def draft_sources() -> dict[str, Speculation]:
+    """`Speculation` of a request by the name of the drafts."""
     required = Speculation(SpeculationMode.REQUIRED, num_draft_tokens=NODES)
     grown = {text: replace(required, drafter=MODEL, strategy=DraftStrategy.parse(text)) for text in STRATEGIES}
     found = {name: replace(required, drafter=name) for name in (*LOOKUPS, *LOOKUP_PODS)}
@@ -110,7 +110,7 @@ def ways() -> dict[str, Speculation]:
 
 async def texts_of(
     verifier: Verifier,
-    wish: Speculation,
+    speculation: Speculation,
     prompts: Sequence[tuple[int, ...]],
     length: int,
     temperature: float,
@@ -123,7 +123,7 @@ async def texts_of(
             prompt,
             Sampling(temperature),
             Stopping(length, ignore_eos=True),
-            wish,
+            speculation,
             seed=seed + i,
         )
         for i, prompt in enumerate(prompts)
@@ -162,15 +162,16 @@ class LawTest:
     """Texts of the tabular target through a verifier, tested against its law."""
 
     def __init__(self, texts: int, length: int) -> None:
-        self._texts, self._length = texts, length
+        self._texts = texts
+        self._length = length
         self._prompt = (1, 2, 3)
         target = load_model(TARGET)
         assert isinstance(target, TabularModel)
         self._target = target
 
-    async def measure(self, verifier: Verifier, drafts: str, wish: Speculation, rule: Rule) -> Cell:
+    async def measure(self, verifier: Verifier, drafts: str, speculation: Speculation, rule: Rule) -> Cell:
         """Its p-value, or why the verifier refuses the pair. Under match a text depends on its seed alone, so no two pairs share one."""
-        asked = replace(wish, rule=rule)
+        asked = replace(speculation, rule=rule)
         cell = Cell(drafts, rule.value)
         prompts = [self._prompt] * self._texts
         try:
@@ -207,17 +208,23 @@ async def laws(options: argparse.Namespace, chosen: dict[str, Speculation]) -> t
     """All pairs, and the control."""
     test = LawTest(options.texts, options.length)
     async with started(TARGET, DRAFT, options.texts) as verifier:
-        cells = [await told(test.measure(verifier, name, wish, rule)) for name, wish in chosen.items() for rule in Rule]
+        cells = [
+            await reported(test.measure(verifier, name, speculation, rule))
+            for name, speculation in chosen.items()
+            for rule in Rule
+        ]
     size = "--max-num-seqs", str(options.texts), "--log-level", "error"
     async with service("benchmarks.dishonest", "--cheat", CHEAT, "--model", DRAFT, *size) as drafter:
         flags = verifier_flags(TARGET, f"{MODEL}={drafter}")
         command = sys.executable, "-c", WITHOUT_AUDIT, "--listen", "127.0.0.1:0", *flags, *size
         async with address_of(*command) as address, verifier_with_drafters(address, 1) as verifier:
-            pairs = ((name, ways()[name], rule) for name, rule in CONTROL)
-            return cells, [await told(test.measure(verifier, name, wish, rule)) for name, wish, rule in pairs]
+            pairs = ((name, draft_sources()[name], rule) for name, rule in CONTROL)
+            return cells, [
+                await reported(test.measure(verifier, name, speculation, rule)) for name, speculation, rule in pairs
+            ]
 
 
-async def told(measuring: Any) -> Cell:
+async def reported(measuring: Any) -> Cell:
     cell: Cell = await measuring
     print(
         f"{cell.drafts:18} {cell.rule:12} {cell.refused or f'p = {cell.p_value:.2g}, {cell.tokens} tokens'}", flush=True
@@ -233,13 +240,13 @@ async def passes(options: argparse.Namespace, chosen: dict[str, Speculation], ce
     prompts = [tuple(tokenizer.encode(text, add_special_tokens=False).ids[-128:]) for text in texts]
     greedy: dict[str, float] = {}
     async with started(str(target), str(draft), options.prompts) as verifier:
-        for name, wish in chosen.items():
+        for name, speculation in chosen.items():
             for cell in (cell for cell in cells if cell.drafts == name and not cell.refused):
-                asked = replace(wish, rule=Rule(cell.rule))
+                asked = replace(speculation, rule=Rule(cell.rule))
                 found = await texts_of(verifier, asked, prompts, options.tokens, 1.0, 1)
                 cell.tokens_per_pass, cell.error = per_pass(found)
                 print(f"{name:18} {cell.rule:12} {cell.tokens_per_pass:.2f} tokens a pass", flush=True)
-            asked = replace(wish, rule=Rule.MATCH)
+            asked = replace(speculation, rule=Rule.MATCH)
             greedy[name], _ = per_pass(await texts_of(verifier, asked, prompts, options.tokens, 0.0, 1))
             print(f"{name:18} {'T = 0':12} {greedy[name]:.2f} tokens a pass", flush=True)
     return greedy
@@ -335,7 +342,11 @@ A draft head is not among them: none is shipped for either target. Its trees are
 
 
 async def measure(options: argparse.Namespace) -> int:
-    chosen = {name: wish for name, wish in ways().items() if not options.drafts or name in options.drafts}
+    chosen = {
+        name: speculation
+        for name, speculation in draft_sources().items()
+        if not options.drafts or name in options.drafts
+    }
     cells, control = await laws(options, chosen)
     greedy = await passes(options, chosen, cells)
     table = tables(cells, control, greedy)
@@ -351,7 +362,7 @@ async def measure(options: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="strategies", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--drafts", nargs="+", choices=list(ways()), metavar="NAME", help="default: all")
+    parser.add_argument("--drafts", nargs="+", choices=list(draft_sources()), metavar="NAME", help="default: all")
     parser.add_argument("--texts", type=int, default=32, help="of the tabular target for a pair")
     parser.add_argument("--length", type=int, default=120, help="of each, in tokens")
     parser.add_argument("--prompts", type=int, default=12, help="held-out prompts of the demo pair")

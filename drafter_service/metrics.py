@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from rootward.core.frames import Grow, Open
 from rootward.metrics import Gauges, Read
-from rootward.tracing import Span, begin, note
+from rootward.tracing import Span, set_attributes, start_span
 
 GAUGES = {
     "drafter_sessions_open": "Trees held.",
@@ -50,7 +50,7 @@ class Spans:
     def opened(self, key: Key, message: Open) -> None:
         if message.traceparent:
             num_prefix = len(message.prefix)
-            span = begin("drafter.tree", message.traceparent, request_id=message.session, prefix_tokens=num_prefix)
+            span = start_span("drafter.tree", message.traceparent, request_id=message.session, prefix_tokens=num_prefix)
             self._trees[key] = _Tree(span)
 
     def grew(self, key: Key, grow: Grow) -> None:
@@ -63,7 +63,7 @@ class Spans:
     def closed(self, key: Key) -> None:
         if (tree := self._trees.pop(key, None)) is not None:
             times = {"draft_ms": tree.draft_us / 1e3, "queue_ms": tree.queue_us / 1e3}
-            note(tree.span, nodes=tree.nodes, frames=tree.frames, **times)
+            set_attributes(tree.span, nodes=tree.nodes, frames=tree.frames, **times)
             tree.span.end()
 
     def left(self, stream: int) -> None:

@@ -33,7 +33,7 @@ from rootward.core.requests import FinishReason, SpeculationStats
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
 from rootward.metrics import Gauges
 from rootward.ports import Lease, ModelInfo
-from rootward.tracing import note, request_span, traceparent_of
+from rootward.tracing import request_span, set_attributes, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to release their resources
 SLOW_CLIENT_S = 5.0  # after the longest request, for a client to read the answer
@@ -157,13 +157,13 @@ class GatewayService:
             check_resume(request)
             self._check_allowed(request)
             request_id, traceparent = request.request_id or uuid.uuid4().hex, traceparent_of(span)
-            note(span, request_id=request_id)
+            set_attributes(span, request_id=request_id)
             request = replace(request, request_id=request_id, traceparent=traceparent or request.traceparent)
             async with aclosing(self._deltas(request, loop_time())) as deltas:
                 async for delta in deltas:
                     counts.delta(delta)
                     if (ending := delta.ending) is not None:
-                        note(
+                        set_attributes(
                             span,
                             finish_reason=ending.reason.value,
                             prompt_tokens=ending.usage.prompt_tokens,

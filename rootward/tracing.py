@@ -1,11 +1,11 @@
 """Traces across the services (OpenTelemetry): a span per request in each of them, and one per round where the request is sampled.
 
     with request_span("gateway.request", traceparent, request_id="r1") as span:
-        ...                                     # an exception ends it as an error; prompts and texts never get in
-        traceparent_of(span)                    # goes along with the request, in our own messages
+        ...                                     # an exception ends it as an error; spans contain no prompts or texts
+        traceparent_of(span)                    # is sent with the request, in our own messages
 
-Without `configure_tracing` every span is a no-op of the API. Context is handed on explicitly: generators of a request run in
-the task that asks for the next item, so an ambient current span could belong to another request.
+Without `configure_tracing` every span is a no-op of the API. Context is passed explicitly: generators of a request run in the
+task that asks for the next item, so an ambient current span could belong to another request.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from contextlib import contextmanager
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import INVALID_SPAN as INVALID_SPAN
+from opentelemetry.trace import Span as Span
+from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from rootward.errors import ConfigurationError
-
-__all__ = ["INVALID_SPAN", "Span", "begin", "configure_tracing", "note", "request_span", "traceparent_of"]
 
 MAX_TRACEPARENT = 64  # characters; the format has 55
 
@@ -31,7 +31,7 @@ Attribute = str | int | float | bool
 def configure_tracing(role: str, endpoint: str, share: float = 1.0) -> None:
     """Export spans of this process by OTLP over gRPC to http(s)://host:port; "" exports nothing.
 
-    share: of the requests that come without a decision of their caller. ConfigurationError without the SDK."""
+    share: sampled share of the requests whose caller has not decided. ConfigurationError without the SDK."""
     if not endpoint:
         return
     if not endpoint.startswith(("http://", "https://")):
@@ -56,7 +56,7 @@ def configure_tracing(role: str, endpoint: str, share: float = 1.0) -> None:
 @contextmanager
 def request_span(name: str, traceparent: str = "", **attributes: Attribute) -> Iterator[Span]:
     """A span of this process, child of the caller's. Ends with the block; an error is recorded by its kind, without its text."""
-    span = begin(name, traceparent, SpanKind.SERVER, None, **attributes)
+    span = start_span(name, traceparent, SpanKind.SERVER, None, **attributes)
     try:
         yield span
     except Exception as error:
@@ -66,7 +66,7 @@ def request_span(name: str, traceparent: str = "", **attributes: Attribute) -> I
         span.end()
 
 
-def begin(
+def start_span(
     name: str,
     traceparent: str = "",
     kind: SpanKind = SpanKind.INTERNAL,
@@ -79,7 +79,7 @@ def begin(
     return trace.get_tracer("rootward").start_span(name, _context(traceparent), kind, about, start_time=start_ns)
 
 
-def note(span: Span, **attributes: Attribute) -> None:
+def set_attributes(span: Span, **attributes: Attribute) -> None:
     """Add attributes to a span."""
     span.set_attributes({f"rootward.{key}": value for key, value in attributes.items()})
 

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
 from rootward.metrics import Gauges, Read
-from rootward.tracing import begin, traceparent_of
+from rootward.tracing import start_span, traceparent_of
 from verifier_service.drafter_link import LinkMetrics
 from verifier_service.runner import Outcome
 from verifier_service.session import Session
@@ -99,7 +99,7 @@ def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
         return
     now_s, draft = time.monotonic(), session.draft
     duration_s = now_s - session.committed_s
-    begin(
+    start_span(
         "verifier.round",
         traceparent_of(session.span),
         start_s=time.time() - duration_s,

@@ -9,21 +9,19 @@ of a tree, for one and for several sessions, next to the floor (weight bytes / m
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.large import weight_bytes_per_step
-from benchmarks.gpu.measuring import copy_bandwidth, seconds
+from benchmarks.gpu.measuring import copy_bandwidth, head_of, parser, print_report, seconds, settle, spread
 from rootward import demo
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
 
+COLUMNS = ("sessions", "rows", "ms", "floor_ms")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 256
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}  # of the logits: what rounding may do
@@ -60,71 +58,55 @@ def logits_of(path: str, device: str, dtype: str, cuda_graphs: bool = False) -> 
     return model.forward(batch).float().cpu()
 
 
-def milliseconds(model: HuggingFaceModel, slots: list[int], num_rows: int, device: str, repeats: int) -> float:
-    """Median time of one forward over a tree of num_rows in every slot."""
+def step_times(model: HuggingFaceModel, slots: list[int], num_rows: int, args: argparse.Namespace) -> list[float]:
+    """Seconds of forwards over a tree of num_rows in every slot."""
     batch = [tree_rows(s, num_rows, model.info.vocab_size, s) for s in slots]
 
     def release() -> None:
         for slot in slots:
             model.release(slot)
 
-    return 1e3 * statistics.median(seconds(lambda: model.forward(batch), device, repeats, release))
+    return seconds(lambda: model.forward(batch), args.device, args.repeats, release)
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--model", default=str(demo.paths().target))
-    parser.add_argument("--cuda-graphs", action="store_true", help="record steps and replay them")
-    parser.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="does it run? Few rows on the CPU; times mean nothing")
-    args = parser.parse_args(argv)
-    if args.smoke:
-        vars(args).update(device="cpu", dtype="float32", cuda_graphs=False, sessions=[1], rows=[1, 4], repeats=2)
-
+    options = parser(__doc__)
+    options.add_argument("--model", default=str(demo.paths().target))
+    options.add_argument("--sessions", type=int, nargs="*", default=[1, 8])
+    options.add_argument("--rows", type=int, nargs="*", default=ROWS)
+    args = options.parse_args(argv)
+    settle(args, no_cuda_graphs=True, sessions=[1], rows=[1, 4])
     reference = logits_of(args.model, "cpu", "float32")
-    here = logits_of(args.model, args.device, args.dtype, args.cuda_graphs)
-    error = float((reference - here).norm() / reference.norm())
+    found = logits_of(args.model, args.device, args.dtype, not args.no_cuda_graphs)
+    error = float((reference - found).norm() / reference.norm())
     model = HuggingFaceModel.load(
         args.model,
         device=args.device,
         dtype=args.dtype,
         max_slots=max(args.sessions),
         max_len=1024,
-        cuda_graphs=args.cuda_graphs,
+        cuda_graphs=not args.no_cuda_graphs,
     )
     weight_bytes = weight_bytes_per_step(model.network)
     rate = copy_bandwidth(args.device)
-    report = {
-        "device": args.device,
-        "dtype": args.dtype,
-        "attention": model.probe_report.attention,
-        "cuda_graphs": args.cuda_graphs,
-        "parameters": model.info.num_parameters,
-        "relative_error": error,
-        "bandwidth_GB_s": rate / 1e9,
-        "floor_ms": weight_bytes / rate * 1e3,
-        "milliseconds": {},
-    }
-    print(f"attention: {model.probe_report.attention}")
-    print(f"relative error of the logits against float32 on the CPU: {error:.1e}")
-    print(f"floor of one step: {report['floor_ms']:.3f} ms ({weight_bytes / 1e6:.0f} MB at {rate / 1e9:.0f} GB/s)")
+    rows = []
     for num_sessions in args.sessions:
         slots = filled(model, num_sessions)
-        line = {n: milliseconds(model, slots, n, args.device, args.repeats) for n in args.rows}
-        report["milliseconds"][num_sessions] = line
-        print(f"{num_sessions:3d} sessions: " + "  ".join(f"{n} rows {t:.2f}" for n, t in line.items()))
+        for num_rows in args.rows:
+            about = {"sessions": num_sessions, "rows": num_rows, "floor_ms": weight_bytes / rate * 1e3}
+            rows.append(about | spread(step_times(model, slots, num_rows, args)))
         for slot in slots:
             model.close(slot)
-    report["reached"] = error <= TOLERANCE[args.dtype]
-    verdict = "reached" if report["reached"] else "MISSED"
-    print(f"target: the same logits within {TOLERANCE[args.dtype]:g}: {verdict}")
-    if args.out:
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+    target = f"the same logits as in float32 on the CPU within {TOLERANCE[args.dtype]:g}"
+    report = head_of(args, model, "engine steps", target) | {
+        "relative_error": error,
+        "bandwidth_GB_s": rate / 1e9,
+        "weight_bytes_read": weight_bytes,
+        "rows": rows,
+        "reached": error <= TOLERANCE[args.dtype],
+    }
+    print_report(report, COLUMNS, args.out)
+    print(f"relative error of the logits: {error:.1e}")
     return report
 
 

@@ -25,10 +25,10 @@ from benchmarks.gpu.measuring import (
     head_of,
     model_of,
     parser,
+    print_report,
     recorded,
     settle,
     spread,
-    tell,
     wait,
 )
 from rootward.core.frames import Commit, Open, extend_hash
@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "reached": bool(judged) and min(judged) >= WANTED,
     }
-    tell(report, COLUMNS, args.out)
+    print_report(report, COLUMNS, args.out)
     return report
 
 

@@ -132,15 +132,15 @@ def drawn(model: HuggingFaceModel, length: int, num_rows: int, seed: int) -> Sna
         return None
     rng, vocab = np.random.default_rng(seed), model.info.vocab_size
     tree = LivingTree(length, 0, vocab_size=vocab)
-    places = [tree.root_id]
+    nodes = [tree.root_id]
     for _ in range(num_rows - 1):
-        parent = int(rng.choice(places))
+        parent = int(rng.choice(nodes))
         record = tree.at(parent)
         if record.row is None:
             record.row = np.sort(rng.choice(vocab, ATOMS, replace=False)), np.ones(ATOMS, np.int64)
         taken = [tree.at(child).token for child in record.children]
         token = int(rng.choice(np.setdiff1d(record.row[0], taken)))
-        places.append(tree.draw(parent, token, sampled=True))
+        nodes.append(tree.draw(parent, token, sampled=True))
     return tree.snapshot(num_rows - 1)
 
 
@@ -207,8 +207,8 @@ def head_of(args: argparse.Namespace, model: HuggingFaceModel, check: str, targe
     }
 
 
-def tell(report: dict[str, Any], columns: Iterable[str], out: Path | None) -> None:
-    """The rows of a report as a table, then its verdict; all of it to a file."""
+def print_report(report: dict[str, Any], columns: Iterable[str], out: Path | None) -> None:
+    """Print the rows of a report as a table, then its verdict; write all of it to a file."""
     names = list(columns)
     print(f"{report['check']}: {report['device']}, {report['dtype']}, {report['parameters'] / 1e6:.1f} M parameters, "
           f"attention {report['attention']}, CUDA graphs {'on' if report['cuda_graphs'] else 'off'}")  # fmt: skip

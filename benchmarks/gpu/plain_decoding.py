@@ -17,11 +17,11 @@ from benchmarks.gpu.measuring import (
     forward_times,
     head_of,
     parser,
+    print_report,
     random_model,
     round_times,
     settle,
     spread,
-    tell,
 )
 
 WANTED = 0.75  # of the floor's speed, at one session
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     reached = all(row["fraction"] >= WANTED for row in rows if row["sessions"] == 1)
     measured = {"bandwidth_GB_s": rate / 1e9, "weight_bytes_read": weights, "rows": rows, "reached": reached}
     report = head_of(args, model, "plain decoding", TARGET) | measured
-    tell(report, COLUMNS, args.out)
+    print_report(report, COLUMNS, args.out)
     return report
 
 

@@ -11,7 +11,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu.measuring import forward_times, head_of, parser, random_model, round_times, settle, spread, tell
+from benchmarks.gpu.measuring import (
+    forward_times,
+    head_of,
+    parser,
+    print_report,
+    random_model,
+    round_times,
+    settle,
+    spread,
+)
 
 WANTED, WIDTH = 1.15, 32
 TARGET = "one session: a round of 32 rows at most 1.15 times a plain one at every temperature"
@@ -44,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "rows": rows,
         "reached": bool(judged) and max(judged) <= WANTED,
     }
-    tell(report, COLUMNS, args.out)
+    print_report(report, COLUMNS, args.out)
     return report
 
 

@@ -13,7 +13,7 @@ from enum import Enum
 from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -22,9 +22,6 @@ import typer
 from rootward import demo
 from rootward.cli.options import STATUS_TIMEOUT_S, ApiKey, NoSpeculation, Output, OutputFormat, Temperature
 from rootward.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 VERSION = "0.8"  # of guidellm, whose configuration and report differ from one minor version to the next
 INSTALL = f"pipx install 'guidellm=={VERSION}.*'"
@@ -113,6 +110,7 @@ def bench_serve(
     Exit code 4 when the gateway is not there, or no request succeeded.
     """
     from rich.console import Console
+    from rich.markdown import Markdown
 
     program = _program(guidellm)
     if out is not None and find_spec("matplotlib") is None:
@@ -140,7 +138,7 @@ def bench_serve(
     if output is OutputFormat.json:
         print(json.dumps([asdict(point) for point in points]))
     else:
-        Console().print(_table(points, f"{model or names[0]} at {url}"))
+        Console().print(f"{model or names[0]} at {url}", Markdown(_markdown(points)), sep="\n")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -297,17 +295,6 @@ def _cells(point: Point) -> tuple[str, ...]:
         pair(point.inter_token_ms, 1),
         pair(point.latency_s, 2),
     )
-
-
-def _table(points: Sequence[Point], title: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, caption=TIMES, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    for name in COLUMNS:
-        table.add_column(name, no_wrap=True)
-    for point in points:
-        table.add_row(*_cells(point))
-    return table
 
 
 def _markdown(points: Sequence[Point]) -> str:

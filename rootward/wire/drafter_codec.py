@@ -1,8 +1,8 @@
 """drafter.proto: frames between verifier and drafter (`rootward.core.frames`).
 
 `Grow` is the most frequent message: a frame has one for every tree that grew, with a handful of nodes each, and the next level of
-growth waits until it is encoded. Decoding checks only what makes a frame readable (lengths, widths, one distribution per node).
-Whether its nodes make a tree is the verifier's to judge, so that a malformed tree costs its slot and not the stream.
+growth waits until it is encoded. Decoding checks only that a frame can be read (lengths, widths, one distribution per node). The verifier
+checks that its nodes make a tree, so that a malformed tree costs its slot and not the stream.
 """
 
 from __future__ import annotations
@@ -64,13 +64,127 @@ LAWS: dict[DraftMode, drafter_pb2.Law.ValueType] = {
 STRATEGY = Conversion(str, lambda text: DraftStrategy.parse(text) if text else BEST_FIRST)
 _LAW_OF_NUMBER = {number: law for law, number in LAWS.items()}
 
+
+def _features_to_pb(value: Features) -> drafter_pb2.Features:
+    rows = np.ascontiguousarray(value.rows, dtype="<f4")
+    if not value.int8:
+        bits = rows.view("<u4")
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest bfloat16, ties to even
+        return drafter_pb2.Features(num_rows=len(rows), values=rounded.astype("<u2").tobytes())
+    scale = np.abs(rows).max(1, initial=0.0, keepdims=True) / 127
+    whole = np.rint(rows / np.where(scale > 0, scale, 1)).astype(np.int8)
+    return drafter_pb2.Features(num_rows=len(rows), values=whole.tobytes(), scale=scale.astype("<f4").tobytes())
+
+
+def _features_from_pb(pb: drafter_pb2.Features) -> Features:
+    width = 1 if pb.scale else 2
+    size, rest = divmod(len(pb.values), pb.num_rows * width) if pb.num_rows else (0, 1)
+    if rest or not size:
+        raise ValueError(
+            f"features.values: {len(pb.values)} bytes for {pb.num_rows} rows; send at least one row, all of one size"
+        )
+    if len(pb.values) > width * MOST_NUMBERS:
+        raise ValueError(
+            f"features.values: {len(pb.values) // width} numbers; send at most {MOST_NUMBERS} in a message"
+        )
+    if pb.scale and len(pb.scale) != 4 * pb.num_rows:
+        raise ValueError(f"features.scale: {len(pb.scale)} bytes for {pb.num_rows} rows; send 4 per row, or none")
+    if pb.scale:
+        whole = np.frombuffer(pb.values, np.int8).reshape(pb.num_rows, size)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rows = whole * np.frombuffer(pb.scale, "<f4")[:, None]
+    else:
+        bits = np.frombuffer(pb.values, "<u2").astype(np.uint32) << 16
+        rows = bits.view(np.float32).reshape(pb.num_rows, size)
+    if not (np.abs(rows) <= LARGEST_FEATURE).all():  # a head would overflow
+        raise ValueError(
+            f"features.values: a number is above {LARGEST_FEATURE} or none; send hidden states of the target"
+        )
+    return Features(rows, bool(pb.scale))
+
+
+def _distributions_to_pb(rows: Distributions) -> drafter_pb2.GrowRows:
+    for node, (ids, weights) in rows.items():
+        if len(ids) != len(weights):
+            raise ValueError(f"grow.rows: node {node} has {len(ids)} ids and {len(weights)} weights")
+    node_base, nodes = pack_references(list(rows), "grow.rows.node")
+    return drafter_pb2.GrowRows(
+        num_rows=len(rows),
+        node_base=node_base,
+        node=nodes,
+        length=pack_small([len(ids) for ids, _ in rows.values()], "grow.rows.length"),
+        ids=pack_column(np.concatenate([ids for ids, _ in rows.values()]), "grow.rows.ids"),
+        weights=pack_column(np.concatenate([weights for _, weights in rows.values()]), "grow.rows.weights"),
+    )
+
+
+def _distributions_from_pb(pb: drafter_pb2.GrowRows) -> Distributions:
+    nodes = unpack_references(pb.node_base, pb.node, pb.num_rows, "grow.rows.node")
+    ends = list(accumulate(unpack_small(pb.length, pb.num_rows, "grow.rows.length"), initial=0))
+    ids = unpack_column(pb.ids, ends[-1], "grow.rows.ids")
+    weights = unpack_column(pb.weights, ends[-1], "grow.rows.weights")
+    rows = {
+        node: (ids[start:end], weights[start:end]) for node, (start, end) in zip(nodes, pairwise(ends), strict=True)
+    }
+    if len(rows) != len(nodes):
+        raise ValueError("grow.rows.node: a node appears twice; send the distribution of a node once")
+    return rows
+
+
+def _grow_to_pb(grow: Grow) -> drafter_pb2.Grow:
+    num_nodes = len(grow.token)
+    guess = grow.sampled if grow.guess is None else grow.guess
+    if not num_nodes == len(grow.parent) == len(grow.sampled) == len(guess):
+        sizes = sorted({len(grow.parent), len(grow.sampled), len(guess)})
+        raise ValueError(f"grow: {num_nodes} tokens, but columns of {sizes}; give one entry per node")
+    parent_base, parent = pack_references(grow.parent.tolist(), "grow.parent")
+    return drafter_pb2.Grow(
+        slot=grow.slot,
+        base_len=grow.base_len,
+        base_hash=grow.base_hash,
+        first_node=grow.first_node,
+        num_nodes=num_nodes,
+        parent_base=parent_base,
+        parent=parent,
+        token=pack_small(grow.token.tolist(), "grow.token", TOKEN_WIDTH),
+        sampled=pack_bits(grow.sampled),
+        rows=_distributions_to_pb(grow.rows) if grow.rows else None,
+        at_rest=grow.at_rest,
+        draft_us=grow.draft_us,
+        queue_us=grow.queue_us,
+        guess=b"" if grow.guess is None else pack_bits(grow.guess),
+    )
+
+
+def _grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
+    """A message that cannot be read is a malformed frame of its slot, without effect on the other slots of the stream."""
+    try:
+        return Grow(
+            slot=pb.slot,
+            base_len=pb.base_len,
+            base_hash=pb.base_hash,
+            first_node=pb.first_node,
+            parent=np.array(unpack_references(pb.parent_base, pb.parent, pb.num_nodes, "grow.parent"), dtype=np.int64),
+            token=np.array(unpack_small(pb.token, pb.num_nodes, "grow.token"), dtype=np.int64),
+            sampled=unpack_bits(pb.sampled, pb.num_nodes, "grow.sampled"),
+            rows=_distributions_from_pb(pb.rows) if pb.HasField("rows") else {},
+            at_rest=pb.at_rest,
+            draft_us=pb.draft_us,
+            queue_us=pb.queue_us,
+            guess=unpack_bits(pb.guess, pb.num_nodes, "grow.guess") if pb.guess else None,
+        )
+    except ValueError as fault:
+        none = np.empty(0, dtype=np.int64)
+        return Grow(pb.slot, pb.base_len, pb.base_hash, pb.first_node, none, none, none.astype(bool), fault=str(fault))
+
+
 HELLO = Record(Hello, drafter_pb2.Hello)
 ACK = Record(
     HelloAck,
     drafter_pb2.HelloAck,
     laws=Conversion(
         lambda laws: [LAWS[law] for law in laws],
-        # A version that does not know a law never asks for it.
+        # A verifier never asks for a law that it does not know.
         lambda numbers: tuple(_LAW_OF_NUMBER[number] for number in numbers if number in _LAW_OF_NUMBER),
     ),
     strategy=STRATEGY,
@@ -90,7 +204,7 @@ COMMIT = Record(Commit, drafter_pb2.Commit, ("features",), tokens=u32("commit.to
 OPEN_FEATURES = Record(
     OpenFeatures,
     drafter_pb2.OpenFeatures,
-    features=Conversion(lambda value: _features_to_pb(value), lambda pb: _features_from_pb(pb)),
+    features=Conversion(_features_to_pb, _features_from_pb),
 )
 TO_DRAFTER = Record(
     ToDrafter,
@@ -165,116 +279,3 @@ def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit | Reject:
     if runs and (sum(runs) != num_tokens or min(runs) < 1):
         raise ValueError(f"commit.runs: {runs} for {num_tokens} tokens; give lengths of at least 1 that add up")
     return commit
-
-
-def _features_to_pb(value: Features) -> drafter_pb2.Features:
-    rows = np.ascontiguousarray(value.rows, dtype="<f4")
-    if not value.int8:
-        bits = rows.view("<u4")
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest bfloat16, ties to even
-        return drafter_pb2.Features(num_rows=len(rows), values=rounded.astype("<u2").tobytes())
-    scale = np.abs(rows).max(1, initial=0.0, keepdims=True) / 127
-    whole = np.rint(rows / np.where(scale > 0, scale, 1)).astype(np.int8)
-    return drafter_pb2.Features(num_rows=len(rows), values=whole.tobytes(), scale=scale.astype("<f4").tobytes())
-
-
-def _features_from_pb(pb: drafter_pb2.Features) -> Features:
-    width = 1 if pb.scale else 2
-    size, rest = divmod(len(pb.values), pb.num_rows * width) if pb.num_rows else (0, 1)
-    if rest or not size:
-        raise ValueError(
-            f"features.values: {len(pb.values)} bytes for {pb.num_rows} rows; send at least one row, all of one size"
-        )
-    if len(pb.values) > width * MOST_NUMBERS:
-        raise ValueError(
-            f"features.values: {len(pb.values) // width} numbers; send at most {MOST_NUMBERS} in a message"
-        )
-    if pb.scale and len(pb.scale) != 4 * pb.num_rows:
-        raise ValueError(f"features.scale: {len(pb.scale)} bytes for {pb.num_rows} rows; send 4 per row, or none")
-    if pb.scale:
-        whole = np.frombuffer(pb.values, np.int8).reshape(pb.num_rows, size)
-        with np.errstate(over="ignore", invalid="ignore"):
-            rows = whole * np.frombuffer(pb.scale, "<f4")[:, None]
-    else:
-        bits = np.frombuffer(pb.values, "<u2").astype(np.uint32) << 16
-        rows = bits.view(np.float32).reshape(pb.num_rows, size)
-    if not (np.abs(rows) <= LARGEST_FEATURE).all():  # a head could make no numbers of it
-        raise ValueError(
-            f"features.values: a number is above {LARGEST_FEATURE} or none; send hidden states of the target"
-        )
-    return Features(rows, bool(pb.scale))
-
-
-def _grow_to_pb(grow: Grow) -> drafter_pb2.Grow:
-    num_nodes = len(grow.token)
-    guess = grow.sampled if grow.guess is None else grow.guess
-    if not num_nodes == len(grow.parent) == len(grow.sampled) == len(guess):
-        sizes = sorted({len(grow.parent), len(grow.sampled), len(guess)})
-        raise ValueError(f"grow: {num_nodes} tokens, but columns of {sizes}; give one entry per node")
-    parent_base, parent = pack_references(grow.parent.tolist(), "grow.parent")
-    return drafter_pb2.Grow(
-        slot=grow.slot,
-        base_len=grow.base_len,
-        base_hash=grow.base_hash,
-        first_node=grow.first_node,
-        num_nodes=num_nodes,
-        parent_base=parent_base,
-        parent=parent,
-        token=pack_small(grow.token.tolist(), "grow.token", TOKEN_WIDTH),
-        sampled=pack_bits(grow.sampled),
-        rows=_distributions_to_pb(grow.rows) if grow.rows else None,
-        at_rest=grow.at_rest,
-        draft_us=grow.draft_us,
-        queue_us=grow.queue_us,
-        guess=b"" if grow.guess is None else pack_bits(grow.guess),
-    )
-
-
-def _grow_from_pb(pb: drafter_pb2.Grow) -> Grow:
-    """What cannot be read is a malformed frame of its slot, and costs no other slot of the stream anything."""
-    try:
-        return Grow(
-            slot=pb.slot,
-            base_len=pb.base_len,
-            base_hash=pb.base_hash,
-            first_node=pb.first_node,
-            parent=np.array(unpack_references(pb.parent_base, pb.parent, pb.num_nodes, "grow.parent"), dtype=np.int64),
-            token=np.array(unpack_small(pb.token, pb.num_nodes, "grow.token"), dtype=np.int64),
-            sampled=unpack_bits(pb.sampled, pb.num_nodes, "grow.sampled"),
-            rows=_distributions_from_pb(pb.rows) if pb.HasField("rows") else {},
-            at_rest=pb.at_rest,
-            draft_us=pb.draft_us,
-            queue_us=pb.queue_us,
-            guess=unpack_bits(pb.guess, pb.num_nodes, "grow.guess") if pb.guess else None,
-        )
-    except ValueError as fault:
-        none = np.empty(0, dtype=np.int64)
-        return Grow(pb.slot, pb.base_len, pb.base_hash, pb.first_node, none, none, none.astype(bool), fault=str(fault))
-
-
-def _distributions_to_pb(rows: Distributions) -> drafter_pb2.GrowRows:
-    for node, (ids, weights) in rows.items():
-        if len(ids) != len(weights):
-            raise ValueError(f"grow.rows: node {node} has {len(ids)} ids and {len(weights)} weights")
-    node_base, nodes = pack_references(list(rows), "grow.rows.node")
-    return drafter_pb2.GrowRows(
-        num_rows=len(rows),
-        node_base=node_base,
-        node=nodes,
-        length=pack_small([len(ids) for ids, _ in rows.values()], "grow.rows.length"),
-        ids=pack_column(np.concatenate([ids for ids, _ in rows.values()]), "grow.rows.ids"),
-        weights=pack_column(np.concatenate([weights for _, weights in rows.values()]), "grow.rows.weights"),
-    )
-
-
-def _distributions_from_pb(pb: drafter_pb2.GrowRows) -> Distributions:
-    nodes = unpack_references(pb.node_base, pb.node, pb.num_rows, "grow.rows.node")
-    ends = list(accumulate(unpack_small(pb.length, pb.num_rows, "grow.rows.length"), initial=0))
-    ids = unpack_column(pb.ids, ends[-1], "grow.rows.ids")
-    weights = unpack_column(pb.weights, ends[-1], "grow.rows.weights")
-    rows = {
-        node: (ids[start:end], weights[start:end]) for node, (start, end) in zip(nodes, pairwise(ends), strict=True)
-    }
-    if len(rows) != len(nodes):
-        raise ValueError("grow.rows.node: a node appears twice; send the distribution of a node once")
-    return rows

@@ -123,12 +123,10 @@ def test_engine_steps_counts_its_rows(tmp_path, capsys):
     from benchmarks.gpu import engine_steps
 
     engine_steps.main(["--smoke", "--out", str(tmp_path / "steps.json")])
-    report = json.loads((tmp_path / "steps.json").read_text())
-    assert {n: list(line) for n, line in report["milliseconds"].items()} == {"1": ["1", "4"]}
+    report = checked_report(tmp_path / "steps.json", capsys.readouterr().out, engine_steps.COLUMNS)
+    assert columns_of(report, "sessions", "rows") == [(1, 1), (1, 4)]
     assert report["relative_error"] < 1e-6
-    printed = capsys.readouterr().out
-    assert "1 sessions: 1 rows" in printed
-    assert "target: the same logits" in printed
+    assert report["reached"]
 
 
 def test_verdicts_of_device_and_host_are_equal(tmp_path, capsys):
