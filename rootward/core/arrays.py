@@ -1,4 +1,4 @@
-"""Names for the arrays of the core, and the two ways they are read from outside."""
+"""Types of arrays of the core, conversion of integer arguments, and read-only arrays."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def integers(name: str, value: ArrayLike) -> Ints:
 
 
 def read_only(array: NDArray[Any]) -> None:
-    """Mark an array of our own as final."""
+    """Make an array read-only."""
     array.flags.writeable = False

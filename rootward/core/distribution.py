@@ -1,10 +1,9 @@
-"""Draft rows of bounded support: what is declared is exactly what is sampled (algorithms.md, section 7).
+"""Draft distributions of bounded support: the declared distribution is exactly the sampled one (algorithms.md, section 7).
 
-    logits → processors → K largest atoms → integer weights n_x in 1…65535 → law n_x / Σ n → children drawn from
-    exactly that law
+    logits → processors → K most likely tokens (atoms) → integer weights n_x in 1…65535 → children drawn from n_x / Σ n
 
-Both sides hold the same integers, so nothing is rounded after a draw. Drawing without replacement = an unbiased
-integer below the remaining sum, inverse of the cumulative sum, remove the weight, repeat.
+Drafter and verifier have the same integers, so nothing is rounded after a draw. To draw without replacement, take an unbiased integer below
+the sum of weights, invert the cumulative sum, remove the weight, and repeat.
 
 Legend: B rows, K atoms, V vocabulary.
 """
@@ -25,11 +24,11 @@ LARGEST = 65535  # weights travel as u16
 
 @dataclass(frozen=True, init=False, eq=False)
 class DraftDistribution:
-    """A draft law of k atoms: weight / total on ids, by decreasing weight and then increasing id.
+    """A draft distribution of k atoms: weight / total on ids, by decreasing weight and then increasing id.
 
     ids int64[k], weight int64[k] in 1…65535.
 
-    A row may be empty (k = 0): nothing can be drawn from it.
+    It may be empty (k = 0): nothing can be drawn from it.
     """
 
     ids: Ints
@@ -64,7 +63,7 @@ class DraftDistribution:
 
     @property
     def total(self) -> float:
-        """Of the weights; an int here."""
+        """Sum of the weights; an int here."""
         return int(self.weight.sum())
 
     def draw(self, words: Iterable[int], bits: int = 64) -> int:
@@ -83,32 +82,32 @@ class DraftDistribution:
         return self.weight / self.total if len(self) else np.zeros(0)
 
     def dense(self, vocabulary: int) -> Floats:
-        """float64[V]: the law over the vocabulary."""
+        """float64[V]: probabilities over the vocabulary."""
         row = np.zeros(vocabulary)
         row[self.ids] = self.law
         return row
 
     def without(self, tokens: Iterable[int]) -> DraftDistribution:
-        """The row with some tokens removed: the law of the next child after these siblings."""
+        """The distribution with some tokens removed: that of the next child after these siblings."""
         keep = np.ones(len(self.ids), dtype=np.bool_)
         for token in tokens:
             keep &= self.ids != token
         return self._of(self.ids[keep], self.weight[keep])
 
     def after(self, num_atoms: int) -> DraftDistribution:
-        """The row without its most likely atoms."""
+        """The distribution without its `num_atoms` most likely atoms."""
         return self._of(self.ids[num_atoms:].copy(), self.weight[num_atoms:].copy())
 
     @classmethod
     def _of(cls, ids: Ints, weight: NDArray[Any]) -> DraftDistribution:
-        """A row from arrays that are known to be valid and in order."""
+        """A distribution from arrays that are valid and in order."""
         row = object.__new__(cls)
         row._set(ids, weight)
         return row
 
 
 class DenseDistribution(DraftDistribution):
-    """A draft law with float masses, as mathematics has it; services declare integers. weight float64[k] sums to 1 at first."""
+    """A draft distribution with float weights, for tests and the library; services use integers. weight float64[k] sums to 1 at first."""
 
     def __init__(self, law: ArrayLike) -> None:
         row = np.asarray(law, dtype=np.float64)
@@ -149,7 +148,7 @@ def top(law: Floats, k: int) -> Ints:
     """The k ids of largest mass in decreasing order, ties to the smaller id; ids without mass are left out."""
     if k < 1:
         raise ValueError(f"k: {k}; keep at least one atom")
-    if k < len(law):  # everything not below the k-th largest, so that ties are settled by id
+    if k < len(law):  # all not below the k-th largest, so that ties are broken by id
         candidates = np.flatnonzero(law >= np.partition(law, len(law) - k)[len(law) - k])
     else:
         candidates = np.arange(len(law))

@@ -1,8 +1,8 @@
-"""What verifier and drafter say to each other: values, no wire (protocol.md 1.1).
+"""Messages between verifier and drafter as values, without their encoding (protocol.md 1.1).
 
-A *slot* is a number the verifier gives to one tree on one stream; it is never reused on that stream, so a frame for a closed
-slot can be told apart. *base_len*/*base_hash* name the committed prefix the sender believed in. Node ids count up from 1 per
-slot; parent 0 is the root of the frame's base.
+A *slot* is a number that the verifier gives to one tree on one stream. It is never reused on that stream, so that late frames of closed
+slots are recognised. *base_len* and *base_hash* name the committed prefix that the sender knew. Node ids count up from 1 per slot; parent 0
+is the root of the frame's base.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ FEATURE_NUMBERS = 1 << 17  # in one message, at most
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Features:
-    """What the target knows before each of n consecutive tokens, for a draft head (`engine.heads`). Missing ones cost acceptance only.
+    """Fused hidden states of the target before each of n consecutive tokens, for a draft head (`engine.heads`). Missing ones cost only
+    acceptance.
 
     rows  float32[n, size]
     int8  they travel as int8 with a scale per row, otherwise as bfloat16
@@ -60,7 +61,7 @@ class Features:
 
     @property
     def num_bytes(self) -> int:
-        """On the wire, without what frames them."""
+        """Bytes on the wire, without the framing."""
         num_rows: int = len(self.rows)
         return num_rows * (self.size + 4 if self.int8 else 2 * self.size)
 
@@ -71,7 +72,7 @@ class Features:
 
     @property
     def most_rows(self) -> int:
-        """In one message."""
+        """Most rows in one message."""
         return max(1, FEATURE_NUMBERS // self.size)
 
     def chunks(self, slot: int, end: int) -> list[OpenFeatures]:
@@ -123,7 +124,7 @@ class HelloAck:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Start a tree for a session."""
+    """Starts a tree for a session."""
 
     slot: int
     session: str
@@ -143,7 +144,7 @@ class Open:
     prediction: tuple[int, ...] = ()  # the output that the client expects, from its beginning
     num_prompt: int = 0  # tokens of prefix before the output; read with a prediction
     traceparent: str = ""  # W3C trace context of the session; "": none
-    tenant: int = 0  # who asks, as a 64-bit number: tenants share rows alike
+    tenant: int = 0  # 64-bit number of the tenant; tenants share rows fairly
     node_budget: int | None = None  # nodes that the first round may verify; None: node_cap
     strategy: DraftStrategy = BEST_FIRST
     cache_salt: int = 0  # texts with different salts never share cached prefixes
@@ -151,13 +152,13 @@ class Open:
 
     @property
     def caps(self) -> tuple[int, int]:
-        """Most nodes alive in the root's component, and ahead of it. Under matching any node may be verified: there are no guesses,
-        and growing ahead is growing on."""
+        """(most live nodes of the root's component, of guesses and below them). Under target matching all nodes may be verified, so there
+        are no guesses and growth ahead is part of the root's component."""
         whole = self.node_cap + self.ahead_cap
         return (self.node_cap, self.ahead_cap) if self.law.ratio else (whole, 0)
 
     def fault(self, most_nodes: int) -> str:
-        """Why no tree of this size is grown; "" if nothing is wrong."""
+        """Why the message is refused; "" if it is valid."""
         shape = {name: getattr(self, name) for name in ("node_cap", "max_depth", "topk", "num_atoms")}
         if self.prefix and min(shape.values()) >= 1 and sum(self.caps) <= most_nodes:
             return ""
@@ -165,14 +166,14 @@ class Open:
 
     @property
     def largest_token(self) -> int:
-        """Of all that a draft model reads: the text, and the tokens that its distributions favour or allow."""
+        """Largest token id in the message that the draft model uses: text, allowed tokens and biases."""
         sampling = self.sampling
         return max((*self.prefix, *sampling.allowed_token_ids, *(token for token, _ in sampling.logit_bias)))
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The truth advanced: the prefix of length base_len is followed by tokens; hash_after is the hash of the whole.
+    """Tokens were committed after the prefix of length base_len; hash_after is the hash of the whole.
 
     runs         lengths of the rounds that were merged here, in order; (): one
     node_budget  nodes that the next round may verify; 0: stop growing; None: as before
@@ -188,7 +189,7 @@ class Commit:
 
     @property
     def rounds(self) -> list[tuple[int, ...]]:
-        """The run of each round: accepted path, then the bonus token."""
+        """The tokens of each round: accepted path, then the bonus token."""
         ends = list(accumulate(self.runs or (len(self.tokens),)))
         return [self.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -210,7 +211,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grow:
-    """Nodes drawn since the last frame, in draw order, and the rows their families were drawn from.
+    """Nodes drawn since the last frame, in draw order, and the draft distributions that they were drawn from.
 
     parent, token: int64[n]; sampled, guess: bool[n]; node i has id first_node + i. guess: None is none.
     rows: expanded node id (0 = the root of the base) → (ids int64[k], weight int64[k]); law of the sampled children = weight / sum.
@@ -253,7 +254,7 @@ class Grow:
 
 @dataclass(frozen=True, slots=True)
 class NeedSync:
-    """The drafter lost step; it holds a prefix of length have_len with hash have_hash."""
+    """The drafter is out of sync; it has a prefix of length have_len with hash have_hash."""
 
     slot: int
     have_len: int
@@ -303,11 +304,11 @@ class FromDrafter:
     load: Load | None = None
 
 
-# -- frames that wait are joined: a slow link holds at most one message of a kind per slot and base, whatever it does -----------------
+# -- waiting frames are joined, so that a slow link queues at most one message of each kind per slot and base ----------------------------
 
 
 def opened_at(message: Open, commit: Commit) -> Open:
-    """The tree may as well begin where the truth is by now."""
+    """The Open message after a commit that follows it."""
     budget = message.node_budget if commit.node_budget is None else commit.node_budget
     return replace(message, prefix=(*message.prefix, *commit.tokens), node_budget=budget)
 
@@ -320,7 +321,7 @@ def joined_features(earlier: Features | None, later: Features | None, num_tokens
 
 
 def cumulative(earlier: Commit, later: Commit) -> Commit:
-    """One commit that says both; `later` begins where `earlier` ends. Of the features as many as a message holds."""
+    """Two consecutive commits as one, with the last features, as many as a message holds."""
     features = joined_features(earlier.features, later.features, len(later.tokens))
     return replace(
         later,
@@ -333,7 +334,7 @@ def cumulative(earlier: Commit, later: Commit) -> Commit:
 
 
 def joined(earlier: Grow, later: Grow) -> Grow | None:
-    """One frame with the nodes of both. None: they are of two bases, or not neighbours."""
+    """Two frames as one; None if they have different bases or are not consecutive."""
     same_base = (earlier.base_len, earlier.base_hash) == (later.base_len, later.base_hash)
     if not same_base or later.first_node != earlier.first_node + len(earlier.token):
         return None

@@ -3,20 +3,21 @@
 Drafter and verifier each hold a replica. The drafter calls `draw`; `receive` applies its frames at the verifier; `commit` re-roots
 either side at the node that spells the committed tokens and keeps the WHOLE subtree below it (algorithms.md 6, rules L1-L5).
 
-Where a node hangs. A frame may be older than the verifier's truth: it names the prefix (base_len, base_hash) its sender believed in.
-Every id therefore resolves to one of three places:
+Late frames. A frame can be older than the verifier's committed text: it names the prefix (base_len, base_hash) that the drafter knew.
+Every node id is therefore one of
   live    below the current root
-  spine   it spells the committed token that ends a prefix of known length; the current root is the end of the spine
-  dead    neither: the truth went elsewhere, or its parent is dead. Its nodes are dropped and counted as stale
-Guesses (algorithms.md 6.6). A *guess* is a possible next root, named in advance because it may turn out to be the bonus token; no
-round verifies it. A guess and what is drawn below it are a component of its own, `head` names it; everything else is the root's
-component, which rounds verify. A commit keeps the component it walked into and drops all other guesses with what is below them: so
-a guess of an older base lives only if the first round after that base walked over it. There is no guess below a guess, and no
-sibling of a guess spells its token, for the root's component is at rest while there are guesses.
+  spine   the node of a committed token, at the end of a prefix of known length; the current root is the last one
+  dead    neither: other tokens were committed, or its parent is dead. Its nodes are dropped and counted as stale
 
-Nothing is repaired: a gap in the ids, a foreign hash or a malformed frame breaks the tree (`broken`). What arrived before stays
-usable, since dropping nodes that wait for their round would depend on their values (had the tree come to rest, they would have been
-verified by now); nothing is added any more, and the owner opens a new tree after the round.
+Guesses (algorithms.md 6.6). A *guess* is a predicted bonus token and so a possible next root; no round verifies it. A guess and its
+descendants are a component, named by its `head`; all other nodes are the root's component, which rounds verify. A commit keeps the
+component that contains the new root and drops all other guesses with their descendants. So a guess of an older base is kept only if the
+first round after that base committed it. There are no guesses below guesses, and no sibling of a guess has its token, because the root's
+component does not grow while there are guesses.
+
+Errors are not repaired: a gap in the ids, an unknown hash or a malformed frame breaks the tree (`broken`). It accepts no further nodes, and
+its owner opens a new tree after the round. Nodes that arrived before stay usable, because dropping them would depend on their values: in a
+tree that had come to rest in time they would have been verified.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ Row = tuple[NDArray[np.int64], NDArray[np.int64]]  # ids[k], integer weights[k]:
 
 
 class MalformedFrame(ValueError):
-    """A frame that no honest drafter sends. The slot is quarantined; nobody else notices."""
+    """A frame that no correct drafter sends. Only the slot is affected: it is quarantined."""
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One drawn or chosen token. `children` are ids in draw order; `row` is the law they were drawn from.
 
-    head: the guess it is or hangs below; ROOT: none, it belongs to the root's component."""
+    head: the guess of its component (itself for a guess); ROOT: the root's component."""
 
     parent: int
     token: int
     sampled: bool
-    depth: int = 0  # absolute: length of the committed prefix plus draft tokens, so that it survives re-rooting
+    depth: int = 0  # absolute: length of the committed prefix plus draft tokens, so that a commit does not change it
     row: Row | None = None
     children: list[int] = field(default_factory=list)
     guess: bool = False
@@ -59,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What a round verifies: the first nodes in draw order, as an immutable tree. ids[0] is the root; rows[i] may be None."""
+    """The tree that a round verifies, immutable: the first nodes in draw order. ids[0] is the root; rows[i] may be None."""
 
     tree: TokenTree
     ids: tuple[int, ...]
@@ -68,7 +69,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What became of a frame's nodes."""
+    """Result of a frame: numbers of nodes that were added and dropped."""
 
     kept: int = 0
     stale: int = 0
@@ -76,7 +77,7 @@ class Received:
 
 
 class Fit(Enum):
-    """What a commit means for a replica of the tree."""
+    """How a commit message relates to the text of a replica."""
 
     NEWS = "news"  # it advances the text
     KNOWN = "known"  # a repetition
@@ -86,7 +87,7 @@ class Fit(Enum):
 class LivingTree:
     """A tree below the last committed token.
 
-    length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: what a frame must respect.
+    length, hash: the committed prefix. vocab_size, max_atoms, node_cap, ahead_cap: limits for frames.
     node_cap: most nodes of the root's component; ahead_cap: of all others.
     restarts: every commit starts a new tree, whatever has grown. copies: siblings may repeat a token; all are drawn (with
     replacement). chain: no node has siblings.
@@ -129,7 +130,7 @@ class LivingTree:
         return self._hashes[-1]
 
     def __len__(self) -> int:
-        """Live nodes of the root's component, root excluded: what rounds can verify."""
+        """Live nodes of the root's component, root excluded."""
         return len(self.nodes) - self.num_ahead
 
     def at(self, node: int) -> Node:
@@ -145,8 +146,7 @@ class LivingTree:
         return node
 
     def commit(self, tokens: Sequence[int]) -> list[int | None]:
-        """A round committed these tokens: walk, re-root, keep the subtree of the root's component. Returns the id that spelled each
-        token, or None."""
+        """Commit the tokens of a round: walk along them, re-root, keep the subtree below. Returns the node id of each token, or None."""
         walked: list[int | None] = []
         for token in tokens:
             walked.append(self._step(int(token)))
@@ -164,7 +164,7 @@ class LivingTree:
         return walked
 
     def fit(self, message: Commit) -> Fit:
-        """How a commit fits the text as this replica knows it."""
+        """How a commit message relates to the text of this replica."""
         if message.base_len < self.length and message.base_len + len(message.tokens) <= self.length:
             return Fit.KNOWN
         hash_after = self.hash
@@ -174,7 +174,7 @@ class LivingTree:
         return Fit.NEWS if fits else Fit.LOST
 
     def receive(self, frame: Grow) -> Received:
-        """Apply a frame of the drafter. Raises MalformedFrame (and breaks the tree) for what no honest drafter sends."""
+        """Apply a frame of the drafter. MalformedFrame, which breaks the tree, if no correct drafter sends it."""
         size = len(frame.token)
         if self.broken:
             return Received(stale=size, reason="broken")
@@ -194,8 +194,7 @@ class LivingTree:
             raise
 
     def snapshot(self, cap: int) -> Snapshot:
-        """The first `cap` nodes of the root's component in draw order (root excluded from the count). The cap must not depend on the
-        tree itself."""
+        """The first `cap` nodes of the root's component in draw order, the root not counted. The cap must not depend on the tree."""
         own = (node for node, record in self.nodes.items() if record.head == ROOT)
         ids = [self.root_id, *islice(own, max(cap, 0))]
         index = {node: i for i, node in enumerate(ids)}
@@ -219,7 +218,7 @@ class LivingTree:
             self.root, self.root_id = Node(-1, token, False, depth=self.length), ROOT
             self.nodes = {}
             return None
-        # Only the new root itself leaves the table here; everything off the path is swept once, at the end of `commit`.
+        # Only the new root is removed here; nodes off the path are removed once, at the end of `commit`.
         self.root, self.root_id = self.nodes.pop(child), child
         self._spine[child] = self.length
         for grandchild in self.root.children:
@@ -227,7 +226,7 @@ class LivingTree:
         return child
 
     def _below_root(self, head: int) -> dict[int, Node]:
-        """The live nodes below the root in its own component, in draw order: a node is below if its parent is (parents come first)."""
+        """The live nodes below the root in its component, in draw order (parents come first)."""
         below: dict[int, Node] = {}
         mine = set(self.root.children)
         for node, record in self.nodes.items():
@@ -242,14 +241,14 @@ class LivingTree:
 
     def _unusable(self, frame: Grow) -> str:
         if frame.first_node > self.next_id:
-            return "gap"  # laws of later children depend on every earlier sibling
+            return "gap"  # distributions of later children depend on every earlier sibling
         known = self._first <= frame.base_len <= self.length and frame.base_len >= self._last_base
         if not known or self._hashes[frame.base_len - self._first] != frame.base_hash:
             return "stale_base"
         return ""
 
     def _check_size(self, frame: Grow) -> None:
-        """What was drawn under one base was alive there: more is time and memory that nobody has asked for."""
+        """MalformedFrame if a frame has more nodes than can be live under one base."""
         most = self.node_cap + self.ahead_cap
         if max(len(frame.token), len(frame.rows) - 1) > most:
             size = f"{len(frame.token)} nodes and {len(frame.rows)} rows"
@@ -257,7 +256,7 @@ class LivingTree:
 
     def _apply(self, frame: Grow) -> Received:
         self._last_base = frame.base_len
-        # Frames of this base or later name nodes deeper than the base only, so shorter spine entries are never asked for again.
+        # Frames of this base or a later one name only nodes deeper than the base, so shorter spine entries are not needed any more.
         self._spine = {node: length for node, length in self._spine.items() if length > frame.base_len}
         kept = stale = 0
         self._ends = [length for length in self._ends if length > frame.base_len]
@@ -278,7 +277,9 @@ class LivingTree:
             self.next_id = node + 1
             place = self._place(parent, frame.base_len)
             live = place == self.length or (place is None and parent in self.nodes)
-            if live and not (guess and self._ends):  # the drafter drops a guess when it hears of a commit elsewhere
+            if live and not (
+                guess and self._ends
+            ):  # the drafter drops a guess when it receives a commit of other tokens
                 self._attach(node, ROOT if place == self.length else parent, token, sampled, guess)
                 kept += 1
             else:
@@ -290,17 +291,17 @@ class LivingTree:
         return Received(kept, stale)
 
     def _spell(self, node: int, length: int) -> None:
-        """The node was walked over before it arrived."""
+        """Record a node whose token was committed before the node arrived."""
         if length in self._spine.values():
             raise MalformedFrame(f"token: node {node} repeats the token of a sibling that was walked over")
         self._spine[node] = length
 
     def _walked(self, place: int, token: int, guess: bool) -> bool:
-        """Whether the truth went from a prefix of this length over a node with this token."""
+        """Whether the token committed after the prefix of this length is that of the node."""
         return self._tokens[place - self._first] == token and not (guess and place >= self._ends[0])
 
     def _place(self, parent: int, base_len: int) -> int | None:
-        """Length of the committed prefix this id ends, None off the spine."""
+        """Length of the committed prefix that ends with this node; None if it is not on the spine."""
         if parent == ROOT:
             return base_len
         return self.length if parent == self.root_id else self._spine.get(parent)
@@ -312,7 +313,7 @@ class LivingTree:
         elif place is None and parent in self.nodes:
             record = self.nodes[parent]
         else:
-            return  # off the tree: nobody will ask
+            return  # of a dead node
         self._check_row(parent, ids, weight)
         if record.row is not None and not (
             np.array_equal(record.row[0], ids) and np.array_equal(record.row[1], weight)

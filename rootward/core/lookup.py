@@ -1,15 +1,15 @@
-"""Drafting without a model: trees from what was seen before.
+"""Drafting without a model: trees of continuations that occurred before.
 
-A `Source` follows one text and names likely next tokens, each with a guess of its probability; `extend_tree` appends its most likely paths
-to a living tree. Nothing is drawn: a tree is a deterministic function of the text so far, so every node is *chosen*. Target matching may
-verify it, and so may the ratio tests, with one-hot distributions (algorithms.md, section 4).
+A `Source` follows one text and proposes next tokens, each with an estimate of its probability; `extend_tree` appends its most likely paths
+to a living tree. A tree is a deterministic function of the text, so every node is *chosen*, not drawn. Target matching may verify it, and
+so may the ratio tests, with one-hot distributions (algorithms.md, section 4).
 
-| source | names | method |
+| source | proposes | method |
 |---|---|---|
-| Ngram | what followed the longest suffix of the text that has occurred before, then shorter ones | prompt lookup |
+| Ngram | the continuations of the longest suffix of the text that occurred before, then of shorter ones | prompt lookup |
 | Recycling | the last successors of a token, over all texts of a memory | Token Recycling, 2408.08696 |
-| Prediction | the continuation of a given text, aligned again after a difference | predicted outputs |
-| Merged | what several sources name, each token once, best score first | |
+| Prediction | the continuation of a given text, realigned after a difference | predicted outputs |
+| Merged | the proposals of several sources, each token once, best score first | |
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from rootward.core.suffix_automaton import SuffixAutomaton
 
 
 class Candidate(NamedTuple):
-    """A likely next token and a guess of its probability, in (0, 1)."""
+    """A proposed next token and an estimate of its probability, in (0, 1)."""
 
     token: int
     score: float
 
 
 class Source(Protocol):
-    """Follows one text and names likely continuations.
+    """Follows one text and proposes continuations.
 
-    States are hashable, of the source's own kind and valid until the next `extend`. Equal states have equal candidates: branches of a tree
-    that meet in one state share what is looked up, so the tree is an unfolded graph (2407.16207).
+    States are hashable values of the source's own type, valid until the next `extend`. Equal states have equal candidates, so branches of a
+    tree with equal states share one lookup (2407.16207).
     """
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """The text has grown by these tokens."""
+        """Append tokens to the text."""
 
     def start(self) -> Any:
-        """The state after the whole text."""
+        """The state at the end of the text."""
 
     def step(self, state: Any, token: int) -> Any:
-        """The state after one more token, whatever it is."""
+        """The state after one more token."""
 
     def candidates(self, state: Any) -> Sequence[Candidate]:
         """Likely next tokens, each once, best score first."""
@@ -72,10 +72,10 @@ class Shape:
 
 
 def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
-    """Append the source's best paths to a tree as chosen nodes, up to `shape`; returns how many nodes are new.
+    """Append the source's best paths to a tree as chosen nodes, up to `shape`. Returns the number of new nodes.
 
-    A path's score is the product of its candidates' scores; the best unused (node, candidate) becomes the next node. What the tree kept
-    from earlier rounds is walked, not drawn again.
+    A path's score is the product of its candidates' scores; the best unused (node, candidate) becomes the next node. Nodes of earlier
+    rounds are used again.
     """
     before = tree.next_id
     known: dict[Any, Sequence[Candidate]] = {}  # candidates by state
@@ -88,7 +88,7 @@ def extend_tree(tree: LivingTree, source: Source, shape: Shape) -> int:
         if state not in known:
             known[state] = source.candidates(state)[: shape.topk]
         if rank < len(known[state]) and (own := score * known[state][rank].score) >= shape.least_score:
-            arrivals += 1  # ties: first come, first served
+            arrivals += 1  # breaks ties in order of arrival
             heapq.heappush(heap, (-own, arrivals, node, state, score, depth, rank))
 
     if tree.root.token not in tree.eos_ids and shape.max_depth > 0:
@@ -128,12 +128,12 @@ def best_path(source: Source, most: int, least_score: float = 0.3) -> list[tuple
 
 Match = tuple[int, int]  # state of the automaton, length of the string
 
-MOST_COUNTED = 32  # occurrences of a continuation that are told apart
-MOST_FOLLOWERS = 64  # of one context that are counted: those that first followed last
+MOST_COUNTED = 32  # most occurrences of a continuation that are counted
+MOST_FOLLOWERS = 64  # most continuations of a context that are counted: those whose first occurrence is latest
 
 
 class Ngram:
-    """Continuations of earlier occurrences of the end of the text. `contexts`: how many of its suffixes, longest first, name candidates.
+    """Continuations of earlier occurrences of the end of the text. `contexts`: number of its suffixes, longest first, with candidates.
 
     Scores are those of prediction by partial matching (Cleary and Witten 1984; its method C) with longer contexts trusted more:
 
@@ -162,7 +162,7 @@ class Ngram:
         found: dict[int, float] = {}
         (here, length), share, left = state, 1.0, self.contexts
         while here > 0 and left:
-            if counts := self._counts(here):  # none: it has ended the text only
+            if counts := self._counts(here):  # empty if it occurred only at the end of the text
                 total = sum(count for count, _ in counts.values())
                 escape = len(counts) / (len(counts) + length * total)
                 for token, (count, _) in sorted(counts.items(), key=lambda item: item[1], reverse=True):
@@ -174,7 +174,7 @@ class Ngram:
         return _ranked(found)
 
     def _counts(self, state: int) -> dict[int, tuple[int, int]]:
-        """Token → (how often it followed, where it did so last)."""
+        """Token → (number of occurrences as continuation, position of the last one)."""
         followers = self.automaton.followers(state, MOST_FOLLOWERS)
         ends = {token: self.automaton.ends(after, MOST_COUNTED) for token, after in followers}
         return {token: (len(places), max(places)) for token, places in ends.items()}
@@ -208,7 +208,7 @@ class Successors:
         del row[self.width :]
 
     def replace(self, token: int, successors: Sequence[int]) -> None:
-        """The target's own most likely successors, best first: the update of the paper."""
+        """Replace the successors by the target's most likely ones, best first (the update of the paper)."""
         self._rows[token] = list(successors[: self.width])
 
 
@@ -219,8 +219,8 @@ class Recycling:
     tree of ranks. Where only committed tokens are seen, a row holds the k last *different* tokens that followed, the newest first. Score by
     rank: a(1 − a)^rank, under which best-first growth unfolds one fixed tree of ranks.
 
-    acceptance  a: the guess that the newest successor is right
-    also        memories that learn from this text without being read for it
+    acceptance  a: estimated probability that the newest successor is right
+    also        memories that are updated by this text but not read for it
     """
 
     def __init__(self, memory: Successors, acceptance: float = 0.5, also: Sequence[Successors] = ()) -> None:
@@ -238,7 +238,7 @@ class Recycling:
             self._last = token
 
     def replace(self, token: int, successors: Sequence[int]) -> None:
-        """The target's own most likely successors of a token, best first."""
+        """Replace the successors of a token by the target's most likely ones, best first."""
         for memory in self._learning:
             memory.replace(token, successors)
 
@@ -257,8 +257,8 @@ MOST_PLACES = 64  # occurrences among which the next place is chosen
 
 
 class Cursor(NamedTuple):
-    """at: positions of the prediction that may come next, the likeliest first. agreed: tokens in a row that did.
-    reached: the position after the last one that did. state, length: the longest end of the output that occurs in the prediction."""
+    """at: possible next positions in the prediction, the most likely first. agreed: number of consecutive tokens that agreed.
+    reached: position after the last one that agreed. state, length: the longest suffix of the output that occurs in the prediction."""
 
     at: tuple[int, ...]
     agreed: int
@@ -268,13 +268,13 @@ class Cursor(NamedTuple):
 
 
 class Prediction:
-    """A text that the output is expected to follow, such as the file that an edit changes in a few places.
+    """A text that the output is expected to follow, for example a file that an edit changes in a few places.
 
-    As long as the output agrees, the cursor moves through the prediction. After a difference it looks for the end of the output in the
-    prediction and goes on there; until enough of it is found, it guesses that one token was replaced, or inserted.
+    While the output agrees, the cursor moves through the prediction. After a difference the cursor moves to an occurrence of the end of the
+    output in the prediction; as long as that is shorter than `least_match`, one token is assumed to be replaced or inserted.
 
-    prediction: the expected output. prefix: how many tokens of the text come before; if their end occurs in the prediction, the output
-    may be under way already. least_match: tokens that must agree before a new place is believed.
+    prediction: the expected output. prefix: number of tokens of the text before the output; if their end occurs in the prediction, the
+    output may start there. least_match: tokens that must agree at a new position.
     """
 
     def __init__(self, prediction: Sequence[int], *, prefix: int = 0, least_match: int = 2) -> None:
@@ -293,7 +293,7 @@ class Prediction:
             self._cursor = self.step(self._cursor, token)
 
     def _begin(self, before: Sequence[int], state: Cursor) -> Cursor:
-        """The beginning, or where the end of the prefix occurs."""
+        """The cursor at the start of the output: the beginning of the prediction, or where the end of the prefix occurs in it."""
         found, length = state.state, state.length
         for token in before:
             found, length = self._automaton.step(found, length, token)
@@ -315,7 +315,7 @@ class Prediction:
         return Cursor((replaced, inserted), 0, state.reached, found, length)
 
     def candidates(self, state: Cursor) -> list[Candidate]:
-        """The guess that a place is right grows with what has agreed: (n + 1)/(n + 2); further places share the rest."""
+        """A position is right with estimated probability (n + 1)/(n + 2) after n agreeing tokens; further positions share the rest."""
         found: dict[int, float] = {}
         share, trust = 1.0, (state.agreed + 1) / (state.agreed + 2)
         for at in state.at:
@@ -363,16 +363,16 @@ SOURCES = ("ngram", "recycling")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Which sources feed a drafter's trees, by their names in SOURCES. name: the text it was read from."""
+    """The sources of a drafter's trees, by their names in SOURCES. name: the setting it was parsed from."""
 
     name: str
     sources: tuple[str, ...]
 
     def source(self, law: DraftMode, shared: Successors, prediction: Sequence[int] = (), num_prompt: int = 0) -> Source:
-        """Sources for a new text; prediction: the output that the client expects after `num_prompt` tokens.
+        """A source for a new text. prediction: the output that the client expects after `num_prompt` tokens.
 
-        Under ratio tests (SAMPLED, GREEDY) a text must not read what other texts wrote: requests with one seed and id share their coins, so
-        another's text tells of coins that are still to be used. Under matching nothing can bias, and memories are shared.
+        Under ratio tests (SAMPLED, GREEDY) a text must not read memories that other texts have written: requests with the same seed and id
+        use the same coins, so the text of one depends on coins that the other has still to use. Target matching has no such restriction.
         """
         built: list[Source] = [Prediction(prediction, prefix=num_prompt)] if prediction else []
         if "ngram" in self.sources:
@@ -383,7 +383,7 @@ class Recipe:
 
 
 class Memories(OrderedDict[Hashable, Successors]):
-    """What the texts of a group share, by group: those used last."""
+    """Successors shared by the texts of a group, by group; the least recently used group is evicted."""
 
     def __init__(self, most: int = 16) -> None:
         super().__init__()

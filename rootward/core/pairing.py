@@ -1,9 +1,9 @@
-"""Which verifier is lossless for which tree construction (algorithms.md, section 4), as a table that refuses with a reason.
+"""Which verification rule is lossless for which tree construction (algorithms.md, section 4), as a table with reasons for refusals.
 
     check_pair("rsd_c", "traversal")                       passes
     check_pair("rsd_c", "traversal", replacement=True)     ValueError: … declares another law than its siblings were drawn from …
 
-A row is a way trees come about: a draft strategy (`requests.DraftStrategy`), a `requests.DraftMode`, or something done to a tree.
+A row is a way to make trees: a draft strategy (`requests.DraftStrategy`), a `requests.DraftMode`, or a modification of a tree.
 Every cell was decided by exact enumeration; tests/statistical repeats it.
 """
 
@@ -97,7 +97,7 @@ def lossless_columns(construction: str) -> frozenset[Column]:
 
 
 def check_pair(construction: str, algorithm: str, replacement: bool = False) -> None:
-    """Pass, or a ValueError that says why this verifier would not leave the target's law unchanged.
+    """ValueError, with the reason, if the rule would change the target's distribution.
 
     construction  a key of `TABLE`: a builder's name, a `requests.DraftMode`, or what was done to a tree
     algorithm     "match", or a name `verification.law` takes; match and block have no use for `replacement`
@@ -107,7 +107,7 @@ def check_pair(construction: str, algorithm: str, replacement: bool = False) -> 
 
 
 def check_rule(strategy: DraftStrategy, mode: DraftMode, rule: Rule) -> None:
-    """As `check_pair` for a request: which trees its drafter grows, and how its verifier decides. The message says what to ask for."""
+    """As `check_pair` for the strategy, mode and rule of a request. The message says what to request instead."""
     construction = strategy.name if mode.ratio and strategy.name != "best_first" else mode.value
     if mode is DraftMode.COUPLED and rule is not Rule.MATCH:  # no shape of the tree would help
         raise ValueError(f"rule: {rule.value} {_reason(construction, rule.value)}")

@@ -1,7 +1,7 @@
-"""What a generation is, as values: token ids in, runs of committed token ids out.
+"""Values of a generation: requests of token ids and runs of committed token ids.
 
-These types cross every boundary (gateway → verifier → drafter) and know nothing of text, wire or model. Constructors check
-ranges and raise `ValueError("field: value fix")`.
+These types are used by gateway, verifier and drafter and are independent of text, encoding and model. Constructors check ranges and raise
+`ValueError("field: value fix")`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SAMPLING_RANGES = (
     ("presence_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
     ("frequency_penalty", -2.0, 2.0, "[-2, 2]", "0 is off, more discourages"),
 )
-# What divides scores: below this float32 overflows, and one request's NaN would cost its neighbours of the step theirs.
+# Divisors of scores: with smaller ones float32 overflows, and the NaN of one request would fail the whole step.
 _SMALLEST = (
     ("temperature", 1e-4, "use 0 to decode greedily"),
     ("repetition_penalty", 1e-2, "1 is off, less encourages"),
@@ -57,7 +57,7 @@ class DraftMode(str, Enum):
 
 
 class Rule(str, Enum):
-    """How a verifier decides."""
+    """Verification rule."""
 
     TRAVERSAL = "traversal"
     TOKEN = "token"
@@ -83,7 +83,7 @@ _STRATEGIES: dict[str, tuple[DraftMode | None, int, int, str]] = {  # mode, leas
 
 @dataclass(frozen=True, slots=True)
 class DraftStrategy:
-    """Which trees a drafter grows, as settings and requests name it: `NAME` or `NAME:N1,N2,...` (docs/parameters.md)."""
+    """The shape of a drafter's trees, written `NAME` or `NAME:N1,N2,...` in settings and requests (docs/parameters.md)."""
 
     name: str = "best_first"
     numbers: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class DraftStrategy:
 
     @staticmethod
     def parse(text: str) -> DraftStrategy:
-        """The strategy of this text; ValueError that names what is wrong."""
+        """Parse a strategy; ValueError with the reason if it is invalid."""
         name, colon, numbers = text[:MAX_NAME].partition(":")
         parts = numbers.split(",") if colon else []
         whole = all(part.isascii() and part.isdigit() and len(part) < 6 for part in parts)
@@ -112,7 +112,7 @@ class DraftStrategy:
 
     @property
     def mode(self) -> DraftMode | None:
-        """How its trees make children; None: as the verifier asks."""
+        """Draft mode of its trees; None: as the verifier requests."""
         return _STRATEGIES[self.name][0]
 
     def check_mode(self, mode: DraftMode) -> None:
@@ -145,7 +145,7 @@ def is_text(value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Processors of the target's law, in the order of docs/parameters.md. The defaults leave the model's own law as it is.
+    """Processors of the target's distribution, in the order of docs/parameters.md. The defaults do not change it.
 
     The repetition penalty looks at prompt and output, the other two penalties at the output. `logit_bias` and
     `allowed_token_ids` are kept sorted; no allowed ids means every token.
@@ -197,17 +197,17 @@ class Sampling:
 
     @property
     def shifted(self) -> bool:
-        """Scores change whatever the text so far."""
+        """Has processors that do not depend on the text: bias or allowed tokens."""
         return bool(self.logit_bias or self.allowed_token_ids)
 
     @property
     def penalised(self) -> bool:
-        """Scores depend on the text so far."""
+        """Has processors that depend on the text: penalties."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class Form(str, Enum):
-    """What the form of an output is written in."""
+    """Kind of a structured output."""
 
     JSON_OBJECT = "json_object"  # any JSON object
     JSON_SCHEMA = "json_schema"
@@ -217,7 +217,7 @@ class Form(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """The form that the whole output must have. `text` is the schema, expression or grammar; "" for JSON_OBJECT."""
+    """The structure that the whole output must have. `text` is the schema, expression or grammar; "" for JSON_OBJECT."""
 
     form: Form
     text: str = ""
@@ -231,7 +231,7 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a generation ends, by tokens. `eos_ids` comes from the model; stop strings are the gateway's."""
+    """Token-level stop conditions. `eos_ids` are the model's; stop strings are handled by the gateway."""
 
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
@@ -246,7 +246,7 @@ class Stopping:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Per-request control. None = the server's policy."""
+    """Speculation parameters of a request. None = the server's policy."""
 
     mode: SpeculationMode = SpeculationMode.AUTO
     rule: Rule | None = None
@@ -321,7 +321,7 @@ class VerifierRequest:
         _require(salted, "cache_salt", self.cache_salt[:32], f"is no text of at most {MAX_NAME} characters")
 
     def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
-        """What would leave a complete output without a next token, or an incomplete one without any."""
+        """Parameters that could leave no allowed token, with a complete or an incomplete structure."""
         return (
             ("ignore_eos", self.stopping.ignore_eos),
             ("min_tokens", self.stopping.min_tokens > 0),
@@ -339,7 +339,7 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedTree:
-    """The tree of a round, for people to look at. Node i ≥ 1 has tokens[i - 1] and parents[i - 1]; node 0 is the last token before."""
+    """The tree of a round, for display. Node i ≥ 1 has tokens[i - 1] and parents[i - 1]; node 0 is the last committed token."""
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
@@ -356,7 +356,7 @@ class VerifiedTree:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """What reading the prompt told."""
+    """Results of the prefill."""
 
     num_cached: int = 0  # prompt tokens whose KV was there already
     logprobs: tuple[TokenLogprob, ...] = ()  # of prompt tokens 1, 2, …, where they are asked for

@@ -1,9 +1,9 @@
 """A suffix automaton that grows with its text (Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985).
 
-A state is a class of substrings that end at the same places of the text; 0 is the empty string. Of a class the longest string is the
-representative, the shorter ones are its suffixes, and the *link* of a state is the longest suffix that ends at more places: the next
-shorter context. Links form a tree in which every place of the text is one state that is not a copy, so the ends of a string are the
-places below its state. At most two states per token; appending costs O(1) amortised.
+A state is a class of substrings that end at the same positions of the text; state 0 is the empty string. The longest string of a class
+represents it, the others are suffixes of it, and the *link* of a state is its longest suffix that ends at more positions, the next shorter
+context. Links form a tree in which every position of the text is one state that is not a copy, so the end positions of a string are those
+below its state. There are at most two states per token; appending costs O(1) amortised.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-COPY = -1  # as an end: the state was split off another one and is no place of its own
+COPY = -1  # end position of a state that was split off another one
 
 
 class SuffixAutomaton:
@@ -35,7 +35,7 @@ class SuffixAutomaton:
 
     @property
     def repeated_suffix(self) -> int:
-        """State of the longest suffix of the text that has ended somewhere earlier too; 0 if there is none."""
+        """State of the longest suffix of the text that also occurs earlier; 0 if there is none."""
         return max(self._link[self._whole], 0)
 
     def length(self, state: int) -> int:
@@ -47,11 +47,11 @@ class SuffixAutomaton:
         return self._link[state]
 
     def followers(self, state: int, limit: int) -> list[tuple[int, int]]:
-        """(token, state of the string it makes) of at most `limit` continuations: those that first followed last."""
+        """(token, state after it) of at most `limit` continuations: those whose first occurrence is latest."""
         return list(islice(reversed(self._next[state].items()), limit))
 
     def append(self, token: int) -> None:
-        """The text grows by one token."""
+        """Append one token to the text."""
         whole = self._state(self._length[self._whole] + 1, {}, end=self._size)
         self._size += 1
         state, self._whole = self._whole, whole

@@ -147,7 +147,7 @@ class HuggingFaceModel(SlottedModel):
 
     def follow(self) -> None:
         """Another rank than 0: take part in the forwards of rank 0 until it ends."""
-        assert self._group is not None, "a model on one process has nobody to follow"
+        assert self._group is not None, "follow() needs a group of ranks"
         follow(self._pass, self._group)
 
     @property

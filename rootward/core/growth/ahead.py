@@ -5,13 +5,13 @@ bonus token. It is chosen and never verified; if it is right it is the next root
 tree. `Predict` names the tokens at a node: the most likely ones, or, right far more often, what the noise of the bonus token makes of the
 draft's row.
 
-Exactness depends on what may follow from that noise. The bonus at text length t is an exact sample as long as nothing that is verified has
-looked at the noise of length t or more. Hence this order, which no prediction can change:
+Exactness restricts the use of that noise. The bonus token at text length t is an exact sample if no node that is verified depends on the
+noise of length t or more. Hence this order, which does not depend on any prediction:
 
-    1  the root's component grows until it is at rest; what a round waits for is sent before predictions are made
-    2  how many predictions each of its nodes gets is settled by ranks and depths (a forecast of where the round stops)
-    3  every prediction gets the same share of nodes, rows and draws; what one cannot use (end of text, support exhausted) is lost
-    4  a commit keeps the component it walked into and drops all others; 1 begins again
+    1  the root's component grows until it is at rest; nodes that a round waits for are sent before predictions are made
+    2  the number of predictions at each node is computed from ranks and depths (an estimate of where the round stops)
+    3  every prediction gets the same share of nodes, rows and draws; an unused share (end of text, no support left) is lost
+    4  a commit keeps the component that contains the new root and drops all others; then 1 again
 
 A component grows like any tree, below a head whose noise is already past. So the distributions of its draws hold given the head, and rules
 L1-L5 of algorithms.md 6.1 hold for every round. `tests/statistical/test_shared_bonus.py` has the enumeration and the wrong twins.
@@ -32,14 +32,14 @@ from rootward.core.growth.strategies import BestFirst, NewWords
 from rootward.core.living_tree import ROOT
 from rootward.core.rng import BonusKey, bonus_gumbel
 
-MOST_PREDICTIONS = 32  # tokens named at a node; those that are children already are left out
+MOST_PREDICTIONS = 32  # at a node, before its children are left out
 
 Predict = Callable[[int, DraftDistribution], Ints]  # (node, its draft row) -> bonus tokens, the most likely first
 
 
 @dataclass(frozen=True, slots=True)
 class AheadBudget:
-    """How much is grown ahead. All of it is settled without looking at a prediction.
+    """Limits of growth ahead. None depends on a prediction.
 
     nodes            most nodes alive in predictions and below them; 0: no predictions
     share            of them for each prediction, itself included
@@ -65,14 +65,14 @@ class AheadBudget:
 
 
 def likeliest(node: int, row: DraftDistribution) -> Ints:
-    """Predictions without knowing the noise."""
+    """Predictions without the noise: the most likely tokens."""
     return row.ids
 
 
 def shared_order(key: BonusKey, epoch: int, length: int, ids: Ints, law: Floats, most: int = MOST_PREDICTIONS) -> Ints:
-    """Predictions that follow the noise of the bonus token at this text length: the largest log q + b, decreasing (the bonus token is
-    the largest log r + b). ids, law: atoms of the draft's row with mass, as many as can be had: where all that is likely has been
-    tried and rejected, the bonus token is an unlikely one."""
+    """Predictions by the noise b of the bonus token at this text length: tokens by decreasing log q + b (the bonus token has the largest
+    log r + b). ids, law: as many atoms of the draft's row as possible: after rejections of likely tokens the bonus token is often an
+    unlikely one."""
     minus = -(np.log(law) + bonus_gumbel(key, epoch, length, ids))
     best = np.argpartition(minus, most - 1)[:most] if most < len(ids) else np.arange(len(ids))
     return ids[best[np.argsort(minus[best], kind="stable")]]
@@ -90,12 +90,12 @@ class Ahead:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing that the present round could verify will be added."""
+        """No node that the current round could verify will be added."""
         return self.own.at_rest
 
     @property
     def busy(self) -> bool:
-        """A draft forward can still do something."""
+        """Whether a draft forward can still add nodes."""
         if not self.own.at_rest:
             return True
         if not self.budget.num_predictions or not self.own.root_expanded:
@@ -108,13 +108,13 @@ class Ahead:
         return {n for component in (self.own, *self._components) for n in component.rows}
 
     def wanted_rows(self, max_rows: int) -> int:
-        """What to ask for in the next level, for rows are shared with other trees: the same whatever the predictions are."""
+        """Rows to request for the next level, which is shared with other trees. Independent of the predictions."""
         if not self.own.at_rest:
             return len(self.own.frontier(max_rows))
         return len(self._leaves()) + self.budget.num_predictions * self.budget.draws_per_level
 
     def frontier(self, max_rows: int) -> list[int]:
-        """Nodes whose rows are asked for next."""
+        """Nodes of the next forward."""
         if not self.own.at_rest:
             return self.own.frontier(max_rows)
         nodes = self._leaves()[:max_rows]
@@ -125,7 +125,7 @@ class Ahead:
         return [n for n in self._wanted or () if not self.own.is_expanded(n)]
 
     def expand(self, node: int, row: DraftDistribution, noise: np.ndarray | None = None) -> None:
-        """The row of a node is known."""
+        """Set the row of a node."""
         head = self.tree.at(node).head
         component = self.own if head == ROOT else next(c for c in self._components if c.head == head)
         component.expand(node, row, noise)
@@ -137,7 +137,7 @@ class Ahead:
     def draw(self, new_words: NewWords) -> list[int]:
         """A level's worth of draws; the new ids in draw order."""
         if not self.own.at_rest:
-            return self.own.draw(new_words)  # alone: a round waits for them, and predictions take time
+            return self.own.draw(new_words)  # without predictions, since a round waits for these nodes
         drawn = [node for component in self._components for node in component.draw(new_words)]
         self._turn += 1
         if self.budget.num_predictions and self.own.root_expanded:
@@ -145,7 +145,7 @@ class Ahead:
         return drawn
 
     def commit(self, tokens: Sequence[int]) -> list[int | None]:
-        """A round committed these tokens: re-root. Returns the id that spelled each of them, or None."""
+        """Commit the tokens of a round and re-root. Returns the node id of each token, or None."""
         walked = self.tree.commit(tokens)
         right = next((component for component in self._components if component.head in walked), None)
         if right is not None:
@@ -184,7 +184,7 @@ class Ahead:
         return wanted
 
     def _predictions_at(self, node: int, number: int) -> list[int]:
-        """Tokens that are children already are no outcome: a tried child is never the bonus token."""
+        """Make predictions at a node, without its children: a tried child is never the bonus token."""
         children = {self.tree.nodes[c].token for c in self.tree.at(node).children}
         order = self._predict(node, self.own.rows[node]) if len(self.own.rows[node]) else ()
         tokens = [t for t in map(int, order) if t not in children and t not in self.tree.eos_ids]
@@ -194,14 +194,14 @@ class Ahead:
         """A predicted bonus token, the head of a component of its own."""
         head = self.tree.draw(node, token, sampled=False, guess=True)
         own, budget = self.own, self.budget
-        cap = min(budget.share - 1, self.tree.node_cap)  # as the root's it must keep within the tree's own
-        assert isinstance(own.strategy, BestFirst)  # of the others no tree outlives its round
+        cap = min(budget.share - 1, self.tree.node_cap)  # it may become the root's component
+        assert isinstance(own.strategy, BestFirst)  # trees of other strategies restart with every commit
         strategy = replace(own.strategy, draws_per_level=budget.draws_per_level, least_levels=1)
         self._components.append(Growth(self.tree, strategy, node_cap=cap, max_positions=own.max_positions, head=head))
         return head
 
     def _below_predictions(self, max_rows: int) -> list[int]:
-        """The same number of rows for each component; those for which they do not suffice have their turn in the next level."""
+        """Frontier nodes of the components: the same number of rows for each, in turns if they do not suffice for all."""
         count = self.budget.num_predictions
         if not count or not max_rows:
             return []

@@ -27,8 +27,8 @@ class Growth:
 
     node_cap  most live nodes
     beyond    trees verified by matching: of them, nodes for the rounds after the next
-    head      the predicted bonus token whose component it is; ROOT: that of the root (`ahead.py` looks after several)
-    block     the root's row comes with those of all nodes below it, by depth: a tree is drawn whole, without another forward
+    head      the predicted bonus token of the component; ROOT: the root's component (`ahead.py` manages several)
+    block     the forward of the root also gives the rows of all depths below it: the whole tree is drawn without another forward
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Growth:
 
     @property
     def root_id(self) -> int:
-        """The node that everything here hangs below."""
+        """The root of the component."""
         return self.tree.root_id if self.head == ROOT else self.head
 
     @property
@@ -77,11 +77,11 @@ class Growth:
 
     @property
     def round_is_full(self) -> bool:
-        """The next round has its nodes; what is grown now is for later ones."""
+        """The next round has all its nodes; further growth is for later rounds."""
         return self.beyond > 0 and self.room <= self.beyond
 
     def frontier(self, max_rows: int) -> list[int]:
-        """Live nodes without a row that are worth one, best first; the root of the tree gets its own from whoever feeds the text."""
+        """Live nodes without a row that may get children, best first. The row of the tree's root comes with the forward of the text."""
         if self.room <= 0 or self.block:
             return []
         nodes = (n for n in self._score if n not in self.rows and n not in (ROOT, self.tree.root_id))
@@ -90,20 +90,20 @@ class Growth:
         return open_nodes[:max_rows]
 
     def expand(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
-        """The row of a node is known. noise: Gumbel noise at row.ids (COUPLED)."""
+        """Set the row of a node. noise: Gumbel noise at row.ids (COUPLED)."""
         self.rows[node] = row
         if len(row):
             self._open_place(node, row, noise)
 
     def expand_below(self, row: DraftDistribution, noise: Floats | None = None) -> None:
-        """Block: the row of all nodes of the next depth, whatever their paths are."""
+        """Block: set the row of all nodes of the next depth, independent of their paths."""
         self._by_depth.append((row, noise))
 
     def _open_place(self, node: int, row: DraftDistribution, noise: Floats | None = None) -> None:
         record, mode = self.tree.at(node), self.strategy.mode
         place = Place(node, self._depth(record), self._score[node], row)
         if mode.ratio:
-            record.row = row.ids, row.weight  # a GREEDY family declares another one, when it is made
+            record.row = row.ids, row.weight  # a GREEDY family declares another one when it is drawn
         if self.strategy.whole_levels:
             place.reach, place.total = self._reach(node), row.total
         if mode is DraftMode.TOP_K:  # atoms are sorted
@@ -118,8 +118,8 @@ class Growth:
         self._unscored.append(node)
 
     def follow(self, path: Iterable[tuple[int, float]]) -> None:
-        """Lay a path below the root, whatever the model would draw: (token, probability that it is right) of each step. A function of
-        the text so far, so its nodes are chosen; siblings drawn later are drawn from what the row has besides."""
+        """Attach a given path below the root: (token, probability that it is right) of each step. It depends only on the committed text, so
+        its nodes are chosen; later siblings are drawn from the row without its tokens."""
         node = self.root_id
         for token, trust in path:
             record = self.tree.at(node)
@@ -136,7 +136,7 @@ class Growth:
             node = child
 
     def draw(self, new_words: NewWords) -> list[int]:
-        """Give the best places their next child, a level's worth; returns the new ids in draw order."""
+        """Draw the children of a level, at the best places. Returns the new ids in draw order."""
         drawn = self._draw_level(new_words)
         while self.block and (more := self._draw_level(new_words)):
             drawn += more
@@ -154,7 +154,7 @@ class Growth:
         drawn: list[int] = []
         most = DRAWS_BEYOND if self.round_is_full else strategy.draws(self.node_cap - self.beyond)
         if self.block and not strategy.whole_levels:
-            most = 1  # the place of the new child is open to the next draw
+            most = 1  # the new child is a place for the next draw
         while len(drawn) < most and self.room > 0 and self._heap:
             minus, node, rank = heapq.heappop(self._heap)
             place = self._places.get(node)
@@ -165,7 +165,7 @@ class Growth:
         return drawn
 
     def stops(self) -> dict[int, float]:
-        """Forecast, by ranks and depths alone, of the probability that a round stops at each node that the text can go on after."""
+        """Estimated probability that a round stops at each node, from ranks and depths only. Without nodes that end the text."""
         mass = {n: math.exp(s) for n, s in self._score.items()}
         for node in mass:
             mass[node] -= sum(mass[c] for c in self.tree.at(node).children if c in mass)
@@ -173,15 +173,15 @@ class Growth:
 
     @property
     def at_rest(self) -> bool:
-        """Nothing more can be drawn until the text advances."""
+        """No further node can be drawn before the next commit."""
         if not self.root_expanded:
             return not self._can_have_children(self.tree.at(self.root_id))
         return self.room <= 0 or (not self._live_places() and not self.frontier(1))
 
     def rerooted(self) -> None:
-        """Forget what left the tree. Scores are relative, so what stays keeps its order."""
+        """Drop the state of nodes that left the tree. Scores are relative, so the order of the others does not change."""
         alive = {*self.tree.nodes, self.tree.root_id}
-        if self.tree.root_id == ROOT:  # no node spelled the text: an empty tree
+        if self.tree.root_id == ROOT:  # the committed tokens were not in the tree, which is empty
             self._restart()
             return
         self._score = {n: s for n, s in self._score.items() if n in alive}
@@ -192,7 +192,7 @@ class Growth:
             place.depth = self._depth(self.tree.at(place.node))
 
     def _open_by_depth(self) -> None:
-        """Block: places for the nodes that were made since."""
+        """Block: open places for new nodes."""
         for node in self._unopened:
             row, noise = self._row_below(self._depth(self.tree.at(node)))
             if len(row):
@@ -200,7 +200,7 @@ class Growth:
         self._unopened = []
 
     def _row_below(self, depth: int) -> tuple[DraftDistribution, Floats | None]:
-        """Of nodes at this depth; none deeper than the block."""
+        """Row of the nodes at a depth; empty below the block."""
         return self._by_depth[depth - 1] if depth <= len(self._by_depth) else (NOTHING, None)
 
     # -- children -----------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class Growth:
         return [child]
 
     def _family(self, place: Place, size: int, new_words: NewWords) -> list[int]:
-        """A GREEDY family, whole: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
+        """Draw a whole GREEDY family: the sampled child first, then the chosen ones (algorithms.md 5.7)."""
         made = greedy_family(place.row, size, new_words(2))
         del self._places[place.node]
         self.tree.at(place.node).row = (made.row.ids, made.row.weight) if len(made.row) else None
@@ -242,7 +242,7 @@ class Growth:
         record = self.tree.at(place.node)
         if place.exhausted(self.strategy.mode) or place.rank >= self.strategy.children(place.depth):
             return False
-        return self._can_have_children(record)  # if not now: a commit brings it closer to the root
+        return self._can_have_children(record)  # a node that is too deep now is not after a commit
 
     def _reach(self, node: int) -> float:
         """Probability of a node's path under the draft."""
@@ -257,7 +257,7 @@ class Growth:
         return self._depth(record) < self.strategy.max_depth and self.can_continue(record)
 
     def can_continue(self, record: Node) -> bool:
-        """The text may go on after it, and the draft model could follow."""
+        """Whether the text can continue after the node, within the draft model's context."""
         return record.depth + 1 < self.max_positions and record.token not in self.tree.eos_ids
 
     def _depth(self, record: Node) -> int:

@@ -15,7 +15,7 @@ randomness alone, never on the token that is about to be drawn or on a later one
 scored by anything: by the probability of the path, or by that of a match under the shared noise.
 
 A shape that is defined relative to the root of one round `restarts`: both sides start a new tree with every commit. Dropping the whole
-subtree on no ground but the commit itself is allowed (L5).
+subtree because of the commit alone is allowed (L5).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rootward.core.arrays import Floats, Words
 from rootward.core.distribution import DraftDistribution
 from rootward.core.requests import DraftMode, DraftStrategy
 
-NewWords = Callable[[int], Words]  # n fresh uniform words; never the same twice within a request
+NewWords = Callable[[int], Words]  # n new uniform words; none is used twice within a request
 
 UNLIMITED = 1 << 30
 
@@ -40,7 +40,7 @@ UNLIMITED = 1 << 30
 class Place:
     """An expanded node that can still get children.
 
-    row        what is left to draw from but for `last_drawn` (drawn without replacement), or the whole row
+    row        drawn without replacement: the row without earlier children except `last_drawn`; otherwise the whole row
     score      of the node itself
     order      chosen and coupled trees: the atoms to take, in this order
     chance     of each of them, the probability that the target takes it
@@ -67,7 +67,7 @@ class Place:
         return len(self.row) == (self.last_drawn is not None) if mode.ratio else self.rank >= len(self.order)
 
     def draw(self, mode: DraftMode, words: Words) -> int:
-        """The next child of a drawn family. The last token leaves the row only when another one is asked for, which is seldom."""
+        """Draw the next child. The last token is removed from the row only when another child is drawn, which is rare."""
         if mode is DraftMode.IID:
             return self.row.draw(words)
         if self.last_drawn is not None:
@@ -161,7 +161,7 @@ class BestFirst(Strategy):
         return self.topk
 
     def family(self, depth: int, num_nodes: int) -> int:
-        """More children than a level extends would only take turns: as many chains as draws."""
+        """At most as many children as a level draws: further ones would not be extended in the same level."""
         whole = self.mode is DraftMode.GREEDY and depth == 0
         return min(len(self.root_family), self.draws(num_nodes), self.topk) if whole else 0
 
@@ -194,7 +194,7 @@ class FixedShape(Strategy):
         positive("branching", self.branching)
 
     @property
-    def max_depth(self) -> int:  # type: ignore[override]  # nobody writes it
+    def max_depth(self) -> int:  # type: ignore[override]  # read-only here
         return len(self.branching)
 
     def children(self, depth: int) -> int:
