@@ -39,13 +39,13 @@ def linears(model: HuggingFaceModel) -> list[Linear]:
 
 
 def alone(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
-    inputs = {one.in_features: torch.randn(rows, one.in_features).numpy() for one in layers}
+    inputs = {one.in_features: one.array_of(torch.randn(rows, one.in_features)) for one in layers}
     outputs = {one.out_features: torch.empty(rows, one.out_features).numpy() for one in layers}
 
     def run() -> None:
         cpu_kernels.use_threads(torch.get_num_threads())
         for one in layers:
-            cpu_kernels.linear(inputs[one.in_features], one.packed, one.bias, outputs[one.out_features])
+            one.multiply(inputs[one.in_features], outputs[one.out_features])
 
     return run
 

@@ -5,8 +5,8 @@ what is added up passes by. Every number is one chain of multiplications and add
 whatever tile it is computed, and the number of rows decides nothing but how often the other operand is loaded.
 
 Types T are float32 and bfloat16; numba does not know the second, which comes as int16, or as int32 in pairs of which the lower half is the
-first. All become float32 on the way. (The instruction that multiplies such pairs, `vdpbf16ps`, does half as much as two of float32 on the
-Intel Xeon where both were measured, and it rounds the inputs.)
+first. Weights in pairs become float32 in registers where the inputs of a layer are float32; inputs in pairs are multiplied as they are, by
+the instruction `vdpbf16ps`. `cpu_kernels.has_fast_bf16_dot` says which is faster.
 """
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator,misc,no-any-return"
@@ -94,7 +94,7 @@ class Code:
         self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(3), INT(1)])
 
     def everywhere(self, number: Value) -> Value:
-        none = ir.Constant(FLOATS, ir.Undefined)
+        none = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
         one = self.builder.insert_element(none, number, INT(0))
         return self.builder.shuffle_vector(one, none, ir.Constant(INTS, [0] * LANES))
 
@@ -102,6 +102,13 @@ class Code:
         kind = ir.FunctionType(FLOATS, [FLOATS] * 3)
         return self.builder.call(
             get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32"), [x, y, total]
+        )
+
+    def add_products_of_pairs(self, x: Value, y: Value, total: Value) -> Value:
+        """total + x₀y₀ + x₁y₁ in every lane, of pairs of bfloat16 in INTS (`vdpbf16ps`)."""
+        kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
+        return self.builder.call(
+            get_or_insert_function(self.builder.module, kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"), [total, x, y]
         )
 
     def loop(
@@ -142,7 +149,7 @@ def _typed(generate: Callable[[Code, int], None], names: str, *kinds: Any) -> An
 def linear_tile(context, rows, x, n, weight, g, k, num, ahead, pace, out, m, o):
     """out[m + r, o + i] += Σ_j x[n + r, j] · weight[g, j, i] over the inputs j of weight[g, k : k + num >= 1], r < rows and i < GROUP.
 
-    x and out float32; weight float32, or pairs, with half as many k as x has. Meanwhile weights are asked for that lie `ahead` bytes
+    out float32; x and weight float32, x float32 and weight pairs, or both pairs. Meanwhile weights are prefetched that lie `ahead` bytes
     further on, and `pace` bytes more after each k."""
     return _typed(
         _linear, "rows x n weight g k num ahead pace out m o", rows, x, n, weight, g, k, num, ahead, pace, out, m, o
@@ -152,30 +159,30 @@ def linear_tile(context, rows, x, n, weight, g, k, num, ahead, pace, out, m, o):
 def _linear(code: Code, rows: int) -> None:
     builder, vectors, step = code.builder, range(LINEAR_VECTORS), 4 * LANES
     tile = [(row, vector) for row in range(rows) for vector in vectors]
-    pairs = code.kind["weight"].dtype == types.int32
-    first_input = builder.mul(code.value["k"], LONG(2 if pairs else 1))
-    x, weight = (
-        code.address("x", code.value["n"], first_input),
-        code.address("weight", code.value["g"], code.value["k"]),
-    )
-    x_stride, asked = code.stride("x", 0), builder.add(weight, code.value["ahead"])
+    weight_pairs, input_pairs = (code.kind[name].dtype == types.int32 for name in ("weight", "x"))
+    inputs_of_step = 2 if weight_pairs and not input_pairs else 1  # elements of x that one k of the weight is multiplied with
+    x = code.address("x", code.value["n"], builder.mul(code.value["k"], LONG(inputs_of_step)))
+    weight = code.address("weight", code.value["g"], code.value["k"])
+    x_stride, prefetched = code.stride("x", 0), builder.add(weight, code.value["ahead"])
+    add_product = code.add_products_of_pairs if input_pairs else code.multiply_add
 
     def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
-        here, there = code.moved(weight, k, LONG(4 * GROUP)), code.moved(asked, k, code.value["pace"])
-        words = [code.load(builder.add(here, LONG(step * vector)), INTS if pairs else FLOATS) for vector in vectors]
+        here, there = code.moved(weight, k, LONG(4 * GROUP)), code.moved(prefetched, k, code.value["pace"])
+        words = [code.load(builder.add(here, LONG(step * v)), INTS if weight_pairs else FLOATS) for v in vectors]
         for vector in vectors:
             code.prefetch(builder.add(there, LONG(step * vector)))
-        inputs = [words]
-        if pairs:
+        weights_of_input = [words]
+        if inputs_of_step == 2:
             lower, upper = [builder.shl(word, SIXTEEN) for word in words], [builder.and_(word, UPPER) for word in words]
-            inputs = [[builder.bitcast(word, FLOATS) for word in half] for half in (lower, upper)]
-        for i, weights in enumerate(inputs):
-            of_input = builder.add(code.moved(x, k, LONG(4 * len(inputs))), LONG(4 * i))
+            weights_of_input = [[builder.bitcast(word, FLOATS) for word in half] for half in (lower, upper)]
+        for i, weights in enumerate(weights_of_input):
+            address = builder.add(code.moved(x, k, LONG(4 * inputs_of_step)), LONG(4 * i))
             for row in range(rows):
-                number = code.everywhere(code.load(code.moved(of_input, LONG(row), x_stride), FLOAT))
+                number = code.load(code.moved(address, LONG(row), x_stride), INT if input_pairs else FLOAT)
+                everywhere = code.everywhere(number)
                 for vector in vectors:
-                    total[row, vector] = code.multiply_add(number, weights[vector], total[row, vector])
+                    total[row, vector] = add_product(everywhere, weights[vector], total[row, vector])
         return total
 
     out, out_stride = code.address("out", code.value["m"], code.value["o"]), code.stride("out", 0)

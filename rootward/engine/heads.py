@@ -116,8 +116,8 @@ class Head:
         if self.has_kernels:
             use_threads(torch.get_num_threads())
             x_NE, scratch = x_NE.clone(), Scratch(self.layer, len(x_NE))
-            x, read_by = x_NE.numpy(), read.float().contiguous().numpy()
-            self.layer(x, read_by, step, cells=cells, rotations=self.rotations, scratch=scratch)
+            x, inputs = x_NE.numpy(), self.layer.qkv.array_of(read)
+            self.layer(x, inputs, step, cells=cells, rotations=self.rotations, scratch=scratch)
             x_NE += torch.from_numpy(scratch.delta)
         else:
             x_NE = self._layer_by_torch(x_NE, read, step, cells)

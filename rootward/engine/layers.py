@@ -37,24 +37,45 @@ FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # rotations that depend on
 
 
 class Linear(torch.nn.Module):
-    """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not
-    kept."""
+    """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not kept.
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
+    bf16_dot  whether the inputs of a layer in bfloat16 are rounded to bfloat16; None: where that is faster
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, bf16_dot: bool | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.packed, self.bias = cpu_kernels.packed(weight), cpu_kernels.packed_bias(bias, self.out_features)
+        is_bfloat16 = self.dtype == torch.bfloat16
+        self.rounds_inputs = is_bfloat16 and (cpu_kernels.has_fast_bf16_dot() if bf16_dot is None else bf16_dot)
+        self._padding = self.in_features % 2 if is_bfloat16 else 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., out] of [..., in], in the type of the rows."""
-        flat = rows.reshape(-1, self.in_features)
         cpu_kernels.use_threads(torch.get_num_threads())
-        even = self.in_features % 2 if self.dtype == torch.bfloat16 else 0
-        x = functional.pad(flat.float(), (0, even)) if even else flat.float().contiguous()
-        out = torch.empty(len(flat), self.out_features)
-        linear(x.numpy(), self.packed, self.bias, out.numpy())
-        return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+        return self.product(self.array_of(rows)).to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+
+    def product(self, inputs: Any) -> torch.Tensor:
+        """float32[N, out] of inputs as `new_inputs` and `array_of` make them."""
+        out = torch.empty(len(inputs), self.out_features)
+        self.multiply(inputs, out.numpy())
+        return out
+
+    def multiply(self, inputs: Any, out: Any) -> None:
+        """The same, to out float32[N, out]."""
+        linear(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
+
+    def new_inputs(self, num_rows: int) -> Any:
+        """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for bfloat16."""
+        return np.empty((num_rows, self.in_features), np.int16 if self.rounds_inputs else np.float32)
+
+    def array_of(self, rows: torch.Tensor) -> Any:
+        """Rows [..., in] in the type of its inputs."""
+        flat = rows.reshape(-1, self.in_features)
+        if self._padding:
+            flat = functional.pad(flat, (0, self._padding))
+        return cpu_kernels.array_of(flat.to(torch.bfloat16 if self.rounds_inputs else torch.float32).contiguous())
 
     def weight_of(self, outputs: torch.Tensor) -> torch.Tensor:
         """Rows [n, in] of the weight, for these outputs int64[n]."""
@@ -171,16 +192,16 @@ class Scratch:
     """Results on the way through decoder layers, which have the same sizes. delta float32[N, E]: of the layer."""
 
     def __init__(self, layer: Layer, num_rows: int):
-        self.normed, self.qkv, self.query, self.attended, self.delta, self.gate_up, self.gated = (
+        self.normed, self.attended, self.gated = (
+            reader.new_inputs(num_rows) for reader in (layer.gate_up, layer.out, layer.down)
+        )
+        self.qkv, self.query, self.delta, self.gate_up = (
             np.empty((num_rows, width), np.float32)
             for width in (
-                layer.down.out_features,
                 layer.qkv.out_features,
-                layer.out.in_features,
                 layer.out.in_features,
                 layer.down.out_features,
                 layer.gate_up.out_features,
-                layer.down.in_features,
             )
         )
 
@@ -204,22 +225,23 @@ class Layer:
     def __call__(
         self, x: Any, read: Any, step: Step, *, cells: PagedLayer, rotations: Rotations, scratch: Scratch
     ) -> None:
-        """Of the residual stream x float32[N, E], and what queries, keys and values are made of. The result is x + scratch.delta."""
+        """Of the residual stream x float32[N, E], and the inputs of the layer of queries, keys and values. The result is
+        x + scratch.delta."""
         if not cells.is_initialized:
             new = torch.empty(1, self.num_kv, 1, self.dim, dtype=self.qkv.dtype)
             cells.lazy_initialization(new, new)
         keys, values = cells.arrays
-        linear(read, self.qkv.packed, self.qkv.bias, scratch.qkv)
+        self.qkv.multiply(read, scratch.qkv)
         query = scratch.query.reshape(len(x), self.num_q, self.dim)
         at, norms = (step.positions.numpy(), step.write.numpy()), (self.head_norms, self.head_eps)
         cpu_kernels.rotate(scratch.qkv, rotations.cos, rotations.sin, *at, *norms, query, keys, values)
         seen, sinks = step.visible(cells.window), no_sinks(self.num_q)
         cpu_kernels.attention(query, keys, values, *seen, self.scaling, 0.0, sinks, scratch.attended)
-        linear(scratch.attended, self.out.packed, self.out.bias, scratch.delta)
+        self.out.multiply(scratch.attended, scratch.delta)
         self.before_mlp(x, scratch.delta, scratch.normed)
-        linear(scratch.normed, self.gate_up.packed, self.gate_up.bias, scratch.gate_up)
+        self.gate_up.multiply(scratch.normed, scratch.gate_up)
         cpu_kernels.gate(scratch.gate_up, scratch.gated)
-        linear(scratch.gated, self.down.packed, self.down.bias, scratch.delta)
+        self.down.multiply(scratch.gated, scratch.delta)
 
 
 class LlamaNetwork:
@@ -249,12 +271,12 @@ class LlamaNetwork:
                 self.states[i] = x_NE.clone()
             layer(x, scratch.normed, step, cells=own, rotations=self.rotations, scratch=scratch)
             delta = scratch.delta
-        self.norms[-1](x, delta, scratch.normed)
-        rows = torch.from_numpy(scratch.normed)
+        final = self.head.new_inputs(len(x))
+        self.norms[-1](x, delta, final)
         if len(self.layers) in self.exposed:
-            self.states[len(self.layers)] = rows.clone()
-        logits: torch.Tensor = self.head(rows if step.wanted is None else rows[step.wanted])
-        return logits
+            rows = torch.from_numpy(final)
+            self.states[len(self.layers)] = (rows.view(torch.bfloat16) if self.head.rounds_inputs else rows).float()
+        return self.head.product(final if step.wanted is None else final[step.wanted.numpy()])
 
 
 def _layer(layer: Any) -> Layer:
