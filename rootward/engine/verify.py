@@ -81,8 +81,8 @@ class Proposal(Protocol):
 
 class Decision(NamedTuple):
     """The path to node `stop` is committed, then the token `bonus`. `expected`: closed-form block efficiency of the tree, free of coin
-    noise (under multi_step given the order of the siblings); 0 under match. `draws`: what the audit of the drafter looks at; None under
-    match."""
+    noise (under multi_step given the order of the siblings); 0 under match above temperature 0. `draws`: what the audit of the drafter
+    looks at; None under match and at temperature 0, where a drafter cannot change the text."""
 
     stop: int
     bonus: int
@@ -99,7 +99,7 @@ def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction
     """
     ends = np.cumsum([len(r.tree) for r in rounds])
     decided: dict[int, Decision] = {}
-    for method in (_match_greedy, _match_sampled, _without_tree, _ratio_test):
+    for method in (_greedy, _match_sampled, _without_tree, _ratio_test):
         mine = [i for i, r in enumerate(rounds) if _method(r) is method]
         if not mine:
             continue
@@ -110,13 +110,17 @@ def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction
 
 
 def _method(r: Proposal) -> Callable[[Sequence[Proposal], torch.Tensor, LawFunction], list[Decision]]:
-    if r.rule is not Rule.MATCH:
-        return _ratio_test if r.shared or len(r.tree) > 1 else _without_tree
-    return _match_greedy if r.sampling.greedy else _match_sampled
+    if r.sampling.greedy:
+        return _greedy
+    if r.rule is Rule.MATCH:
+        return _match_sampled
+    return _ratio_test if r.shared or len(r.tree) > 1 else _without_tree
 
 
-def _match_greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
-    return _matched(rounds, greedy_choice(scores_TV))
+def _greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
+    """At temperature 0 the target's distribution is one-hot, and every rule accepts exactly the nodes that hold its token."""
+    found = _matched(rounds, greedy_choice(scores_TV))
+    return [one._replace(expected=1.0 + float(r.tree.depth[one.stop])) for r, one in zip(rounds, found, strict=True)]
 
 
 def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
