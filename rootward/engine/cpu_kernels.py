@@ -48,7 +48,8 @@ from rootward.host import folder_of_kernels
 
 log = logging.getLogger(__name__)
 
-LEAST_DOT_GAIN = 1.15  # from which on bfloat16 products are used: they round the inputs of layers, float32 products do not
+# Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
+LEAST_DOT_GAIN = 1.15
 SERVED = (torch.float32, torch.bfloat16)
 # numba looks at the file of a kernel alone, to see whether it has changed
 sources = b"".join(
@@ -455,13 +456,15 @@ def has_fast_bf16_dot() -> bool:
     if LANES != 16 or not features.get("avx512bf16"):
         return False
     kept = Path(numba.config.CACHE_DIR) / f"bf16-dot-{get_host_cpu_name()}.txt"
-    with suppress(OSError, ValueError):
-        return float(kept.read_text()) >= LEAST_DOT_GAIN
-    gain = _gain_of_bf16_dot()
-    with suppress(OSError):
-        kept.write_text(f"{gain:.2f}\n")
-    log.info("bfloat16 products by vdpbf16ps take 1/%.2f of the time of float32: %s", gain, "used" if gain >= LEAST_DOT_GAIN else "not used")
-    return gain >= LEAST_DOT_GAIN
+    try:
+        gain = float(kept.read_text())
+    except (OSError, ValueError):
+        gain = _gain_of_bf16_dot()
+        with suppress(OSError):
+            kept.write_text(f"{gain:.2f}\n")
+    fast = gain >= LEAST_DOT_GAIN
+    log.info("bfloat16 layers: %s (vdpbf16ps is %.2f times as fast)", "vdpbf16ps" if fast else "float32 products", gain)
+    return fast
 
 
 def _gain_of_bf16_dot(rows: int = 16, num_in: int = 576, num_out: int = 1536, repeats: int = 40) -> float:

@@ -108,7 +108,8 @@ class Code:
         """total + x₀y₀ + x₁y₁ in every lane, of pairs of bfloat16 in INTS (`vdpbf16ps`)."""
         kind = ir.FunctionType(FLOATS, [FLOATS, INTS, INTS])
         return self.builder.call(
-            get_or_insert_function(self.builder.module, kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"), [total, x, y]
+            get_or_insert_function(self.builder.module, kind, f"llvm.x86.avx512bf16.dpbf16ps.{32 * LANES}"),
+            [total, x, y],
         )
 
     def loop(
@@ -160,7 +161,9 @@ def _linear(code: Code, rows: int) -> None:
     builder, vectors, step = code.builder, range(LINEAR_VECTORS), 4 * LANES
     tile = [(row, vector) for row in range(rows) for vector in vectors]
     weight_pairs, input_pairs = (code.kind[name].dtype == types.int32 for name in ("weight", "x"))
-    inputs_of_step = 2 if weight_pairs and not input_pairs else 1  # elements of x that one k of the weight is multiplied with
+    inputs_of_step = (
+        2 if weight_pairs and not input_pairs else 1
+    )  # elements of x that one k of the weight is multiplied with
     x = code.address("x", code.value["n"], builder.mul(code.value["k"], LONG(inputs_of_step)))
     weight = code.address("weight", code.value["g"], code.value["k"])
     x_stride, prefetched = code.stride("x", 0), builder.add(weight, code.value["ahead"])

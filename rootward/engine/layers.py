@@ -67,7 +67,8 @@ class Linear(torch.nn.Module):
         linear(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
 
     def new_inputs(self, num_rows: int) -> Any:
-        """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for bfloat16."""
+        """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for a weight in
+        bfloat16."""
         return np.empty((num_rows, self.in_features), np.int16 if self.rounds_inputs else np.float32)
 
     def array_of(self, rows: torch.Tensor) -> Any:

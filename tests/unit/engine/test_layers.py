@@ -3,14 +3,16 @@ known, and never unprobed; and the same bits for a row whatever is computed besi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from contract.families import SUPPORTED, Family
+from llvmlite.binding import get_host_cpu_features
 
-from rootward.engine import cpu_tiles
+from rootward.engine import cpu_kernels, cpu_tiles
 from rootward.engine.layers import Linear, LlamaNetwork, Slice, is_llama, replace_linears
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.passes import TreePass
@@ -154,17 +156,28 @@ def test_a_network_that_reads_weights_gets_them_back() -> None:
     assert network[0] is before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+HAS_BF16_DOT = cpu_tiles.LANES == 16 and get_host_cpu_features().get("avx512bf16", False)
+LAYERS = {
+    "float32": (torch.float32, None),
+    "bfloat16, inputs in float32": (torch.bfloat16, False),
+    "bfloat16, inputs rounded": pytest.param(
+        (torch.bfloat16, True), marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+    ),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(96, 70), (cpu_tiles.GROUP + 5, 33), (1, 2)])
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
-    shape: tuple[int, int], dtype: torch.dtype, bias: bool
+    shape: tuple[int, int], layer: tuple[torch.dtype, bool | None], bias: bool
 ) -> None:
+    dtype, bf16_dot = layer
     rng = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(num, shape[1], generator=rng).to(dtype) for num in (shape[0], 300))
     bias_O = torch.randn(shape[0], generator=rng).to(dtype) if bias else None
-    linear = Linear(weight, bias_O)
+    linear = Linear(weight, bias_O, bf16_dot=bf16_dot)
     exact = rows.double() @ weight.double().T + (0 if bias_O is None else bias_O.double())
     expected = linear(rows)
     rounding = 1e-5 if dtype == torch.float32 else 2**-8
@@ -174,6 +187,20 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
             assert torch.equal(linear(rows[start : start + num]), expected[start : start + num])
     outputs = torch.tensor([0, shape[0] - 1])
     assert torch.equal(linear.weight_of(outputs), weight[outputs])
+
+
+@pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+def test_processes_of_a_machine_agree_on_how_bfloat16_is_multiplied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one measures; the others read its choice, whatever they would measure."""
+    monkeypatch.setattr(cpu_kernels.numba.config, "CACHE_DIR", str(tmp_path))
+    measured = iter([0.5, 2.0])
+    monkeypatch.setattr(cpu_kernels, "_gain_of_bf16_dot", lambda: next(measured))
+    assert not cpu_kernels.has_fast_bf16_dot.__wrapped__()
+    assert not cpu_kernels.has_fast_bf16_dot.__wrapped__()
+    next(tmp_path.iterdir()).write_text("no number")
+    assert cpu_kernels.has_fast_bf16_dot.__wrapped__()
 
 
 SHAPES = {
