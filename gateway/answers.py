@@ -10,11 +10,13 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar
 
+import rootward
 from gateway.choices import Tally
-from gateway.detokenizer import REPLACEMENT, Span, text_of
+from gateway.detokenizer import REPLACEMENT, Output, Span, text_of
 from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
+from gateway.service import GatewayService
 from gateway.tokenizer import Tokenizer
 from gateway.tools import CallParser, CallPart
 from rootward.client.types import Round, Usage
@@ -39,6 +41,7 @@ class TokenName:
 TokenNames = Callable[[int], TokenName]
 
 
+@lru_cache(64)
 def token_names(tokenizer: Tokenizer) -> TokenNames:
     """The names of tokens, cached, because log-probabilities name few tokens many times."""
 
@@ -63,17 +66,17 @@ class Answer:
 
     body: GenerationBody
     request: GenerateRequest
-    model: str
-    fingerprint: str
-    names: TokenNames
+    service: GatewayService
     num_outputs: int
-    spans_of_prompt: Callable[[tuple[int, ...]], Sequence[Span]]  # for an echo
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     tally: Tally = field(default_factory=Tally)
+    names: TokenNames = field(init=False)
+    fingerprint: str = field(init=False)
     _num_sent: dict[int, int] = field(default_factory=dict)  # characters, by output
 
     def __post_init__(self) -> None:
         self.tally.num_choices = self.request.n
+        self.names, self.fingerprint = token_names(self.service.tokenizer), fingerprint(self.service.model)
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, without its index and token ids."""
@@ -150,7 +153,9 @@ class Answer:
         """The spans, after those of an echoed prompt, whose tokens but the first have log-probabilities if the request asks for them."""
         if not self.body.echoes:
             return spans
-        echoed, logprobs = self.spans_of_prompt(self.tally.prompts[index]), self.tally.prompt_logprobs[index]
+        prompt, logprobs = self.tally.prompts[index], self.tally.prompt_logprobs[index]
+        output = Output(self.service.tokenizer.detokenizer((), skip_special_tokens=False))
+        echoed = [*output.push(prompt, [False] * len(prompt)), *output.finish()]
         if self.logprobs and logprobs:  # a resumed stream has those of its prompt no more
             rest = (replace(span, logprob=of) for span, of in zip(echoed[1:], logprobs, strict=True))
             echoed = [*echoed[:1], *rest]
@@ -161,7 +166,7 @@ class Answer:
             "id": self.id_prefix + self.request.request_id,
             "object": kind,
             "created": self.created,
-            "model": self.model,
+            "model": self.service.served_model,
             "choices": choices,
             "system_fingerprint": self.fingerprint,
         }
@@ -365,9 +370,9 @@ def model_card(name: str, model: ModelInfo, created: int) -> Json:
     }
 
 
-def fingerprint(model: ModelInfo, version: str) -> str:
-    """Same weights, software and promise: same fingerprint."""
-    return f"rw-{version}-{model.fingerprint[:12] or 'unknown'}-distribution"
+def fingerprint(model: ModelInfo) -> str:
+    """OpenAI's `system_fingerprint`: equal for equal weights, versions of Rootward and lossless levels."""
+    return f"rw-{rootward.__version__}-{model.fingerprint[:12] or 'unknown'}-distribution"
 
 
 # -- Log-probabilities --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from starlette.types import Scope
 
 import rootward
 from gateway import answer_schemas, response_schemas, schemas
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card, token_names
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card
 from gateway.auth import tenant
 from gateway.http_errors import error_response, http_error, invalid_body, json_response
 from gateway.models import Models
@@ -61,7 +61,6 @@ def build_app(
     call_formats: formats of tool calls by the served names of models (default: those of their chat templates).
     """
     call_formats, responses, created = call_formats or {}, stored or ResponseStore(), int(time.time())
-    names = {service.served_model: token_names(service.tokenizer) for service in models}
     app = FastAPI(
         title="Rootward",
         version=rootward.__version__,
@@ -89,10 +88,7 @@ def build_app(
         check_name("request_id", wanted.request_id)
         if structure is not None:
             wanted = replace(wanted, structure=structure)
-        service = models.of(body.model)
-        return GenerationResponse(
-            service, names[service.served_model], body=body, request=wanted, kind=kind, form_field=form_field
-        )
+        return GenerationResponse(models.of(body.model), body=body, request=wanted, kind=kind, form_field=form_field)
 
     def chat(request: Request, body: schemas.ChatRequest, kind: Callable[..., ChatAnswer]) -> Response:
         service = models.of(body.model)

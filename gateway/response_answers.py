@@ -197,7 +197,7 @@ class ResponseAnswer(ChatAnswer):
             "instructions": wanted.instructions or None,
             "max_output_tokens": wanted.max_output_tokens,
             "metadata": wanted.metadata,
-            "model": self.model,
+            "model": self.service.served_model,
             "output": list(self._output),
             "parallel_tool_calls": wanted.parallel_tool_calls,
             "previous_response_id": wanted.previous_response_id or None,

@@ -13,6 +13,7 @@ from gateway.http_guard import LOCAL_HOSTS
 from gateway.service import Limits
 from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat
+from rootward.addresses import is_loopback
 from rootward.discovery.sources import Source, SourceList, parse_sources
 from rootward.process_settings import ProcessSettings
 from rootward.settings import ServiceSettings
@@ -192,9 +193,9 @@ class GatewaySettings(ProcessSettings):
     @property
     def http_hosts(self) -> frozenset[str] | None:
         """The only host names that requests may have, for a server that is open to everybody on this machine; None = any."""
-        host = self.http_listen.rpartition(":")[0].strip("[]")
-        loopback = host in LOCAL_HOSTS or host.startswith("127.")
-        return LOCAL_HOSTS | {host} if loopback and self.api_keys is None else None
+        if self.api_keys is not None or not is_loopback(self.http_listen):
+            return None
+        return LOCAL_HOSTS | {self.http_listen.rpartition(":")[0].strip("[]")}
 
     @property
     def tenant_rate(self) -> Rate | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -11,10 +11,9 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-import rootward
-from gateway.answers import Answer, TokenNames, fingerprint
+from gateway.answers import Answer
 from gateway.choices import coalesced, concurrent_deltas, outputs, tokenised
-from gateway.detokenizer import Output, Span
+from gateway.detokenizer import Span
 from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
@@ -33,7 +32,6 @@ class GenerationResponse(Response):
     def __init__(
         self,
         service: GatewayService,
-        names: TokenNames,
         *,
         body: GenerationBody,
         request: GenerateRequest,
@@ -42,7 +40,7 @@ class GenerationResponse(Response):
     ):
         super().__init__()
         self._form_field = form_field
-        self._service, self._names, self._body, self._request, self._kind = service, names, body, request, kind
+        self._service, self._body, self._request, self._kind = service, body, request, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         limit_s = self._service.limits.request_timeout_s + SLOW_CLIENT_S
@@ -56,13 +54,7 @@ class GenerationResponse(Response):
             made = outputs(self._request, self._body.prompts)
             requests = await tokenised(made, self._request.n, self._service.prompt_ids)
             answer = self._kind(
-                body=self._body,
-                request=self._request,
-                model=self._service.served_model,
-                fingerprint=fingerprint(self._service.model, rootward.__version__),
-                names=self._names,
-                num_outputs=len(requests),
-                spans_of_prompt=self._spans,
+                body=self._body, request=self._request, service=self._service, num_outputs=len(requests)
             )
             deltas = coalesced(concurrent_deltas(self._service.generate, requests), self._body.stream_interval)
             async with aclosing(deltas):
@@ -93,11 +85,6 @@ class GenerationResponse(Response):
         if self._form_field and form and isinstance(error, InvalidRequest) and error.field == form.form.value:
             return type(error)(self._form_field, "given", error.fix)
         return error
-
-    def _spans(self, prompt: tuple[int, ...]) -> Sequence[Span]:
-        """The prompt as text, token by token."""
-        output = Output(self._service.tokenizer.detokenizer((), skip_special_tokens=False))
-        return [*output.push(prompt, [False] * len(prompt)), *output.finish()]
 
     async def _collected(self, answer: Answer, deltas: AsyncIterator[Delta]) -> dict[str, object]:
         spans: dict[int, list[Span]] = {}
