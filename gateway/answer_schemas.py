@@ -81,7 +81,7 @@ class AnsweredMessage(Object):
     role: Literal["assistant"]
     content: str | None  # null where there are only tool calls
     refusal: None
-    reasoning_content: str = ""  # where there are thoughts that are told apart
+    reasoning_content: str = ""  # thoughts in tags, if the gateway separates them
     tool_calls: list[AnsweredCall] = []
 
 

@@ -167,6 +167,11 @@ def tenant(headers: Mapping[str, str]) -> str:
     return known.tenant if known is not None else headers.get("x-rootward-tenant", "")
 
 
+def rpc_headers(context: Context) -> dict[str, str]:
+    """The metadata of a gRPC call, without binary entries."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+
+
 def ends_requests_of() -> str | None:
     """The tenant whose requests this call may abort. None: all requests, for admins and on a gateway without keys."""
     known = caller()
@@ -199,8 +204,7 @@ class Access:
                 why = "is for administrators, and this gateway has no API keys to tell them by"
                 raise PermissionDenied(f"{method}: {why}; start it with --api-keys, or on a loopback address")
             return
-        headers = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        _CALLER.set(self._admit(self._keys, rpc_scope(method), headers.get("authorization")))
+        _CALLER.set(self._admit(self._keys, rpc_scope(method), rpc_headers(context).get("authorization")))
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The HTTP application behind the same check."""

@@ -154,12 +154,12 @@ class ScalerServicer(external_scaler_pb2_grpc.ExternalScalerServicer):
 
     async def StreamIsActive(self, request: pb.ScaledObjectRef, context: Context) -> AsyncIterator[pb.IsActiveResponse]:
         """The state at once, then on change. It ends without an error on a drain, which would double the time until KEDA asks again."""
-        said: bool | None = None
+        last: bool | None = None
         async with errors_as_status(context):
             pool = _pool(request)
             while changed := None if self._watch.ended else self._watch.changed:
-                if (active := self._watch.active(pool)) is not said:
-                    said = active
+                if (active := self._watch.active(pool)) is not last:
+                    last = active
                     yield pb.IsActiveResponse(result=active)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LONGEST_SILENCE_S):

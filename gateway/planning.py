@@ -27,13 +27,8 @@ class Plan:
 
     request: GenerateRequest
     first: VerifierRequest
-    eos_ids: frozenset[int]  # that end this generation
+    stop_ids: frozenset[int]  # tokens that end this generation
     warnings: tuple[str, ...]
-
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """Tokens that end this generation."""
-        return self.eos_ids | frozenset(self.request.stop_token_ids)
 
 
 @contextmanager
@@ -126,8 +121,8 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             trees=request.trees,
             tenant=request.tenant,
         )
-    eos_ids = frozenset() if request.ignore_eos else frozenset(model.eos_ids)
-    return Plan(request, first, eos_ids, warnings)
+    stop_ids = frozenset(request.stop_token_ids).union(() if request.ignore_eos else model.eos_ids)
+    return Plan(request, first, stop_ids, warnings)
 
 
 def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -19,6 +19,8 @@ from rootward.core.requests import FinishReason
 
 Kind: TypeAlias = Literal["message", "reasoning", "function_call"]
 
+ID_PREFIXES: dict[Kind, str] = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
 # Why an answer is incomplete. An abort is the operator's or the client's; OpenAI's server has no such reason.
 INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens", FinishReason.ABORTED: "aborted"}
 
@@ -35,10 +37,11 @@ class ResponseAnswer(ChatAnswer):
     messages: list[Message]  # of the conversation before it
     keep: Callable[[str, StoredResponse], Awaitable[bool]]  # under its id
     _output: list[Json] = field(default_factory=list)  # items; the last one may still grow
-    _growing: Kind | None = None  # of the last item
-    _text: list[str] = field(default_factory=list)  # of the growing item
-    _logprobs_told: list[Json] = field(default_factory=list)  # of the growing item
-    _new_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back
+    _growing: Kind | None = None  # type of the last item, if it grows
+    _text: list[str] = field(default_factory=list)  # of the growing item, in pieces
+    _text_logprobs: list[Json] = field(default_factory=list)  # of the growing item
+    _held_logprobs: list[Json] = field(default_factory=list)  # of tokens whose text is held back
+    _events: list[Json] = field(default_factory=list)  # that the next `chunks` returns
     _num_events: int = 0
 
     @property
@@ -51,11 +54,12 @@ class ResponseAnswer(ChatAnswer):
 
     def chunks(self, delta: Delta) -> list[Json]:
         self.tally.add(delta)
-        events: list[Json] = []
         if not self._num_events:
             for name in ("created", "in_progress"):
-                events.append(self._event(f"response.{name}", response=self._response("in_progress")))
-        return events + self._grow(delta.spans, delta.ending)
+                self._emit(f"response.{name}", response=self._response("in_progress"))
+        self._grow(delta.spans, delta.ending)
+        events, self._events = self._events, []
+        return events
 
     def last(self) -> Json:
         return self._event(f"response.{self._status}", response=self._response(self._status))
@@ -84,98 +88,86 @@ class ResponseAnswer(ChatAnswer):
         """At the end."""
         return "incomplete" if self.tally.endings[0].reason in INCOMPLETE else "completed"
 
-    def _grow(self, spans: Sequence[Span], ending: Ending | None) -> list[Json]:
-        """Append the spans to the output; returns the events for them."""
+    def _grow(self, spans: Sequence[Span], ending: Ending | None) -> None:
+        """Append the spans to the output."""
         num_thoughts = self.num_reasoning_tokens
         reasoning, parts = self._parts(0, spans, ended=ending is not None)
         if self.logprobs:
             answer = spans[self.num_reasoning_tokens - num_thoughts :]
-            self._new_logprobs += token_logprobs(answer, self.names)
-        events = self._say("reasoning", reasoning)
+            self._held_logprobs += token_logprobs(answer, self.names)
+        self._append_text("reasoning", reasoning)
         for part in parts:
             if isinstance(part, str):
-                events += self._say("message", part)
+                self._append_text("message", part)
             elif part.name:
-                events += [*self._close("completed"), *self._open_call(part.name)]
+                self._open("function_call", call_id=call_id(), name=part.name, arguments="")
             else:
                 self._text.append(part.arguments)
-                events.append(self._item_event("response.function_call_arguments.delta", delta=part.arguments))
-        if ending is None:
-            return events
-        if not self._output:
-            events += self._open("message")
-        return events + self._close(self._status)
+                self._emit_of_item("response.function_call_arguments.delta", delta=part.arguments)
+        if ending is not None:
+            if not self._output:
+                self._open("message", role="assistant", content=[])
+            self._close(self._status)
 
-    def _say(self, kind: Kind, text: str) -> list[Json]:
+    def _append_text(self, kind: Literal["message", "reasoning"], text: str) -> None:
         if not text:
-            return []
-        events = [] if self._growing == kind else [*self._close("completed"), *self._open(kind)]
+            return
+        if self._growing != kind:
+            own: Json = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            self._open(kind, **own, content=[])
         self._text.append(text)
         logprobs: list[Json] = []
         if kind == "message":
-            logprobs, self._new_logprobs = self._new_logprobs, []
-            self._logprobs_told += logprobs
-        return [*events, self._part_event("delta", delta=text, logprobs=logprobs)]
+            logprobs, self._held_logprobs = self._held_logprobs, []
+            self._text_logprobs += logprobs
+        self._emit_of_text("delta", delta=text, logprobs=logprobs)
 
-    def _open(self, kind: Kind) -> list[Json]:
-        """Begin a new item."""
-        self._growing, self._text, self._logprobs_told = kind, [], []
-        if kind == "reasoning":
-            item: Json = {"id": self._item_id("rs"), "type": "reasoning", "status": "in_progress", "summary": []}
-        else:
-            item = {"id": self._item_id("msg"), "type": "message", "status": "in_progress", "role": "assistant"}
-        added = self._add(item | {"content": []})
-        return [added, self._item_event("response.content_part.added", content_index=0, part=self._part())]
+    def _open(self, kind: Kind, **fields: object) -> None:
+        """Complete the growing item, if there is one, and begin a new one."""
+        self._close("completed")
+        self._growing, self._text, self._text_logprobs = kind, [], []
+        item_id = f"{ID_PREFIXES[kind]}_{self.request.request_id}_{len(self._output)}"
+        self._output.append({"id": item_id, "type": kind, "status": "in_progress", **fields})
+        self._emit("response.output_item.added", output_index=len(self._output) - 1, item=self._output[-1])
+        if kind != "function_call":
+            self._emit_of_item("response.content_part.added", content_index=0, part=self._part())
 
-    def _open_call(self, name: str) -> list[Json]:
-        self._growing, self._text = "function_call", []
-        item: Json = {"id": self._item_id("fc"), "type": "function_call", "status": "in_progress"}
-        return [self._add(item | {"call_id": call_id(), "name": name, "arguments": ""})]
-
-    def _close(self, status: str) -> list[Json]:
+    def _close(self, status: str) -> None:
         """Complete the growing item, if there is one."""
         if self._growing is None:
-            return []
+            return
+        item, text = self._output[-1], "".join(self._text)
         if self._growing == "function_call":
-            arguments, item = "".join(self._text), self._output[-1]
-            events = [self._item_event("response.function_call_arguments.done", name=item["name"], arguments=arguments)]
-            self._output[-1] = item | {"arguments": arguments, "status": status}
+            self._emit_of_item("response.function_call_arguments.done", name=item["name"], arguments=text)
+            done: Json = {"arguments": text}
         else:
-            part = self._part()
-            events = [
-                self._part_event("done", text=part["text"], logprobs=self._logprobs_told),
-                self._item_event("response.content_part.done", content_index=0, part=part),
-            ]
-            self._output[-1] = self._output[-1] | {"status": status, "content": [part]}
+            self._emit_of_text("done", text=text, logprobs=self._text_logprobs)
+            self._emit_of_item("response.content_part.done", content_index=0, part=self._part())
+            done = {"content": [self._part()]}
         self._growing = None
-        last = len(self._output) - 1
-        return [*events, self._event("response.output_item.done", output_index=last, item=self._output[last])]
-
-    def _item_id(self, prefix: str) -> str:
-        """The id of the next item."""
-        return f"{prefix}_{self.request.request_id}_{len(self._output)}"
+        self._output[-1] = item | done | {"status": status}  # a new object: events have the old one
+        self._emit("response.output_item.done", output_index=len(self._output) - 1, item=self._output[-1])
 
     def _part(self) -> Json:
         """The text of the growing item so far."""
         text = "".join(self._text)
         if self._growing == "reasoning":
             return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._logprobs_told)}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(self._text_logprobs)}
 
-    def _add(self, item: Json) -> Json:
-        self._output.append(item)
-        return self._event("response.output_item.added", output_index=len(self._output) - 1, item=item)
-
-    def _part_event(self, name: str, *, logprobs: list[Json], **fields: object) -> Json:
+    def _emit_of_text(self, name: str, *, logprobs: list[Json], **fields: object) -> None:
         """An event of the text of the growing item."""
         if self._growing == "reasoning":
-            return self._item_event(f"response.reasoning_text.{name}", content_index=0, **fields)
-        return self._item_event(f"response.output_text.{name}", content_index=0, logprobs=logprobs, **fields)
+            self._emit_of_item(f"response.reasoning_text.{name}", content_index=0, **fields)
+        else:
+            self._emit_of_item(f"response.output_text.{name}", content_index=0, logprobs=logprobs, **fields)
 
-    def _item_event(self, kind: str, **fields: object) -> Json:
+    def _emit_of_item(self, kind: str, **fields: object) -> None:
         """An event of the last item."""
-        last = len(self._output) - 1
-        return self._event(kind, item_id=self._output[last]["id"], output_index=last, **fields)
+        self._emit(kind, item_id=self._output[-1]["id"], output_index=len(self._output) - 1, **fields)
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        self._events.append(self._event(kind, **fields))
 
     def _event(self, kind: str, **fields: object) -> Json:
         self._num_events += 1

@@ -137,7 +137,7 @@ def _text(content: str | Sequence[InputPart | ReasoningPart]) -> str:
 
 
 def messages_of(items: Iterable[InputItem]) -> list[Message]:
-    """The messages of a chat that these items are. Items that make one message of the assistant stand side by side."""
+    """The chat messages of these items. Successive items of the assistant make one message."""
     messages: list[Message] = []
     thoughts = ""  # of the next message of the assistant
     open_answer = False  # the last message is of the assistant and takes calls
@@ -231,7 +231,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """Whether thoughts are told apart is a setting of the gateway; how much a model thinks is its template's (`chat_template_kwargs`)."""
+    """Accepted without an effect: the gateway's settings separate thoughts, and `chat_template_kwargs` control how much a model thinks."""
 
     harmless: ClassVar = {"effort": ("none",)}
 

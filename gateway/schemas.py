@@ -439,7 +439,7 @@ class GenerationBody(CommonFields):
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:
-        """Raises InvalidRequest rather than pydantic's errors: the fields stand at the top level, so it can name them."""
+        """Raises InvalidRequest, not pydantic's errors, because it names a field of the body."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "given", "without 'stream': true; leave it out")
         if self.return_trees and not self.stream:

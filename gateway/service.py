@@ -53,8 +53,8 @@ class Limits:
     max_num_seqs: int = 256  # requests at verifiers
     max_num_queued_reqs: int = 256  # requests waiting for a slot
     max_num_queued_tokens: int = 1 << 62  # of their prompts
-    max_prompt_tokens: int = 0  # of one request; 0 = what the context holds
-    max_output_tokens: int = 0  # that one request may ask for; 0 = what the context holds
+    max_prompt_tokens: int = 0  # of one request; 0 = the context
+    max_output_tokens: int = 0  # that one request may ask for; 0 = the context
     max_prompt_characters: int = 0  # of one prompt; 0 = CHARACTERS_A_TOKEN times the context
     max_choices: int = 128  # `n` of one request
     tenant_rate: Rate | None = None  # None = no limit

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import rootward
-from gateway.auth import ends_requests_of, tenant
+from gateway.auth import ends_requests_of, rpc_headers, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
 from gateway.detokenizer import Span, text_of
 from gateway.models import Models
@@ -99,7 +99,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             if kind is None:
                 raise InvalidRequest("prompt", "", "is missing; send text or chat")
             prompt = chat_from_pb(request.chat) if kind == "chat" else request.text
-            ids = await service.tokenize(prompt, add_special_tokens=special, tenant=tenant(_headers(context)))
+            ids = await service.tokenize(prompt, add_special_tokens=special, tenant=tenant(rpc_headers(context)))
             longest = service.model.max_positions
         return generate_pb2.TokenizeResponse(token_ids=ids, max_model_len=longest)
 
@@ -109,7 +109,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         async with errors_as_status(context):
             skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
             text = await self._models.of(request.model).detokenize(
-                request.token_ids, skip_special_tokens=skip, tenant=tenant(_headers(context))
+                request.token_ids, skip_special_tokens=skip, tenant=tenant(rpc_headers(context))
             )
         return generate_pb2.DetokenizeResponse(text=text)
 
@@ -220,11 +220,7 @@ async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
 def _request(service: GatewayService, message: generate_pb2.GenerateRequest, context: Context) -> GenerateRequest:
     if (model := service.upstreams.model) is not None:  # before a long list of tokens becomes a tuple
         check_length("prompt", len(message.token_ids.ids), model)
-    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=_headers(context))
-
-
-def _headers(context: Context) -> dict[str, str]:
-    return {k: v for k, v in context.invocation_metadata() or () if isinstance(v, str)}
+    return request_from_pb(message, deadline_s=context.time_remaining(), metadata=rpc_headers(context))
 
 
 def request_from_pb(
