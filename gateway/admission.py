@@ -83,9 +83,13 @@ class Admission:
             self._note_end()
             self._leave(tenant)
 
-    async def at_rest(self) -> None:
-        """Return when nothing runs or waits."""
-        await self._rest.wait()
+    async def at_rest(self, timeout_s: float) -> bool:
+        """Wait until no request runs or waits; False if some do after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._rest.wait()
+        except TimeoutError:
+            return False
 
     async def _wait(self, waiting: _Waiting) -> None:
         self._make_room(waiting)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -17,7 +17,7 @@ from gateway.reasoning import OPEN, ThoughtParser
 from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.service import GatewayService
-from gateway.tokenizer import Tokenizer
+from gateway.tokenizer import CHARACTERS_PER_TOKEN, Tokenizer
 from gateway.tools import CallParser, CallPart
 from rootward.client.types import Round, Usage
 from rootward.core.requests import FinishReason, SpeculationStats, TokenLogprob
@@ -88,10 +88,10 @@ class Answer:
         """The choices of a delta that begins at character `text_at`, one per chunk; the first of them carries the tokens."""
         raise NotImplementedError
 
-    @property
-    def shows_prompt(self) -> bool:
-        """The answer has the prompt token by token, which takes time in its length."""
-        return self.body.echoes or self.body.prompt_logprobs is not None
+    def prompt_characters(self, prompts: Iterable[tuple[int, ...]]) -> int:
+        """About the length of these prompts if the answer has them token by token, which takes time; else 0."""
+        shown = self.body.echoes or self.body.prompt_logprobs is not None
+        return CHARACTERS_PER_TOKEN * sum(map(len, prompts)) if shown else 0
 
     @property
     def logprobs(self) -> bool:

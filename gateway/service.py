@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypeVar
 
 from gateway import planning
 from gateway.admission import Account, Admission, Rate
@@ -25,7 +24,7 @@ from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.resuming import beyond_log, finish_of, first_fields, with_seed
 from gateway.router import Upstreams
 from gateway.session_store import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
-from gateway.tokenizer import INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
+from gateway.tokenizer import CHARACTERS_PER_TOKEN, INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
 from rootward.clock import SystemClock
@@ -37,13 +36,10 @@ from rootward.tracing import request_span, set_attributes, traceparent_of
 
 ABORT_S = 2.0  # for aborted generations to release their resources
 SLOW_CLIENT_S = 5.0  # after the longest request, for a client to read the answer
-INLINE_TOKENS = INLINE_CHARACTERS // 4  # most tokens that are decoded in the event loop
 CHARACTERS_A_TOKEN = 16  # a prompt with more characters for each token of the context is refused before it is tokenised
 MIN_CONTEXT = 2048  # tokens; models with a smaller context take as many characters as with this one
 MIN_DETOKENIZED = 1 << 16  # ids that one call to detokenise may always have
 TOKENISED_A_CHARGE = 64  # characters whose tokenisation costs a tenant as much as one token of a request
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +91,7 @@ class GatewayService:
         self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
         Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
-        self._pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
+        self.tokenizer_pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
         self._group = asyncio.TaskGroup()
         self._loops: list[asyncio.Task[None]] = []
 
@@ -112,7 +108,7 @@ class GatewayService:
         await self._group.__aexit__(None, None, None)
         await self._ledger.flush()
         await self._grammars.close()
-        self._pool.close()
+        self.tokenizer_pool.close()
 
     @property
     def model(self) -> ModelInfo:
@@ -179,7 +175,7 @@ class GatewayService:
         if self.upstreams.model is None:
             await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
         size = len(request.prediction) + sum(map(len, request.bad_words))
-        request = await self._pool.run(size, without_texts, request, self.tokenizer)
+        request = await self.tokenizer_pool.run(size, without_texts, request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
         plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
@@ -219,14 +215,16 @@ class GatewayService:
         if len(ids) > longest:
             raise ContextLengthExceeded(field, len(ids), f"ids are more than {longest}; send them in parts")
         check_ids(field, ids, self.model.vocab_size)
-        await self._charge(tenant, 4 * len(ids))
+        await self._charge(tenant, CHARACTERS_PER_TOKEN * len(ids))
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        return await self._pool.run(4 * len(ids), decode, ids)
+        return await self.tokenizer_pool.run(CHARACTERS_PER_TOKEN * len(ids), decode, ids)
 
     async def token_texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         decode = self.tokenizer.decode
-        return await self._pool.run(4 * len(ids), lambda: [decode([i], skip_special_tokens=False) for i in ids])
+        return await self.tokenizer_pool.run(
+            CHARACTERS_PER_TOKEN * len(ids), lambda: [decode([i], skip_special_tokens=False) for i in ids]
+        )
 
     def abort(
         self, request_ids: Sequence[str], error: ServiceError | None = None, *, tenant: str | None = None
@@ -241,21 +239,13 @@ class GatewayService:
     async def drain(self, timeout_s: float) -> int:
         """Refuse new requests, let the others end until `timeout_s`, abort the rest. Returns the number of aborted requests."""
         self.admission.draining = True
-        if await self._at_rest(timeout_s):
+        if await self.admission.at_rest(timeout_s):
             return 0
         left = list(self._live.values())
         for live in left:
             live.cutoff.abort(Unavailable("the gateway is stopping", retry_after_s=1.0))
-        await self._at_rest(ABORT_S)
+        await self.admission.at_rest(ABORT_S)
         return len(left)
-
-    async def _at_rest(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self.admission.at_rest()
-        except TimeoutError:
-            return False
-        return True
 
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Token ids of the prompt of a request. ContextLengthExceeded, by characters, before it is tokenised."""
@@ -264,11 +254,7 @@ class GatewayService:
             return prompt
         self._check_characters(prompt)
         size = _characters(prompt) if isinstance(prompt, str) else INLINE_CHARACTERS + _characters(prompt)
-        return await self._pool.run(size, planning.prompt_ids, request, self.tokenizer)
-
-    async def off_loop(self, long: bool, call: Callable[..., T], *arguments: object) -> T:
-        """The result of a call of the tokenizer; a long one runs on a thread."""
-        return await self._pool.run(INLINE_CHARACTERS + 1 if long else 0, call, *arguments)
+        return await self.tokenizer_pool.run(size, planning.prompt_ids, request, self.tokenizer)
 
     def _check_characters(self, prompt: str | Chat) -> None:
         limit = self.limits.max_prompt_characters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from gateway.detokenizer import Span
 from gateway.http_errors import error_response, http_error, json_response, log_bug
 from gateway.requests import Delta, GenerateRequest
 from gateway.schemas import GenerationBody
-from gateway.service import INLINE_TOKENS, SLOW_CLIENT_S, GatewayService
+from gateway.service import SLOW_CLIENT_S, GatewayService
 from rootward.errors import InvalidRequest
 
 SILENCE_S = 15.0  # after which a comment keeps proxies from closing the stream
@@ -91,7 +91,8 @@ class GenerationResponse(Response):
         async for delta in deltas:
             spans.setdefault(delta.index, []).extend(delta.spans)
             answer.tally.add(delta)
-        return await self._service.off_loop(_is_long(answer, answer.tally.prompts.values()), answer.whole, spans)
+        size = answer.prompt_characters(answer.tally.prompts.values())
+        return await self._service.tokenizer_pool.run(size, answer.whole, spans)
 
     async def _events(
         self, answer: Answer, first: Delta, deltas: AsyncGenerator[Delta, None]
@@ -103,8 +104,8 @@ class GenerationResponse(Response):
         pending: asyncio.Future[Delta | None] | None = None
         try:
             while delta is not None:
-                long = not delta.offset and _is_long(answer, [delta.prompt])
-                for chunk in await self._service.off_loop(long, answer.chunks, delta):
+                size = 0 if delta.offset else answer.prompt_characters([delta.prompt])
+                for chunk in await self._service.tokenizer_pool.run(size, answer.chunks, delta):
                     event_id = delta.offset + len(delta.spans) if answer.resumable else None
                     yield _event(chunk, event_id, typed=answer.typed_events)
                     last_sent = now()
@@ -125,11 +126,6 @@ class GenerationResponse(Response):
             yield _event(await answer.settled(last), typed=answer.typed_events)
         if not answer.typed_events:
             yield DONE
-
-
-def _is_long(answer: Answer, prompts: Iterable[tuple[int, ...]]) -> bool:
-    """Whether showing these prompts would block the event loop."""
-    return answer.shows_prompt and sum(map(len, prompts)) > INLINE_TOKENS
 
 
 async def _unless_disconnected(receive: Receive, work: Coroutine[Any, Any, None], limit_s: float) -> None:

@@ -21,6 +21,7 @@ from rootward.engine.tokenizers import BYTE_PIECE, byte_alphabet
 from rootward.errors import InvalidRequest, Overloaded, UnsupportedParameter
 
 INLINE_CHARACTERS = 2000  # longest text that is tokenised in the event loop
+CHARACTERS_PER_TOKEN = 4  # about, to compare work on token ids with work on texts
 LARGE_CHARACTERS = 1 << 16
 MAX_CALLS = 64  # queued and running in a pool
 

@@ -10,12 +10,7 @@ from rootward.errors import Overloaded, Unavailable
 
 
 async def is_at_rest(admission):
-    try:
-        async with asyncio.timeout(0.02):
-            await admission.at_rest()
-    except TimeoutError:
-        return False
-    return True
+    return await admission.at_rest(0.02)
 
 
 async def hold(admission, released):

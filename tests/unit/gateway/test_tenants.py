@@ -12,7 +12,6 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway import streaming
 from gateway.admission import Rate, owed
 from gateway.app import build_app
 from gateway.models import Models
@@ -208,7 +207,7 @@ async def test_long_texts_leave_the_loop_free(call):
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
-    monkeypatch.setattr(streaming, "INLINE_TOKENS", 10)
+    monkeypatch.setattr("gateway.tokenizer.INLINE_CHARACTERS", 40)
     slow, prompt = Slow(), list(range(40, 70))
     upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
     async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
