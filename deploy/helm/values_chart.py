@@ -140,6 +140,44 @@ def cpu(request: str, memory: str) -> Schema:
     return free("As in a container.", {"requests": requests, "limits": {"memory": memory, "ephemeral-storage": "4Gi"}})
 
 
+def scaling_of_drafters() -> Schema:
+    schema = group(
+        "How many drafters; see docs/operations/autoscaling.md.",
+        mode=choice("`keda-push` needs `gateway.scaler.port`.", "none", "hpa", "keda", "keda-push"),
+        minReplicas=whole("`hpa` needs at least 1.", 1),
+        maxReplicas=whole("From the verifiers' capacity.", 8, 1),
+        targetUtilization=share("u: share of rows that demand may fill.", 0.7),
+        guardUtilization=share("Share of rows busy that adds drafters whatever the demand says.", 0.85),
+        stallTarget=share("Share of rounds spent queueing at drafters that adds drafters.", 0.10),
+        behavior=free(
+            "As in an HPA v2.",
+            {
+                "scaleUp": {
+                    "stabilizationWindowSeconds": 0,
+                    "selectPolicy": "Max",
+                    "policies": [
+                        {"type": "Percent", "value": 100, "periodSeconds": 15},
+                        {"type": "Pods", "value": 4, "periodSeconds": 15},
+                    ],
+                },
+                "scaleDown": {
+                    "stabilizationWindowSeconds": 180,
+                    "selectPolicy": "Min",
+                    "policies": [
+                        {"type": "Pods", "value": 2, "periodSeconds": 60},
+                        {"type": "Percent", "value": 20, "periodSeconds": 60},
+                    ],
+                },
+            },
+        ),
+        pollingIntervalSeconds=whole("KEDA: between two questions while there are no drafters.", 15, 1),
+        cooldownSeconds=whole("KEDA: idle time before the last drafter goes.", 300),
+    )
+    no_zero = {"if": {"properties": {"mode": {"const": "hpa"}}, "required": ["mode"]}}
+    no_zero["then"] = {"properties": {"minReplicas": {"minimum": 1}}}
+    return {**schema, **no_zero}
+
+
 def pool() -> Schema:
     return group(
         "One pool of drafters.",
@@ -156,38 +194,7 @@ def pool() -> Schema:
             True,
         ),
         **on_gpus(),
-        autoscaling=group(
-            "How many drafters; see docs/operations/autoscaling.md.",
-            mode=choice("`keda-push` needs `gateway.scaler.port`.", "none", "hpa", "keda", "keda-push"),
-            minReplicas=whole("`hpa` needs at least 1.", 1),
-            maxReplicas=whole("From the verifiers' capacity.", 8, 1),
-            targetUtilization=share("u: share of rows that demand may fill.", 0.7),
-            guardUtilization=share("Share of rows busy that adds drafters whatever the demand says.", 0.85),
-            stallTarget=share("Share of rounds spent queueing at drafters that adds drafters.", 0.10),
-            behavior=free(
-                "As in an HPA v2.",
-                {
-                    "scaleUp": {
-                        "stabilizationWindowSeconds": 0,
-                        "selectPolicy": "Max",
-                        "policies": [
-                            {"type": "Percent", "value": 100, "periodSeconds": 15},
-                            {"type": "Pods", "value": 4, "periodSeconds": 15},
-                        ],
-                    },
-                    "scaleDown": {
-                        "stabilizationWindowSeconds": 180,
-                        "selectPolicy": "Min",
-                        "policies": [
-                            {"type": "Pods", "value": 2, "periodSeconds": 60},
-                            {"type": "Percent", "value": 20, "periodSeconds": 60},
-                        ],
-                    },
-                },
-            ),
-            pollingIntervalSeconds=whole("KEDA: between two questions while there are no drafters.", 15, 1),
-            cooldownSeconds=whole("KEDA: idle time before the last drafter goes.", 300),
-        ),
+        autoscaling=scaling_of_drafters(),
         **lifetime(drain(0, 20, 5), pdb("25%"), startup_failures=60),
     )
 
@@ -414,7 +421,7 @@ def monitoring() -> Schema:
 
 
 def values() -> Schema:
-    top = group(
+    parts = group(
         "Values of the chart.",
         **{
             "global": group(
@@ -517,10 +524,4 @@ def values() -> Schema:
         ),
         extraManifests=listed("More objects; strings are templates.", "string"),
     )
-    for scaling in (
-        top["properties"]["drafter"]["properties"]["defaults"]["properties"]["autoscaling"],
-        top["properties"]["drafter"]["properties"]["pools"]["additionalProperties"]["properties"]["autoscaling"],
-    ):
-        scaling["if"] = {"properties": {"mode": {"const": "hpa"}}, "required": ["mode"]}
-        scaling["then"] = {"properties": {"minReplicas": {"minimum": 1}}}
-    return {"$schema": "http://json-schema.org/draft-07/schema#", **top}
+    return {"$schema": "http://json-schema.org/draft-07/schema#", **parts}

@@ -10,33 +10,37 @@ Schema = dict[str, Any]
 
 # What the chart computes itself; setting it by hand would contradict the rest of the manifest.
 OWN = {
-    "config",
-    "model",
-    "models",
-    "listen",
-    "http_listen",
     "admin_listen",
-    "shutdown_timeout_s",
-    "redis_url",
-    "redis_prefix",
-}
-OWN |= {
-    "log_json",
-    "public_tls_certificate",
-    "public_tls_key",
-    "verifiers",
+    "advertise",
+    "api_keys",
+    "config",
     "drafters",
-    "max_num_batched_tokens",
-    "pool",
-    "served_model_name",
-    "nnodes",
-    "node_rank",
+    "http_listen",
+    "listen",
+    "log_json",
+    "log_level",
     "master_addr",
     "master_port",
-    "advertise",
+    "max_num_batched_tokens",
+    "model",
+    "models",
+    "nnodes",
+    "node_rank",
+    "pool",
+    "public_tls_certificate",
+    "public_tls_key",
+    "redis_prefix",
+    "redis_url",
     "scaler_listen",
+    "served_model_name",
+    "shutdown_timeout_s",
+    "tls_authority",
+    "tls_certificate",
+    "tls_key",
+    "tls_peers",
+    "tls_server_name",
+    "verifiers",
 }
-OWN |= {"tls_certificate", "tls_key", "tls_authority", "tls_server_name", "tls_peers", "api_keys", "log_level"}
 
 
 def text(meaning: str, default: str = "", **more: Any) -> Schema:

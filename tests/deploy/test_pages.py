@@ -44,6 +44,12 @@ def test_links_of_the_pages_lead_somewhere():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_tests_that_the_pages_name_are_there():
+    named = {path for page in PAGES for path in re.findall(r"`(tests/[\w/.]+)`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
 SETTINGS = {"gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
 PARSERS = {"rounds": rounds._parser, "sizing": sizing.parser}
 COMMAND = re.compile(r"(?:^|[`;] *)(rootward [a-z-]+|python -m benchmarks\.\w+)([^\n`#>;]*)", re.M)

@@ -18,6 +18,18 @@ rootward.dev/pool: {{ . }}
 {{- end }}
 {{- end }}
 
+{{/* (ports) → of a rule of a NetworkPolicy */}}
+{{- define "rootward.tcp" -}}
+{{- $ports := list -}}
+{{- range . }}{{ $ports = append $ports (dict "protocol" "TCP" "port" (int .)) }}{{ end -}}
+{{- toJson $ports -}}
+{{- end }}
+
+{{/* Pods of a role, as a peer in a NetworkPolicy */}}
+{{- define "rootward.peer" -}}
+podSelector: {matchLabels: {{ include "rootward.selector" . | fromYaml | toJson }}}
+{{- end }}
+
 {{- define "rootward.labels" -}}
 {{ include "rootward.selector" . }}
 app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}

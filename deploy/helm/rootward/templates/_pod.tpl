@@ -1,18 +1,20 @@
 {{/* What every pod of ours has in common. */}}
 
 {{/* (root, v: values of the part) */}}
-{{- define "rootward.podSecurity" -}}
-{{- mustMergeOverwrite (deepCopy .root.Values.global.podSecurityContext) (deepCopy .v.podSecurityContext) | toYaml -}}
-{{- end }}
-
-{{/* (root, v: values of the part) */}}
 {{- define "rootward.containerSecurity" -}}
 {{- mustMergeOverwrite (deepCopy .root.Values.global.containerSecurityContext) (deepCopy .v.securityContext) | toYaml -}}
 {{- end }}
 
-{{/* Where pods of a part run: (its values) */}}
-{{- define "rootward.placement" -}}
-{{- $v := . -}}
+{{/* Fields of the spec of every pod: what it may do, where it runs, how its images are pulled. (root, v: values of the part) */}}
+{{- define "rootward.podSpec" -}}
+{{- $v := .v -}}
+enableServiceLinks: false
+securityContext:
+  {{- mustMergeOverwrite (deepCopy .root.Values.global.podSecurityContext) (deepCopy $v.podSecurityContext) | toYaml | nindent 2 }}
+{{- with .root.Values.global.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- range $key := list "nodeSelector" "affinity" "priorityClassName" "schedulerName" "runtimeClassName" "resourceClaims" }}
 {{- with get $v $key }}
 {{ $key }}:

@@ -114,17 +114,8 @@ metadata:
 spec:
   serviceAccountName: {{ .name }}
   automountServiceAccountToken: {{ .token }}
-  enableServiceLinks: false
   terminationGracePeriodSeconds: {{ include "rootward.grace" (dict "v" $v "where" $where) }}
-  securityContext:
-    {{- include "rootward.podSecurity" . | nindent 4 }}
-  {{- with $root.Values.global.imagePullSecrets }}
-  imagePullSecrets:
-    {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with include "rootward.placement" $v | trim }}
-  {{- . | nindent 2 }}
-  {{- end }}
+  {{- include "rootward.podSpec" . | nindent 2 }}
   {{- if eq (int .nodes) 1 }}
   topologySpreadConstraints:
     {{- include "rootward.spread" . | nindent 4 }}
