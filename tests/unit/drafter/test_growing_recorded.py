@@ -97,7 +97,7 @@ def test_recorded_levels_grow_the_same_trees_to_the_last_weight(kind: str, monke
     """Also by the operators of a device, on which nothing can be looked at. Levels of nodes of one kind are recorded to the atoms."""
     opens = openings(OF_A_KIND.get(kind, MIXED))
     plain, _ = growth(tables(model_of("llama", None)), opens)
-    monkeypatch.setattr(atoms, "readable", lambda device: False)
+    monkeypatch.setattr(atoms, "host_can_read", lambda device: False)
     recorded = tables(model_of("llama", Replays()))
     frames, levels = growth(recorded, opens)
     assert same(frames, plain)
@@ -144,7 +144,7 @@ def test_recorded_levels_of_a_network_grow_the_same_trees() -> None:
 def test_a_level_is_one_copy_to_the_host(replays: bool, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of trees; and nothing else of it is looked at."""
     for module in (atoms, batch):
-        monkeypatch.setattr(module, "readable", lambda device: False)
+        monkeypatch.setattr(module, "host_can_read", lambda device: False)
     model = model_of("llama", Replays() if replays else None)
     edited = {"sampling": Sampling(0.9, logit_bias=((4, 1.0),), repetition_penalty=1.2)}
     opens = openings((*MIXED[3:], edited, *MIXED)[:num])
