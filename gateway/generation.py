@@ -53,9 +53,7 @@ class Cutoff:
     def __init__(self, deadline: float):
         self.deadline = deadline
         self.aborted = False
-        self.error: ServiceError | None = (
-            None  # for the client of an aborted request; None = it ends with reason ABORTED
-        )
+        self.error: ServiceError | None = None  # of an aborted request; None = it ends with reason ABORTED
         self._timer: asyncio.Timeout | None = None
 
     def abort(self, error: ServiceError | None = None) -> None:
@@ -113,9 +111,8 @@ class Generation:
         self._started = self._now()
         self._first_at: float | None = None
         self._in_one_attempt = True  # so far, so that one verifier has counted all of it
-        self._prefilled: Prefilled | None = (
-            None  # of the first attempt; for later ones more of the prompt may be cached
-        )
+        # Of the first attempt, since more of the prompt may be cached for later ones.
+        self._prefilled: Prefilled | None = None
         self._hidden: Span | None = None  # the last token, if it ends the text and is not shown
         self._num_sent = 0
         self._process = ""  # of the verifier that was chosen last

@@ -16,7 +16,7 @@ from hashlib import blake2b
 
 import structlog
 
-from gateway.admission import Rate, out_of_tokens
+from gateway.quotas import Rate, out_of_tokens
 from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
 from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Record, Run, Store, StoreUnavailable, Write, stale

@@ -36,7 +36,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockError, NoScriptError
 
-from gateway.admission import Rate
+from gateway.quotas import Rate
 from gateway.router import Holders
 from gateway.session_store import (
     KEPT_AFTER_END_S,

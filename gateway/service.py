@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from gateway import planning
-from gateway.admission import Account, Admission, Rate
+from gateway.admission import Admission
 from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
 from gateway.detokenizer import Output
@@ -20,6 +20,7 @@ from gateway.grammar_check import GrammarCheck
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
+from gateway.quotas import Account, Rate
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.resuming import beyond_log, finish_of, first_fields, with_seed
 from gateway.router import Upstreams

@@ -32,8 +32,20 @@ from rootward.wire.status import Context, errors_as_status
 from rootward.wire.values_codec import MODEL, logprobs_to_pb, stats_to_pb
 
 FEATURES = (
-    *("abort", "chat_template", "choices", "coupled", "logprobs", "penalties", "priority", "resume"),
-    *("speculation_control", "stop_strings", "structured_output", "text_ends", "trees", "watch"),
+    "abort",
+    "chat_template",
+    "choices",
+    "coupled",
+    "logprobs",
+    "penalties",
+    "priority",
+    "resume",
+    "speculation_control",
+    "stop_strings",
+    "structured_output",
+    "text_ends",
+    "trees",
+    "watch",
 )
 
 

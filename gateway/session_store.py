@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
-from gateway.admission import Buckets, Rate
+from gateway.quotas import Buckets, Rate
 from gateway.requests import as_chosen
 from gateway.router import Holders
 from rootward.core.requests import TokenLogprob

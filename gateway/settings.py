@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from gateway.admission import Rate
 from gateway.http_guard import LOCAL_HOSTS
+from gateway.quotas import Rate
 from gateway.service import Limits
 from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat

@@ -9,11 +9,11 @@ import pytest
 from unit.gateway.service_for_tests import at_rest, collect, grpc_serving, serving
 
 from gateway import auth, tokenizer
-from gateway.admission import Rate
 from gateway.app import build_app
 from gateway.auth import Caller, Scope
 from gateway.choices import outputs
 from gateway.models import Models
+from gateway.quotas import Rate
 from gateway.requests import Chat, GenerateRequest
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
 from rootward.client import AsyncClient

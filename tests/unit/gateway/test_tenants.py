@@ -12,9 +12,9 @@ from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway.admission import Rate, owed
 from gateway.app import build_app
 from gateway.models import Models
+from gateway.quotas import Rate, owed
 from gateway.requests import GenerateRequest, Resume, as_chosen, of_tenant
 from gateway.router import Upstreams
 from gateway.service import GatewayService

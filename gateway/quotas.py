@@ -1,0 +1,108 @@
+"""Quotas: the tokens that a tenant may use.
+
+The tokens of a tenant are a bucket that fills at a steady rate, shared by all gateways through the session store. A request pays prompt +
+max_tokens once, however often it is resumed, and gets back the tokens that it did not use. While the store does not answer, each gateway
+counts by itself with the whole rate, so that an outage refuses no request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gateway.admission import LONGEST_RETRY_AFTER_S
+from rootward.errors import RateLimited
+
+if TYPE_CHECKING:  # the ledger charges the buckets of this module
+    from gateway.ledger import Entry, Ledger
+    from gateway.planning import Plan
+    from gateway.session_store import Record
+
+MAX_BUCKETS = 4096  # after which full ones are forgotten
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """`tokens_per_s` into a bucket of `size` tokens."""
+
+    tokens_per_s: float
+    size: float
+
+
+class Buckets:
+    """Buckets of one process; the rule is that of `redis_store.TAKE_TOKENS`. `now` is in seconds."""
+
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self._levels: dict[str, tuple[float, float]] = {}  # tenant → (level, when)
+
+    def take(self, tenant: str, cost: int, rate: Rate) -> float:
+        """Take `cost` tokens; a negative cost gives them back. Returns 0 if taken, else the seconds until the tokens are there. One request
+        may overdraw a full bucket."""
+        now = self._now()
+        level, at = self._levels.get(tenant, (rate.size, now))
+        level = min(rate.size, level + (now - at) * rate.tokens_per_s)
+        needed = min(cost, rate.size)
+        if cost > 0 and level < needed:
+            return (needed - level) / rate.tokens_per_s
+        self._levels[tenant] = min(rate.size, level - cost), now
+        if len(self._levels) > MAX_BUCKETS:
+            self._levels = {name: known for name, known in self._levels.items() if not self._full(known, rate)}
+        return 0.0
+
+    def _full(self, known: tuple[float, float], rate: Rate) -> bool:
+        return known[0] + (self._now() - known[1]) * rate.tokens_per_s >= rate.size
+
+
+def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
+    retry_after_s = float(math.ceil(min(wait_s, LONGEST_RETRY_AFTER_S)))
+    return RateLimited(f"tenant: {tenant!r} has used up its tokens; {cost} are asked for", retry_after_s=retry_after_s)
+
+
+class Account:
+    """Charges one request to its tenant; a context manager around the request on this gateway. Without a rate nothing is charged.
+
+    A gateway that takes a request over from one that may still run, or has died, inherits the payment; one that resumes an interrupted
+    request, whose rest was given back, pays for this rest again."""
+
+    def __init__(self, ledger: Ledger, plan: Plan, rate: Rate | None):
+        self._ledger, self._plan, self._rate = ledger, plan, rate
+        self._price = len(plan.first.prompt) + plan.first.stopping.max_tokens
+        self._paid = 0  # and not given back
+        self._entry: Entry | None = None
+
+    async def __aenter__(self) -> Self:
+        """RateLimited when the tenant has used up its tokens. A request that is resumed is looked up first, see `resumed`."""
+        if self._plan.request.resume is None:
+            await self._pay(self._price)
+        return self
+
+    async def resumed(self, record: Record) -> None:
+        """Pay the unpaid part of a resumed request. RateLimited."""
+        if not record.finished:
+            await self._pay(owed(self._price, len(self._plan.first.prompt), record))
+
+    def started(self, entry: Entry) -> None:
+        """The request runs; from now on its prompt counts as used."""
+        self._entry = entry
+
+    async def __aexit__(self, *_: object) -> None:
+        used = len(self._plan.first.prompt) + len(self._entry.tokens) if self._entry else 0
+        if self._rate is None or used >= self._paid:
+            return
+        if self._entry is None or await self._ledger.confirmed(self._entry):
+            await self._ledger.charge(self._plan.first.tenant, used - self._paid, self._rate)
+
+    async def _pay(self, cost: int) -> None:
+        if self._rate is not None and cost:
+            await self._ledger.charge(self._plan.first.tenant, cost, self._rate)
+        self._paid = self._price
+
+
+def owed(price: int, num_prompt: int, record: Record) -> int:
+    """Tokens to pay for an unfinished request: all of an unknown one, none if the last gateway gave nothing back."""
+    if not record.fields:
+        return price
+    return 0 if record.running else max(0, price - num_prompt - len(record.output))
