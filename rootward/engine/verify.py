@@ -1,4 +1,4 @@
-"""Verification of a batch of rounds: every rule, every device, without a Python loop over nodes.
+"""Verification of a batch of rounds, for every rule and every device.
 
 What is O(vocabulary) happens where the rows are: the mass of the tokens that a ratio test looks at, and bonus tokens. What is
 O(nodes × atoms) happens on the host, after one small copy (docs/decisions/0023-verification-on-the-host.md).
@@ -81,8 +81,7 @@ class Proposal(Protocol):
 
 class Decision(NamedTuple):
     """The path to node `stop` is committed, then the token `bonus`. `expected`: closed-form block efficiency of the tree, free of coin
-    noise (under multi_step given the order of the siblings); 0 under match above temperature 0. `draws`: what the audit of the drafter
-    looks at; None under match and at temperature 0, where a drafter cannot change the text."""
+    noise (under multi_step given the order of the siblings); 0 under match. `draws`: input of the audit of drafters; None under match."""
 
     stop: int
     bonus: int
@@ -99,7 +98,7 @@ def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction
     """
     ends = np.cumsum([len(r.tree) for r in rounds])
     decided: dict[int, Decision] = {}
-    for method in (_greedy, _match_sampled, _without_tree, _ratio_test):
+    for method in (_match_greedy, _match_sampled, _without_tree, _ratio_test):
         mine = [i for i, r in enumerate(rounds) if _method(r) is method]
         if not mine:
             continue
@@ -110,17 +109,13 @@ def decide(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFunction
 
 
 def _method(r: Proposal) -> Callable[[Sequence[Proposal], torch.Tensor, LawFunction], list[Decision]]:
-    if r.sampling.greedy:
-        return _greedy
-    if r.rule is Rule.MATCH:
-        return _match_sampled
-    return _ratio_test if r.shared or len(r.tree) > 1 else _without_tree
+    if r.rule is not Rule.MATCH:
+        return _ratio_test if r.shared or len(r.tree) > 1 else _without_tree
+    return _match_greedy if r.sampling.greedy else _match_sampled
 
 
-def _greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
-    """At temperature 0 the target's distribution is one-hot, and every rule accepts exactly the nodes that hold its token."""
-    found = _matched(rounds, greedy_choice(scores_TV))
-    return [one._replace(expected=1.0 + float(r.tree.depth[one.stop])) for r, one in zip(rounds, found, strict=True)]
+def _match_greedy(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
+    return _matched(rounds, greedy_choice(scores_TV))
 
 
 def _match_sampled(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
@@ -140,7 +135,7 @@ def _matched(rounds: Sequence[Proposal], choice_T: Ints) -> list[Decision]:
 
 
 def _without_tree(rounds: Sequence[Proposal], scores_TV: torch.Tensor, _: LawFunction) -> list[Decision]:
-    """What `_ratio_test` decides for rounds without a tree, to the bit, in a third of its time."""
+    """Rounds without a tree: the same bits as `_ratio_test`, in a third of the time."""
     probs_BV = distributions(scores_TV, [r.sampling for r in rounds]).to(_widest(scores_TV.device))
     coins = np.array([bonus_coin(r.key, r.epoch, r.length) for r in rounds])
     tokens = inverse_rows(probs_BV, coins).cpu().numpy()
@@ -168,7 +163,7 @@ def _ratio_test(rounds: Sequence[Proposal], scores_TV: torch.Tensor, law: LawFun
 
 
 def _algorithm(r: Proposal) -> str:
-    """A local tree of chosen nodes may stand in for copies under multi_step: token-level verification takes it."""
+    """The algorithm of a round. Under multi_step a local tree of chosen nodes is verified at token level."""
     return "token" if r.rule is Rule.MULTI_STEP and not r.tree.sampled[1:].all() else r.rule.value
 
 
@@ -190,7 +185,7 @@ def declared_rows(rounds: Sequence[Proposal]) -> tuple[Ints, Ints]:
     return ids, weight
 
 
-# -- where the rows are ------------------------------------------------------------------------------------------------------
+# -- rows of the vocabulary ----------------------------------------------------------------------------------------------------
 
 
 @torch.inference_mode()
@@ -465,30 +460,13 @@ def forest_law(forest: Forest, ids: ArrayLike, weight: ArrayLike, target_at: Arr
     left[:, : weight.shape[1]] = weight
     residual, rest = np.where(ids < 0, 0.0, target_at), whole_tail.copy()
     column = np.empty(num, dtype=np.int64)
-    fault, node = kernels.check_rows(ids, left, residual, rest, TOLERANCE)
-    if fault == kernels.OK:
-        fault, node = kernels.find_columns(
-            forest.parent, forest.token, forest.sampled, forest.copies, ids, left, column
-        )
+    fault, node = kernels.check(
+        forest.parent, forest.token, forest.sampled, forest.copies, ids, left, residual, rest, TOLERANCE, column
+    )
     if fault != kernels.OK:
         raise ValueError(_fault(forest, fault, node, float(residual[node].sum() + rest[node])))
-    stop, entry, budget = np.ones(num), np.ones(num), np.ones(num)
-    drawn_from, offered = np.zeros(ids.shape), np.zeros(ids.shape)
-    kernels.ratio_tests(
-        forest.parent,
-        forest.turn,
-        forest.sampled,
-        forest.budgets,
-        forest.copies,
-        column,
-        left,
-        residual,
-        rest,
-        stop,
-        entry,
-        budget,
-        drawn_from,
-        offered,
+    stop, entry, budget, drawn_from, offered = kernels.ratio_tests(
+        forest.parent, forest.turn, forest.sampled, forest.budgets, forest.copies, column, left, residual, rest
     )
     return ForestLaw(
         forest=forest,

@@ -1,9 +1,9 @@
-"""The loops of `rootward.engine.verify` over nodes and atoms, compiled by numba.
+"""The loops of `rootward.engine.verify` and `rootward.engine.noise` over nodes, atoms and tokens, compiled by numba.
 
-A round reads a few thousand numbers in steps that depend on each other. As array operations that is some hundred calls of numpy for each
-level of a tree; compiled loops take microseconds, and each number of a round is computed in one order, whatever else is in the batch.
+A round needs a few thousand operations that depend on each other. Array operations on so few numbers cost more than the arithmetic.
+Compiled loops take microseconds, and they compute each number in the same order whatever else is in the batch.
 
-Kernels are compiled on import, for the types that are named, and kept in the user's cache directory.
+Kernels are compiled on import for the given argument types, and kept in the user's cache directory.
 
 Legend: B trees, T nodes of all trees, G gathered tokens of a node, V vocabulary.
 """
@@ -16,19 +16,19 @@ from typing import Any
 import numba
 import numpy as np
 
-from rootward.engine import cpu_kernels  # noqa: F401  it tells numba where to keep kernels
+from rootward.engine import cpu_kernels  # noqa: F401  sets the cache directory of numba
 
 exact = {"nogil": True, "cache": True, "error_model": "numpy"}
 I1, I2 = numba.int64[::1], numba.int64[:, ::1]
 F1, F2 = numba.float64[::1], numba.float64[:, ::1]
-B1 = numba.bool_[::1]
+B1, U1 = numba.bool_[::1], numba.uint64[::1]
 F32_2 = numba.float32[:, ::1]
 
-# What `check_rows` and `find_columns` can find wrong.
+# What `check` can find wrong.
 OK, BAD_WEIGHT, REPEATED_ID, BAD_TARGET, NO_COLUMN, REPEATED_CHILD, NO_WEIGHT = range(7)
 
 
-@numba.njit([numba.void(F32_2, I2, F2, F1), numba.void(F2, I2, F2, F1)], fastmath={"reassoc", "contract"}, **exact)
+@numba.njit([(F32_2, I2, F2, F1), (F2, I2, F2, F1)], fastmath={"reassoc", "contract"}, **exact)
 def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
     """at[T, G] = mass of probs[T, V] at ids[T, G], 0 where the id is -1; tail[T] = mass of all other tokens.
 
@@ -51,7 +51,7 @@ def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
                 row[ids[t, g]] = at[t, g]
 
 
-@numba.njit(numba.void(F2, F1), **exact)
+@numba.njit([(F2, F1)], **exact)
 def normalise(at: Any, tail: Any) -> None:
     """Divide at[T, G] and tail[T] by the mass of their row, which is 1 up to the rounding of a softmax in float32."""
     for t in range(len(tail)):
@@ -63,40 +63,42 @@ def normalise(at: Any, tail: Any) -> None:
         tail[t] /= whole
 
 
-@numba.njit(numba.types.UniTuple(numba.int64, 2)(I2, F2, F2, F1, numba.float64), **exact)
-def check_rows(ids: Any, weight: Any, target: Any, tail: Any, tolerance: float) -> tuple[int, int]:
-    """(OK, 0), or (fault, node) of the first row that is wrong."""
+@numba.njit([(I1, I1, B1, B1, I2, F2, F2, F1, numba.float64, I1)], **exact)
+def check(
+    parent: Any,
+    token: Any,
+    sampled: Any,
+    copies: Any,
+    ids: Any,
+    weight: Any,
+    target: Any,
+    tail: Any,
+    tolerance: float,
+    column: Any,
+) -> tuple[int, int]:
+    """(OK, 0), or (fault, node) for the first input of `verify.forest_law` that is wrong. column[T] = index of the token of each node among
+    the ids[T, G] of its parent, 0 at roots."""
     num_nodes, num_ids = ids.shape
-    for v in range(num_nodes):
-        total = tail[v]
-        lightest = tail[v]
+    taken = np.zeros(ids.shape, dtype=np.bool_)  # by a sibling
+    for c in range(num_nodes):
+        total, lightest = tail[c], tail[c]
         for g in range(num_ids):
-            if not 0.0 <= weight[v, g] < np.inf or (weight[v, g] > 0.0 and ids[v, g] < 0):  # NaN fails every comparison
-                return BAD_WEIGHT, v
-            total += target[v, g]
-            lightest = min(lightest, target[v, g])
+            if not 0.0 <= weight[c, g] < np.inf or (weight[c, g] > 0.0 and ids[c, g] < 0):  # NaN fails every comparison
+                return BAD_WEIGHT, c
+            total += target[c, g]
+            lightest = min(lightest, target[c, g])
         if not abs(total - 1.0) <= tolerance or not lightest >= 0.0:
-            return BAD_TARGET, v
-        ordered = np.sort(ids[v])
+            return BAD_TARGET, c
+        ordered = np.sort(ids[c])
         for g in range(1, num_ids):
             if ordered[g] == ordered[g - 1] and ordered[g] >= 0:
-                return REPEATED_ID, v
-    return OK, 0
-
-
-@numba.njit(numba.types.UniTuple(numba.int64, 2)(I1, I1, B1, B1, I2, F2, I1), **exact)
-def find_columns(
-    parent: Any, token: Any, sampled: Any, copies: Any, ids: Any, weight: Any, column: Any
-) -> tuple[int, int]:
-    """column[T] = where the token of each node is among the ids[T, G] of its parent, 0 at roots. (OK, 0), or (fault, node)."""
-    taken = np.zeros(ids.shape, dtype=np.bool_)  # by a sibling
-    for c in range(len(parent)):
+                return REPEATED_ID, c
         v, column[c] = parent[c], 0
         if v < 0:
             continue
-        while column[c] < ids.shape[1] and ids[v, column[c]] != token[c]:
+        while column[c] < num_ids and ids[v, column[c]] != token[c]:
             column[c] += 1
-        if column[c] == ids.shape[1]:
+        if column[c] == num_ids:
             return NO_COLUMN, c
         if taken[v, column[c]] and not copies[c]:
             return REPEATED_CHILD, v
@@ -106,7 +108,7 @@ def find_columns(
     return OK, 0
 
 
-@numba.njit(numba.types.UniTuple(numba.float64, 3)(numba.float64, F1, numba.float64, F1, numba.int64), **exact)
+@numba.njit([(numba.float64, F1, numba.float64, F1, numba.int64)], **exact)
 def step(w: float, p: Any, tail: float, q: Any, column: int) -> tuple[float, float, float]:
     """STEP (`rootward.core.verification.step`) for a row whose tokens outside p[G] have mass `tail` and no draft mass.
 
@@ -127,7 +129,7 @@ def step(w: float, p: Any, tail: float, q: Any, column: int) -> tuple[float, flo
     )  # in this form nothing of a small mass is lost when w is near 1
 
 
-@numba.njit(numba.void(I1, I1, B1, B1, B1, I1, F2, F2, F1, F1, F1, F1, F2, F2), **exact)
+@numba.njit([(I1, I1, B1, B1, B1, I1, F2, F2, F1)], **exact)
 def ratio_tests(
     parent: Any,
     turn: Any,
@@ -138,18 +140,15 @@ def ratio_tests(
     weight: Any,
     residual: Any,
     tail: Any,
-    stop: Any,
-    entry: Any,
-    budget: Any,
-    drawn_from: Any,
-    offered: Any,
-) -> None:
-    """The STEPs of all children in the order `turn`, and the probability that the round stops at each node.
+) -> tuple[Any, Any, Any, Any, Any]:
+    """The STEPs of all children in the order `turn`: (stop, entry, budget, drawn_from, offered) of `verify.ForestLaw`.
 
     residual[T, G] and tail[T] hold the target and become the residual distributions; weight[T, G] loses what was drawn without
-    replacement. stop, entry and budget [T] start as ones, drawn_from and offered [T, G] as zeros (see `verify.ForestLaw`).
+    replacement.
     """
-    num_ids = residual.shape[1]
+    num_nodes, num_ids = residual.shape
+    stop, entry, budget = np.ones(num_nodes), np.ones(num_nodes), np.ones(num_nodes)
+    drawn_from, offered = np.zeros(residual.shape), np.zeros(residual.shape)
     for c in turn:
         v = parent[c]
         if v < 0:
@@ -178,9 +177,10 @@ def ratio_tests(
             stop[c] = stop[v] if budgets[c] else stop[v] * entry[c]
             stop[v] *= failed[c] if budgets[c] else 1.0 - entry[c]
     stop *= budget
+    return stop, entry, budget, drawn_from, offered
 
 
-@numba.njit(I1(I1, I1, B1, F1, F1, F1), **exact)
+@numba.njit([(I1, I1, B1, F1, F1, F1)], **exact)
 def stop_nodes(parent: Any, turn: Any, budgets: Any, entry: Any, budget: Any, coins: Any) -> Any:
     """int64[T]: where a round that enters the subtree of each node stops; -1 if no node of the subtree succeeds."""
     stop = np.arange(len(parent))
@@ -238,10 +238,7 @@ def _race(mass: Any, uniform: Any) -> int:
     return winner
 
 
-U1 = numba.uint64[::1]
-
-
-@numba.njit([numba.void(m, I1, U1, U1, U1, numba.uint64, I1) for m in (F32_2, F2)], **exact)
+@numba.njit([(m, I1, U1, U1, U1, numba.uint64, I1) for m in (F32_2, F2)], **exact)
 def noisy_choice(mass: Any, noise_of: Any, key: Any, position: Any, epoch: Any, salt: Any, choice: Any) -> None:
     """choice[T] = argmax of log mass[T, V] + noise, where row t has the noise number noise_of[t], at key, position and epoch [P]."""
     uniform = np.empty(mass.shape[1])
