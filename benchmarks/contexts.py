@@ -1,4 +1,4 @@
-"""Where drafts are made: positions in the target's own continuations of held-out prompts.
+"""Contexts of drafts: positions in the target's own continuations of held-out prompts.
 
 Legend: C contexts, V vocabulary.
 """

@@ -47,7 +47,7 @@ class DemoFailed(RootwardError):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """What is served and asked. promised: temperature -> least tokens per target pass with a tree in every round."""
+    """The models that are served and their prompts. promised: temperature -> least tokens per target pass with a tree in every round."""
 
     name: str
     title: str
@@ -200,7 +200,7 @@ class Generate:
 
 
 def measure(console: Console, client: Client, pair: Pair, generate: Callable[[str, float], int]) -> Measured:
-    """The same prompts for every system, in turn, so that all of them meet the same state of the machine."""
+    """Counts of every system for the same prompts, in turn, so that the state of the machine is the same for all."""
     chosen = spread(pair.prompts, pair.num_measured)
     for mode in SPECULATION.values():
         client.generate(**pair.request(chosen[0]), sampling=SamplingParams(0.0, max_tokens=8), speculation=mode)
@@ -254,7 +254,7 @@ def table(measured: Measured, *, title: str) -> Table:
 
 
 def report(measured: Measured, *, target: str) -> dict[str, Any]:
-    """The same as values, for `--json`."""
+    """The values of the table, for `--json`."""
     rows = [
         {
             "temperature": temperature,

@@ -50,7 +50,7 @@ def peeked(row: DraftDistribution, target: Floats) -> PeekedRow:
 
 
 def cheat_of(spec: str) -> Cheat:
-    """How a dishonest drafter draws. ValueError: not one of the cheats above."""
+    """The function by which a dishonest drafter draws. ValueError: not one of the cheats above."""
     kind, _, value = spec.partition(":")
     if kind not in KINDS:
         raise ValueError(f"cheat: {spec!r}; choose from {', '.join(KINDS)}")

@@ -135,14 +135,14 @@ async def points(given: argparse.Namespace) -> list[Point]:
 
 
 def ratio(found: Sequence[Point], above: tuple[str, float], below: tuple[str, float]) -> Interval:
-    """Of tokens per second, turn by turn; what is compared: (system, round trip in ms)."""
+    """Ratio of tokens per second, turn by turn, of two (system, round trip in ms)."""
     rates = {(point.system, point.rtt_ms, point.turn): point.rate for point in found}
     turns = sorted({point.turn for point in found})
     return interval([rates[*above, turn] / rates[*below, turn] for turn in turns])
 
 
 def claims(found: Sequence[Point], rtt_ms: float) -> dict[str, Interval]:
-    """What is kept at this distance of the rate at zero, and how much more that is than with waiting for each tree."""
+    """Rates at this distance as ratios to the rate at zero, and to the rate with waiting for each tree."""
     kept = {f"{name} of zero": ratio(found, (name, rtt_ms), (name, 0.0)) for name in LAWS}
     return kept | {f"{name} of waiting": ratio(found, (name, rtt_ms), (name + WAITS, rtt_ms)) for name in LAWS}
 

@@ -29,7 +29,7 @@ FORWARD, OWN, ONEDNN = "forward", "linear layers", "linear layers, oneDNN"
 
 
 def linears(model: HuggingFaceModel) -> list[Linear]:
-    """Those of one forward, each once; ValueError where the engine runs the network's own modules instead."""
+    """The linear layers of one forward, each once; ValueError where the engine runs the network's own modules instead."""
     found = [module for module in model.network.modules() if isinstance(module, Linear)]
     if model.llama is None or not found:
         raise ValueError(

@@ -44,7 +44,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Of one system and one turn. feature_bytes: per round, sent to the drafter."""
+    """Result of one system in one turn. feature_bytes: per round, sent to the drafter."""
 
     system: str
     turn: int

@@ -211,7 +211,7 @@ async def many_choices(stand: Stand) -> str:
 
 
 async def web_page(stand: Stand) -> str:
-    """What a page of another site can send without asking, by its own name or by one that leads to this machine."""
+    """Requests that a page of another site can send without a preflight, and by a host name that resolves to this machine."""
     simple = await post(
         stand.http, "/v1/completions", {"prompt": [5], "max_tokens": 1}, **{"content-type": "text/plain"}
     )

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3  # of logits of size ten: the reductions of a wider MLP round d
 
 
 def inflated(small: LlamaForCausalLM, num_layers: int, intermediate: int) -> LlamaForCausalLM:
-    """The same function with `num_layers` layers and MLPs of width `intermediate`."""
+    """A network of the same function with `num_layers` layers and MLPs of width `intermediate`."""
     shape = small.config.to_dict() | {"num_hidden_layers": num_layers, "intermediate_size": intermediate}
     torch.manual_seed(0)
     large = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.float32).eval()

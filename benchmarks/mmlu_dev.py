@@ -20,7 +20,7 @@ METRICS = [{"metric": name, "aggregation": "mean", "higher_is_better": True} for
 
 
 def questions() -> list[dict[str, object]]:
-    """Those that have four choices and a plain answer, each once."""
+    """The questions with four choices and a plain answer, each once."""
     found: dict[str, dict[str, object]] = {}
     for path in sorted(PROMPTS.glob("mmlu_*.yaml")):
         for sample in yaml.safe_load(path.read_text(encoding="utf-8"))["fewshot_config"]["samples"]:

@@ -426,7 +426,7 @@ def rotated(keys: list[tuple[str, str]], turn: int) -> list[tuple[str, str]]:
 
 
 def versions(given: argparse.Namespace, missing: dict[str, str]) -> dict[str, str]:
-    """Of the engines that run from binaries: the line that says it, among others that some print."""
+    """Versions of the engines that run from binaries, from the output of --version."""
     import subprocess
 
     found = {}

@@ -131,7 +131,7 @@ LEAST_EXPECTED = 5  # of a cell of a chi-square statistic
 
 
 def p_value(target: TabularModel, texts: Sequence[Sequence[int]], *, least_freedom: int = 100) -> float:
-    """Of the hypothesis that every token of the texts, from the fourth on, was drawn from the target's law given the text before it.
+    """p-value of the hypothesis that every token of the texts, from the fourth on, has the target's distribution given the text before.
 
     Given that text the next token has this law whatever came before, so the counts that follow each context of three tokens are
     multinomial; all of them together are one chi-square statistic. ValueError: too few tokens for so many degrees of freedom.

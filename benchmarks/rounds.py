@@ -53,7 +53,7 @@ class Point:
 
 
 def point_of(drafters: int, sessions: int, run: Outcome, changes: dict[str, float]) -> Point:
-    """What verifier and drafters counted while these sessions ran."""
+    """Means of the counters of verifier and drafters while these sessions ran."""
 
     def mean(total: str, count: str) -> float:
         return changes.get(f"rootward_{total}", 0.0) / max(changes.get(f"rootward_{count}", 0.0), 1.0)

@@ -1,4 +1,4 @@
-"""How many sessions one card drafts for, computed: `python -m benchmarks.sizing --levels 5.5 --width 3.1`.
+"""The number of sessions that one card drafts for, computed: `python -m benchmarks.sizing --levels 5.5 --width 3.1`.
 
 From the measured rounds (levels of a tree, rows a session fills while it drafts) and the published figures of a card; no card is asked.
 
@@ -21,7 +21,7 @@ DRAFTS = (0.5e9, 1e9, 3e9)  # parameters
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """As its maker states: bytes and dense 16-bit operations a second."""
+    """Figures of the manufacturer: bytes and dense 16-bit operations per second."""
 
     name: str
     bandwidth: float

@@ -24,7 +24,8 @@ READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Of each direction. delay_s: one way; jitter_s: uniform, on top; loss: share of segments; bandwidth: bytes per second, 0: no limit."""
+    """Conditions of each direction. delay_s: one way; jitter_s: uniform, added to it; loss: share of segments; bandwidth: bytes per second,
+    0 for no limit."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
@@ -43,7 +44,7 @@ class Conditions:
 
 
 class Pace:
-    """When bytes that leave now arrive: a pure function of the conditions, the generator and what left before."""
+    """Arrival times: a pure function of the conditions, the random generator and the bytes sent before."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

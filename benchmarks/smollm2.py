@@ -30,7 +30,7 @@ class ModelUnavailable(RootwardError):
 
 
 def path() -> Path:
-    """Where the GGUF file lies, or will lie once `fetch` has run."""
+    """Path of the GGUF file, which `fetch` creates."""
     return user_cache() / "models" / f"{NAME}.gguf"
 
 

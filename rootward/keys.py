@@ -1,4 +1,4 @@
-"""API keys as strings: how one is made, and what a server stores of it."""
+"""API keys: making one, and its stored form."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def new_key() -> str:
 
 
 def digest(key: str) -> str:
-    """What is stored of a key: SHA-256 in hex. Enough for 256 random bits; a password would need a slow hash."""
+    """The stored form of a key: SHA-256 in hex. Enough for 256 random bits; a password would need a slow hash."""
     return hashlib.sha256(key.encode()).hexdigest()

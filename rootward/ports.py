@@ -180,7 +180,7 @@ class Peer:
 
 
 class Discovery(Protocol):
-    """Where the workers of one pool are (`rootward/discovery/`)."""
+    """Finds the workers of one pool (`rootward/discovery/`)."""
 
     def watch(self) -> AsyncGenerator[tuple[Peer, ...], None]:
         """All of them, and all of them again whenever that changes; for ever. A source that does not answer is asked again; its

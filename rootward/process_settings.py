@@ -54,17 +54,17 @@ class ProcessSettings(ServiceSettings):
 
     @property
     def client_tls(self) -> ClientTls | None:
-        """How this role calls others."""
+        """TLS of this role as a client."""
         return ClientTls(files, self.tls_server_name) if (files := self.certificates) else None
 
     @property
     def server_tls(self) -> ServerTls | None:
-        """How others call this role: the services only with a certificate of the authority."""
+        """TLS of this role as a server: other services need a certificate of the authority."""
         return ServerTls(files, peers=tuple(self.tls_peers)) if (files := self.certificates) else None
 
 
 class WorkerSettings(ProcessSettings):
-    """What the settings of verifier and drafter have in common: the model's device, and how others find the process."""
+    """Settings that verifier and drafter have in common: the model's device, and the address that peers use."""
 
     advertise: str = Field("", description="host:port that peers dial (default: the one it listens on)")
     zone: str = Field("", description="where it runs: near peers are tried first")

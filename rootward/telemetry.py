@@ -1,11 +1,11 @@
-"""How every process logs: one line per event, structured, with the request it belongs to.
+"""Logging of every process: one structured line per event, with the request that it belongs to.
 
     configure_logging("verifier", level="info", json=True)
     log = structlog.get_logger()
     with structlog.contextvars.bound_contextvars(request_id="r1"):
         log.info("admitted", slot=3)      # {"event": "admitted", "slot": 3, "request_id": "r1", "role": "verifier", …}
 
-Standard-library loggers (gRPC, uvicorn, our own `logging.getLogger`) go the same way.
+Standard-library loggers (gRPC, uvicorn, our own `logging.getLogger`) are formatted alike.
 """
 
 from __future__ import annotations

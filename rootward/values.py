@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class LosslessLevel(StrEnum):
-    """What of the output equals plain decoding without speculation."""
+    """The part of the output that equals plain decoding without speculation."""
 
     DISTRIBUTION = "distribution"  # greedy tokens may differ where two logits nearly tie
     BITWISE = "bitwise"  # the logits, to the last bit, whatever rows a step has beside a request's own
@@ -74,7 +74,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of one token: log-softmax of the target's own logits, before any processor. float32 values."""
+    """Log-softmax of the target's own logits at one token, before any processor. float32 values."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob) of the most likely ones, best first

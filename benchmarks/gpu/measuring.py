@@ -1,4 +1,4 @@
-"""What the GPU checks share: the clock, the bandwidth, engine rounds at a given context, the report."""
+"""Parts that the GPU checks share: the clock, the bandwidth, engine rounds at a given context, the report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def settle(args: argparse.Namespace, **small: Any) -> None:
-    """What --smoke stands for."""
+    """Apply the options that --smoke stands for."""
     if args.smoke:
         vars(args).update({"device": "cpu", "dtype": "float32", "repeats": 3, **small})
     torch.set_grad_enabled(False)
@@ -53,7 +53,7 @@ def wait(device: str) -> None:
 
 
 def seconds(call: Callable[[], Any], device: str, repeats: int, after: Callable[[], Any] = lambda: None) -> list[float]:
-    """Of every call but the first ones, until the device is done with it. `after` is not counted."""
+    """Seconds of every call but the first ones, until the device has finished it. `after` is not counted."""
     times = []
     for _ in range(repeats + WARM_UP):
         wait(device)
@@ -192,7 +192,7 @@ def spread(times: Sequence[float]) -> dict[str, float]:
 
 
 def head_of(args: argparse.Namespace, model: HuggingFaceModel, check: str, target: str) -> dict[str, Any]:
-    """What a result says before its numbers."""
+    """The head of a report."""
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "cpu"
     return {
         "check": check,

@@ -10,13 +10,13 @@ from rootward.cli.options import DEFAULT_URL, ApiKey, Url, open_client
 
 
 def abort(
-    request_ids: Annotated[list[str], typer.Argument(help="Ids that clients gave, or that answers name.")],
+    request_ids: Annotated[list[str], typer.Argument(help="Request ids, chosen by clients or found in answers.")],
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
     """End running generations; their clients get the part that has arrived. Prints the ids that were running.
 
-    Those of the key's own tenant, or any with an admin key.
+    Requests of the key's own tenant; with an admin key, of any tenant.
     """
     with open_client(url, api_key) as client:
         for request_id in client.abort(request_ids):

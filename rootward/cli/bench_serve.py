@@ -41,7 +41,7 @@ class Profile(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of the requests that succeeded; None if there were none."""
+    """Over the successful requests; None if there were none."""
 
     median: float | None
     p95: float | None
@@ -67,29 +67,34 @@ def bench_serve(
     profile: Annotated[
         Profile,
         typer.Option(
-            help="Loads, as guidellm names them: one request after the other, a number of streams, as many as it takes (512), "
-            "evenly or randomly spaced arrivals, or from the first to the third in ten steps."
+            help="Load, as guidellm names it: one request after another (synchronous), a fixed number of streams (concurrent), 512 streams "
+            "(throughput), evenly (constant) or randomly (poisson) spaced arrivals, or ten steps from synchronous to throughput (sweep)."
         ),
     ] = Profile.concurrent,
     streams: Annotated[
-        str, typer.Option(help=f"Of concurrent: 1,4,16 is three runs. (default: {DEFAULT_STREAMS})", show_default=False)
+        str,
+        typer.Option(
+            help=f"Streams of concurrent; 1,4,16 is three runs. (default: {DEFAULT_STREAMS})", show_default=False
+        ),
     ] = "",
     rate: Annotated[
         str,
-        typer.Option(help="Requests per second of constant and poisson: 0.5,1,2 is three runs.", show_default=False),
+        typer.Option(help="Requests per second of constant and poisson; 0.5,1,2 is three runs.", show_default=False),
     ] = "",
-    seconds: Annotated[float, typer.Option(min=1, help="Of each run.")] = 30.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 128,
+    seconds: Annotated[float, typer.Option(min=1, help="Seconds of each run.")] = 30.0,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     temperature: Temperature = None,
     no_speculation: NoSpeculation = False,
     prompts: Annotated[
         Path | None,
         typer.Option(help="One prompt a line, or JSON lines with `text`. (default: chat prompts of the demo)"),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, to /v1/completions.")] = False,
-    model: Annotated[str, typer.Option(help="Served name. (default: the gateway's first)")] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send prompts without a chat template, to /v1/completions.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="Name of a served model. (default: the gateway's first)")] = "",
     api_key: ApiKey = "",
-    guidellm: Annotated[str, typer.Option(help="The program: a name on PATH, or a path.")] = "guidellm",
+    guidellm: Annotated[str, typer.Option(help="guidellm's program: a name on PATH, or a path.")] = "guidellm",
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for guidellm's report, the table and a plot: report.json, table.md, plot.png."),
@@ -185,7 +190,7 @@ def _load(strategy: dict[str, Any]) -> str:
 
 
 def _program(name: str) -> str:
-    """Where guidellm is. ConfigurationError if it is not there, or another version."""
+    """Path of guidellm. ConfigurationError if it is missing or has another version."""
     found = shutil.which(name)
     if found is None:
         raise ConfigurationError(f"--guidellm: no program {name!r}; run {INSTALL}, or give its path")
@@ -197,7 +202,7 @@ def _program(name: str) -> str:
 
 
 def _loads(profile: Profile, *, streams: str, rate: str) -> list[dict[str, Any]]:
-    """What a run changes in guidellm's profile, for each run; empty for profiles that find their loads themselves."""
+    """Overrides of guidellm's profile, one for each run; empty for profiles without a load of their own."""
     fits = {"--streams": (Profile.concurrent,), "--rate": (Profile.constant, Profile.poisson)}
     for flag, value in (("--streams", streams), ("--rate", rate)):
         if value and profile not in fits[flag]:

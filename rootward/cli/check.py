@@ -55,8 +55,10 @@ def check(
     error_rate: Annotated[
         float, typer.Option(min=1e-9, max=0.5, help="Probability that a lossless model fails the test of samples.")
     ] = 1e-3,
-    dtype: Annotated[str, typer.Option(help="As of the verifier.")] = "auto",
-    start_timeout_s: Annotated[float, typer.Option(min=1, help="How long the services may take to start.")] = 300.0,
+    dtype: Annotated[str, typer.Option(help="Data type of the weights, as the verifier's --dtype.")] = "auto",
+    start_timeout_s: Annotated[
+        float, typer.Option(min=1, help="Seconds until the services must have started.")
+    ] = 300.0,
     output: Output = OutputFormat.text,
 ) -> None:
     """Check that speculation is lossless for a model, on this machine.
@@ -158,7 +160,7 @@ class _Runs:
 
 
 def two_sample_p_value(a: Sequence[int], b: Sequence[int]) -> float:
-    """Of the chi-square test that two samples of tokens come from one distribution. Rare tokens are one category."""
+    """p-value of the chi-square test that two samples of tokens have one distribution. Rare tokens are one category."""
     import torch
 
     counts_a, counts_b = Counter(a), Counter(b)

@@ -1,4 +1,4 @@
-"""`rootward doctor`: looks at this machine, or at a running system, and says what to change."""
+"""`rootward doctor`: checks this machine or a running system and advises changes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,23 @@ COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 def doctor(
     gateway: Annotated[
-        str, typer.Option(help="A running system: its gateway, as host:port or grpcs://host:port.", show_default=False)
+        str, typer.Option(help="Gateway of a running system: host:port or grpcs://host:port.", show_default=False)
     ] = "",
     api_key: ApiKey = "",
-    redis_url: Annotated[str, typer.Option(help="Redis of that system.", show_default=False)] = "",
-    tls_authority: Annotated[Path | None, typer.Option(help="PEM file of the authority of its certificates.")] = None,
-    tls_certificate: Annotated[Path | None, typer.Option(help="PEM file to call its workers with.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the key of that certificate.")] = None,
+    redis_url: Annotated[str, typer.Option(help="URL of the system's Redis.", show_default=False)] = "",
+    tls_authority: Annotated[
+        Path | None, typer.Option(help="PEM file of the authority that signs its certificates.")
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM file of a client certificate for its workers.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM file of the key of the client certificate.")] = None,
     output: Output = OutputFormat.text,
 ) -> None:
-    """Look at this machine (cores, threads, memory, processor, GPU, packages, limits), and with --gateway at a running system, too.
+    """Check this machine (cores, threads, memory, processor, GPU, packages, limits) and, with --gateway, a running system.
 
-    Of a system: is it reachable, are its verifiers and drafters there and of one version and tokenizer, are drafters far away, is KV
-    memory nearly full, does Redis answer and keep its leases, do certificates end soon, do clocks differ. Exit code 0, or 3 if there is a
-    problem; warnings are none.
+    Checks of a system: reachability, verifiers and drafters, their versions and tokenizers, distance of drafters, KV memory, Redis and its
+    eviction policy, expiry of certificates, clocks. Exit code 3 if there is a problem, else 0, also with warnings.
 
     [bold]Examples[/bold]
 

@@ -21,14 +21,16 @@ PAUSE_S = 30.0
 
 def download(
     url: Annotated[str, typer.Argument(help="hf://ORG/NAME@REVISION, or a folder at s3://, gs://, file:// …")],
-    folder: Annotated[Path, typer.Argument(help="New folder. If it is there, nothing is downloaded.")],
-    tokenizer_only: Annotated[bool, typer.Option("--tokenizer-only", help="No weights.")] = False,
-    attempts: Annotated[int, typer.Option(min=1, help="How often to try, half a minute apart.")] = 1,
+    folder: Annotated[Path, typer.Argument(help="New folder. If it exists, nothing is downloaded.")],
+    tokenizer_only: Annotated[
+        bool, typer.Option("--tokenizer-only", help="Only tokenizer and configuration files, no weights.")
+    ] = False,
+    attempts: Annotated[int, typer.Option(min=1, help="Maximum number of attempts, half a minute apart.")] = 1,
 ) -> None:
     """Download a model into a folder that appears when it is complete.
 
-    Processes that ask for the same folder at the same time wait for the one that downloads. What a process that was ended has left is
-    continued by the next. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
+    Processes that ask for the same folder at the same time wait for the one that downloads. A download that was interrupted is continued
+    by the next process. Credentials come from variables: HF_TOKEN, AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS and others.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock")):

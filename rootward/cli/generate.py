@@ -37,10 +37,10 @@ def generate(
         float | None, typer.Option(help="Penalty for tokens of prompt and text; 1 is off. (default: 1)")
     ] = None,
     presence_penalty: Annotated[
-        float, typer.Option(help="Penalty for tokens that the text has already, from -2 to 2.")
+        float, typer.Option(help="Penalty for tokens that already occur in the text, from -2 to 2.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option(help="The same, once for each time that the text has the token.")
+        float, typer.Option(help="Penalty for each occurrence of a token in the text, from -2 to 2.")
     ] = 0.0,
     seed: Seed = None,
     stop: Stop = None,
@@ -55,7 +55,7 @@ def generate(
     ] = None,
     no_speculation: NoSpeculation = False,
     verification: Annotated[
-        str | None, typer.Option(help=f"{', '.join(VERIFICATIONS)}. (default: the server's)")
+        str | None, typer.Option(help=f"Verification rule: {', '.join(VERIFICATIONS)}. (default: the server's)")
     ] = None,
     model: Model = "",
     timeout: Timeout = 600.0,

@@ -27,7 +27,7 @@ def new(
     ] = False,
     expires: Annotated[str, typer.Option(help="Expiry time, such as 2027-01-01T00:00:00Z.  [default: never]")] = "",
 ) -> None:
-    """Create a key. Prints its entry for the key file on stdout and the key itself, which is stored nowhere, on stderr.
+    """Create a key. Prints its entry for the key file on stdout, and on stderr the key itself, which is not stored.
 
       rootward keys new mobile-app >> keys.yaml
       rootward serve gateway --api-keys keys.yaml …

@@ -118,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: Exception) -> int:
-    """What a failed command ends with."""
+    """Exit code of a command that failed with this error."""
     if isinstance(error, ConfigurationError):
         return error.exit_code
     if isinstance(error, APIConnectionError | UnavailableError | RateLimitError | StreamInterruptedError):

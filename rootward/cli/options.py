@@ -22,15 +22,17 @@ class OutputFormat(str, Enum):
 Url = Annotated[str, typer.Option("--url", help="The gateway: host:port, grpc://host:port or grpcs://host:port.")]
 ApiKey = Annotated[
     str,
-    typer.Option("--api-key", envvar="ROOTWARD_API_KEY", help="Key of a gateway that needs one.", show_default=False),
+    typer.Option(
+        "--api-key", envvar="ROOTWARD_API_KEY", help="API key, where the gateway has keys.", show_default=False
+    ),
 ]
-Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one object at the end.")]
-Temperature = Annotated[float | None, typer.Option(help="0 decodes greedily. (default: 1)")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens of this total probability.")]
-Seed = Annotated[int | None, typer.Option(help="Makes the text repeatable.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")]
+Output = Annotated[OutputFormat, typer.Option("--output", help="text, or json: one JSON object at the end.")]
+Temperature = Annotated[float | None, typer.Option(help="Sampling temperature; 0 decodes greedily. (default: 1)")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens with this total probability.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the random numbers; makes the text repeatable.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string, not part of the text; may be given several times.")]
 NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode plainly, for comparison.")]
-Model = Annotated[str, typer.Option(help="Served name. (default: the only one)")]
+Model = Annotated[str, typer.Option(help="Name of a served model. (default: the only one)")]
 Timeout = Annotated[float, typer.Option(help="Seconds to wait for the whole text.")]
 
 

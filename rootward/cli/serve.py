@@ -58,13 +58,13 @@ SERVICES = {
     "gateway": Program(
         "gateway",
         ("gateway",),
-        "The face to clients: gRPC and OpenAI-compatible HTTP, in front of one or more verifiers.",
+        "Serves clients over gRPC and OpenAI-compatible HTTP, in front of one or more verifiers.",
         parser="gateway.settings:GatewaySettings.parser",
     ),
     "verifier": Program(
         "verifier_service",
         ("worker",),
-        "Runs the target model and decides on every token that is committed.",
+        "Runs the target model and verifies token trees.",
         parser="verifier_service.settings:VerifierSettings.parser",
     ),
     "drafter": Program(
@@ -95,12 +95,12 @@ TRAIN_DRAFT = Program(
 serve = typer.Typer(
     name="serve",
     no_args_is_help=True,
-    help="Run a service, or all of them on this machine. Each shows its flags with --help.",
+    help="Run a service, or all services on this machine. `--help` after the service lists its flags.",
 )
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure. Each benchmark shows its flags with --help.",
+    help="Run a benchmark. `--help` after its name lists its flags.",
 )
 
 
@@ -171,7 +171,7 @@ def add_program(app: typer.Typer, name: str, program: Program, *, shown_as: str 
 
 
 def _flags(program: Program) -> list[str]:
-    """Of the program's parser; none if it has no such parser or needs packages that are not installed."""
+    """Flags of the program's parser; none if it has no parser or needs packages that are not installed."""
     module, _, attributes = program.parser.partition(":")
     if not module or any(find_spec(PACKAGE_OF_EXTRA[extra]) is None for extra in program.extras):
         return []

@@ -21,14 +21,16 @@ def top(
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
     interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two readings.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Two readings, one table, and out: for scripts.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one table after two readings and exit; for scripts.")
+    ] = False,
     output: Output = OutputFormat.text,
 ) -> None:
     """Watch a gateway work: requests, tokens per second, how much speculation gives, and each verifier. Ctrl-C ends it.
 
-    [bold]requests/s[/bold] and [bold]tokens/s[/bold] are what clients got in the last interval. [bold]tokens/round[/bold] is the block
-    efficiency, 1 + accepted draft tokens per round: 1.00 is plain decoding. [bold]speedup[/bold] is what a verifier measures its trees
-    against its own plain rounds: below 1 it decodes plainly.
+    [bold]requests/s[/bold] and [bold]tokens/s[/bold] are those that clients received in the last interval. [bold]tokens/round[/bold]
+    is the block efficiency, 1 + accepted draft tokens per round: 1.00 is plain decoding. [bold]speedup[/bold] is the measured speed of
+    trees over plain rounds of a verifier: below 1 it decodes plainly.
 
     [bold]Examples[/bold]
 
@@ -60,7 +62,7 @@ def top(
 
 
 def rates(before: Load, now: Load) -> dict[str, float | None]:
-    """Of the time between two readings; of a gateway that has started anew since, of its whole life. None: nothing was measured."""
+    """Rates between two readings; since its start for a gateway that has restarted in between. None: nothing was measured."""
     restarted = now.uptime_s < before.uptime_s
     seconds = now.uptime_s - (0.0 if restarted else before.uptime_s)
     requests, tokens, rounds = (

@@ -136,7 +136,7 @@ class AsyncClient:
         return SERVER_INFO.from_pb(await self._call(self._control().GetServerInfo, request))
 
     async def load(self) -> Load:
-        """How busy the gateway is."""
+        """Numbers of running and waiting requests, and counters of the gateway."""
         return LOAD.from_pb(await self._call(self._control().GetLoad, control_pb2.GetLoadRequest()))
 
     async def watch(self, *, session_id: str = "", request_id: str = "") -> AsyncGenerator[SessionEvent, None]:

@@ -157,7 +157,7 @@ class Client:
         return self._thread.run(self._client.server_info())
 
     def load(self) -> Load:
-        """How busy the gateway is."""
+        """See `AsyncClient.load`."""
         return self._thread.run(self._client.load())
 
     def watch(self, *, session_id: str = "", request_id: str = "") -> Iterator[SessionEvent]:

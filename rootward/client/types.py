@@ -16,7 +16,7 @@ Messages = Sequence[Mapping[str, Any]]  # of a conversation: role, content (a te
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn and when to stop. None and empty values leave the choice to the server."""
+    """Sampling and stopping of one request. None and empty values leave the choice to the server."""
 
     temperature: float | None = None  # 0 decodes greedily; default 1
     top_p: float | None = None  # in (0, 1]; default 1 (off)
@@ -218,7 +218,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class SessionEvent:
-    """What became of a request. By `kind`:
+    """An event of a request. Fields by `kind`:
 
     begun: num_prompt_tokens, num_tokens known of its output · sent: verifier, epoch ·
     round: offset, num_tokens, num_accepted of them · ended: num_tokens, finish_reason ("" = failed or left), error

@@ -1,1 +1,1 @@
-"""Where workers are: a static list, DNS, the registry in Redis, or EndpointSlices of Kubernetes. One `ports.Discovery` each."""
+"""Discovery of workers: a static list, DNS, the registry in Redis, or EndpointSlices of Kubernetes. One `ports.Discovery` each."""

@@ -32,7 +32,7 @@ Json = Mapping[str, Any]
 
 
 def peers_in(slices: Iterable[Json], port: str) -> tuple[Peer, ...]:
-    """By address, each once: while slices are rebuilt an endpoint may stand in two of them, and the one that is ready counts."""
+    """The peers, sorted by address. While slices are rebuilt an endpoint may be in two of them; the entry that is ready counts."""
     found: dict[str, Peer] = {}
     for item in slices:
         number = port_of(item.get("ports") or (), port)
@@ -116,5 +116,5 @@ async def open_endpoint_slices(target: str) -> AsyncIterator[PolledDiscovery]:
 
 
 def own_namespace() -> str:
-    """Of the pod this runs in, else "default"."""
+    """Namespace of the pod that this runs in, else "default"."""
     return NAMESPACE_FILE.read_text(encoding="utf-8").strip() if NAMESPACE_FILE.exists() else "default"

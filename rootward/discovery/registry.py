@@ -94,7 +94,7 @@ class Registry:
             await self._client.delete(self._worker_key(worker.role, worker.id))
 
     async def workers(self, role: str, name: str) -> tuple[Worker, ...]:
-        """Those that are alive, by id. One whose hash cannot be read is left out."""
+        """The workers that are alive, sorted by id. A worker whose hash cannot be read is left out."""
         async with self._answering():
             oldest_s = await self._now() - self.stale_s
             ids: Any = await self._client.zrangebyscore(self._index_key(role, name), oldest_s, "+inf")

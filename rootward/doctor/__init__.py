@@ -1,4 +1,4 @@
-"""`rootward doctor`: looks at a machine or at a running system, and says what to change.
+"""`rootward doctor`: checks of a machine or of a running system, with advice.
 
     findings  a finding, and how severe it is
     machine   this machine: cores, memory, processor, GPU, packages, limits

@@ -1,4 +1,4 @@
-"""This machine, as far as serving on it is concerned."""
+"""Checks of this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Machine:
 
 
 def look() -> Machine:
-    """Of the machine that this runs on. Imports torch if it is installed."""
+    """The facts of this machine. Imports torch if it is installed."""
     torch_version, gpus = _torch()
     wrong, num_packages = _packages()
     return Machine(
@@ -218,7 +218,7 @@ def _flags() -> frozenset[str]:
 
 
 def _chosen(text: str) -> str:
-    """Of `always [madvise] never`, the word in brackets."""
+    """The word in brackets of a text such as `always [madvise] never`."""
     found = re.search(r"\[(\w+)\]", text)
     return found[1] if found else ""
 

@@ -1,4 +1,4 @@
-"""A running system, seen from one machine: its gateway, and every worker, Redis and certificate that can be reached from here."""
+"""Checks of a running system from one machine: its gateway, and every worker, Redis and certificate that can be reached."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CertificateSeen:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """What could be seen. redis: None if no URL was given; certificates: of addresses that speak TLS."""
+    """The facts that could be collected. redis: None if no URL was given; certificates: of addresses with TLS."""
 
     gateway: Seen
     info: ServerInfo | None = None
@@ -75,7 +75,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How to reach a system. authority, certificate and key are PEM files; workers that ask for certificates need all three."""
+    """Address and credentials of a system. authority, certificate and key are PEM files; workers with mutual TLS need all three."""
 
     url: str
     api_key: str = ""
@@ -97,7 +97,7 @@ class Access:
 
 
 def judge(system: System) -> list[Finding]:
-    """Of a gateway that does not answer, nothing but that."""
+    """The findings; for a gateway that does not answer, that and its certificates."""
     if system.info is None or system.load is None:
         advice = "start it (rootward serve all), or correct --gateway, --api-key and --tls-authority"
         found = f"{system.gateway.address}: {system.gateway.error}"

@@ -1,1 +1,1 @@
-"""Where protobuf and domain types meet: codecs, error statuses, servers and remote implementations of the ports."""
+"""gRPC: codecs between protobuf and domain types, error statuses, servers, and remote implementations of the ports."""

@@ -101,7 +101,7 @@ def peer_names(context: Context) -> frozenset[str]:
 def _guarded(
     method: str, handler: Handler, checks: tuple[Check, ...], limit: int | None, in_flight: BytesInFlight
 ) -> Handler:
-    """The same handler behind the checks, reading its request message itself. Handlers may yield or write to the context."""
+    """The handler behind the checks, which reads its request message itself. Handlers may yield or write to the context."""
     kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     body = getattr(handler, kind)
 

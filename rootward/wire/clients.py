@@ -88,9 +88,14 @@ class RemoteDrafter(_Remote):
         try:
             while (message := await _next(call)) is not None:
                 self._on_frame("received", message.ByteSize())
-                yield _decode(self.address, message)
+                try:
+                    frame = drafter_codec.FROM_DRAFTER.from_pb(message)
+                except ValueError as error:
+                    text = f"{self.address} sent a message that cannot be read: {error}"
+                    raise IncompatiblePair(text) from error
+                yield frame
         except Unavailable:
-            if (failure := _failure_of(writer)) is not None:
+            if writer.done() and not writer.cancelled() and (failure := writer.exception()) is not None:
                 raise failure from None
             raise
         finally:
@@ -207,14 +212,3 @@ async def _awaited(pending: Awaitable[T]) -> T:
         if task is None or task.cancelling():
             raise
         raise Unavailable("the call was cancelled") from None
-
-
-def _failure_of(task: asyncio.Task[None]) -> BaseException | None:
-    return task.exception() if task.done() and not task.cancelled() else None
-
-
-def _decode(address: str, message: Any) -> Any:
-    try:
-        return drafter_codec.FROM_DRAFTER.from_pb(message)
-    except ValueError as error:
-        raise IncompatiblePair(f"{address} sent a message that cannot be read: {error}") from error

@@ -117,7 +117,7 @@ def _outside_u32(name: str, least: int, largest: int) -> ValueError:
 
 
 def _width_of(data: bytes, count: int, name: str) -> int:
-    """Bytes per entry of a column that has come."""
+    """Bytes per entry of a received column."""
     width, rest = divmod(len(data), count) if count else (1, len(data))
     if rest or not 1 <= width <= 4:
         raise ValueError(f"{name}: {len(data)} bytes do not make {count} entries of 1 to 4 bytes")

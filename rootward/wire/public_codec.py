@@ -10,12 +10,12 @@ REASONS = numbers_of(FinishReason, generate_pb2.Finish.Reason)
 
 
 def sampling_to_pb(value: Sampling) -> generate_pb2.Sampling:
-    """The part of the processors that `Sampling` carries; the rest is in `decoding_to_pb`."""
+    """The processors of the message `Sampling`; the others are in `decoding_to_pb`."""
     return generate_pb2.Sampling(temperature=value.temperature, top_k=value.top_k, top_p=value.top_p, min_p=value.min_p)
 
 
 def decoding_to_pb(value: Sampling, structure: Structure | None = None) -> generate_pb2.Decoding:
-    """What `sampling_to_pb` leaves out; with the form of the output, if it has one."""
+    """The processors that are not in `sampling_to_pb`, and the form of the output, if it has one."""
     pb = generate_pb2.Decoding(
         presence_penalty=value.presence_penalty,
         frequency_penalty=value.frequency_penalty,

@@ -26,7 +26,7 @@ E = TypeVar("E", bound=Enum)
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Of one field: value → what the message's constructor takes, and back. present: asked only where the field is set, else None."""
+    """Conversion of one field: value → argument of the message's constructor, and back. present: an unset field is read as None."""
 
     to_pb: Callable[[Any], Any]
     from_pb: Callable[[Any], Any]
@@ -34,7 +34,7 @@ class Conversion:
 
 
 class Record(Generic[V, P]):
-    """The codec of one dataclass. custom: fields that `to_pb` of the caller adds and its `from_pb` gives as `more`."""
+    """The codec of one dataclass. custom: fields without a conversion, which the caller passes to `to_pb` and `from_pb` as `more`."""
 
     def __init__(
         self, value_type: type[V], message_type: type[P], custom: tuple[str, ...] = (), **conversions: Conversion
@@ -62,17 +62,17 @@ class Record(Generic[V, P]):
 
     @property
     def one(self) -> Conversion:
-        """As a field that is always there."""
+        """Conversion of a field that is always set."""
         return Conversion(self.to_pb, self.from_pb)
 
     @property
     def optional(self) -> Conversion:
-        """As a field that may be absent: None."""
+        """Conversion of a field that may be unset: None."""
         return Conversion(lambda value: None if value is None else self.to_pb(value), self.from_pb, present=True)
 
     @property
     def each(self) -> Conversion:
-        """As a repeated field."""
+        """Conversion of a repeated field."""
         return Conversion(
             lambda values: [self.to_pb(value) for value in values], lambda pbs: tuple(self.from_pb(pb) for pb in pbs)
         )

@@ -68,7 +68,7 @@ class RpcServer:
         await self.grpc.start()
 
     async def set_ready(self, ready: bool) -> None:
-        """What health answers for every registered service."""
+        """Set the health of every registered service."""
         for name in self.services:
             await self._health.set(name, HEALTHY if ready else UNHEALTHY)
 

@@ -123,7 +123,7 @@ def from_rpc_error(error: grpc.RpcError) -> ServiceError:
 
 
 def api_error(error: grpc.RpcError) -> APIError:
-    """What the SDK raises for a failed RPC."""
+    """The error that the SDK raises for a failed RPC."""
     failure = failure_of(error)
     if failure.lost:
         return errors.APIConnectionError(f"no answer from the server: {failure.message}")

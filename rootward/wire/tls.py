@@ -38,7 +38,7 @@ class Certificates:
 
 @dataclass(frozen=True, slots=True)
 class ClientTls:
-    """How a role calls others. server_name: what their certificates say, where they are dialled by another address."""
+    """TLS of a client. server_name: the name in the certificates of the servers, where it differs from the address."""
 
     certificates: Certificates
     server_name: str = ""
@@ -51,7 +51,7 @@ class ClientTls:
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """How a role is called. mutual: callers need a certificate of the authority; peers: with one of these names (none: any)."""
+    """TLS of a server. mutual: callers need a certificate of the authority; peers: with one of these names (empty: any)."""
 
     certificates: Certificates
     mutual: bool = True
