@@ -277,7 +277,8 @@ class LlamaNetwork:
         if len(self.layers) in self.exposed:
             rows = torch.from_numpy(final)
             self.states[len(self.layers)] = (rows.view(torch.bfloat16) if self.head.rounds_inputs else rows).float()
-        return self.head.product(final if step.wanted is None else final[step.wanted.numpy()])
+        logits: torch.Tensor = self.head.product(final if step.wanted is None else final[step.wanted.numpy()])
+        return logits
 
 
 def _layer(layer: Any) -> Layer:
