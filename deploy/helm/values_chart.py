@@ -24,7 +24,7 @@ def model(of: str, spec: str) -> Schema:
         f"Weights of the {of} model.",
         source=choice(
             "`spec`: the image or the hub cache has it; `hf`, `url`: downloaded by an init container; `pvc`, `image` (OCI volume, "
-            "Kubernetes 1.31+), `host`: mounted read-only.",
+            "Kubernetes 1.35+, before with the gate ImageVolume), `host`: mounted read-only.",
             *("spec", "hf", "url", "pvc", "image", "host"),
         ),
         spec=text("`spec`: what the service's `model` setting takes.", spec),

@@ -537,15 +537,17 @@ def test_verifiers_of_each_model_scale_by_its_own_series(helm, mode):
     scalers = of_kind(objects, {"hpa": "HorizontalPodAutoscaler", "keda": "ScaledObject"}[mode])
     found = {o["spec"]["scaleTargetRef"]["name"]: o["spec"] for o in scalers}
     assert set(found) == {"rw-rootward-verifier-a", "rw-rootward-verifier-b"}
-    for name, model in (("a", "a"), ("b", "x/b")):
+    for name in "ab":
         spec = found[f"rw-rootward-verifier-{name}"]
         if mode == "hpa":
             metrics = [metric["external"]["metric"] for metric in spec["metrics"]]
             assert [m["name"] for m in metrics] == ["rootward_verifier_sessions", "rootward_verifier_kv_usage"]
-            labels = {"namespace": "llm", "release": "rw", "model_name": model}
+            labels = {"namespace": "llm", "release": "rw", "model": name}
             assert [m["selector"]["matchLabels"] for m in metrics] == [labels, labels]
+            # The controller makes a selector of them, and refuses values that no label can have, as "x/b".
+            assert all(re.fullmatch(r"[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", value) for value in labels.values())
         else:
-            selector = f'{{namespace="llm", release="rw", model_name="{model}"}}'
+            selector = f'{{namespace="llm", release="rw", model="{name}"}}'
             queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
             assert queries == [f"max(rootward:verifier_{what}{selector})" for what in ("sessions", "kv_usage")]
 

@@ -59,51 +59,63 @@ def test_rules_compute_what_they_must(promtool, cases):
 RELEASES = "monitoring: {rules: {enabled: true}}"
 
 
-@pytest.mark.parametrize(("release", "sessions"), [("a", 60), ("b", 0)])
-def test_rules_of_a_release_record_its_series_alone(helm, promtool, tmp_path, release, sessions):
-    """As rendered, with two releases in the namespace and one of the same name elsewhere."""
-    done = helm.run(
-        "template",
-        release,
-        str(CHART),
-        "-n",
-        "n",
-        "-f",
-        "-",
-        "--set",
-        f"global.imageRegistry={REGISTRY}",
-        stdin=RELEASES,
-    )
+def computed(
+    helm, promtool, folder, release: str, values: str, series: dict[str, int], expected: dict[str, dict[str, int]]
+):
+    """AssertionError unless the rules of a release, as rendered, compute what is expected: expression → {labels: value}."""
+    flags = ("-n", "n", "-f", "-", "--set", f"global.imageRegistry={REGISTRY}")
+    done = helm.run("template", release, str(CHART), *flags, stdin=values)
+    assert done.returncode == 0, done.stderr
     rendered = [o["spec"] for o in parsed(done.stdout) if o["kind"] == "PrometheusRule"]
-    files = [tmp_path / f"{n}.yaml" for n in range(len(rendered))]
+    files = [folder / f"{n}.yaml" for n in range(len(rendered))]
     for path, spec in zip(files, rendered, strict=True):
         path.write_text(yaml.safe_dump(spec), encoding="utf-8")
     checked = run(promtool, "check", "rules", "--lint=all", *map(str, files))
     assert checked.returncode == 0, checked.stdout + checked.stderr
-    series = {'namespace="n",release="a"': 60, 'namespace="n",release="b"': 0, f'namespace="o",release="{release}"': 7}
     test = {
         "interval": "15s",
-        "input_series": [
-            {"series": f'rootward_speculating_sessions{{{labels},pool="p"}}', "values": f"{value}x9"}
-            for labels, value in series.items()
-        ],
+        "input_series": [{"series": name, "values": f"{value}x9"} for name, value in series.items()],
         "promql_expr_test": [
             {
-                "expr": "rootward:speculating_sessions",
+                "expr": expression,
                 "eval_time": "1m",
-                "exp_samples": [
-                    {
-                        "labels": f'rootward:speculating_sessions{{namespace="n",release="{release}",pool="p"}}',
-                        "value": sessions,
-                    }
-                ],
+                "exp_samples": [{"labels": labels, "value": value} for labels, value in samples.items()],
             }
+            for expression, samples in expected.items()
         ],
     }
     suite = {"rule_files": [str(path) for path in files], "evaluation_interval": "15s", "tests": [test]}
-    (tmp_path / "test.yaml").write_text(yaml.safe_dump(suite), encoding="utf-8")
-    done = run(promtool, "test", "rules", str(tmp_path / "test.yaml"))
+    (folder / "test.yaml").write_text(yaml.safe_dump(suite), encoding="utf-8")
+    done = run(promtool, "test", "rules", str(folder / "test.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("release", "sessions"), [("a", 60), ("b", 0)])
+def test_rules_of_a_release_record_its_series_alone(helm, promtool, tmp_path, release, sessions):
+    """As rendered, with two releases in the namespace and one of the same name elsewhere."""
+    of = {'namespace="n",release="a"': 60, 'namespace="n",release="b"': 0, f'namespace="o",release="{release}"': 7}
+    series = {f'rootward_speculating_sessions{{{labels},pool="p"}}': value for labels, value in of.items()}
+    labels = f'rootward:speculating_sessions{{namespace="n",release="{release}",pool="p"}}'
+    expected = {"rootward:speculating_sessions": {labels: sessions}}
+    computed(helm, promtool, tmp_path, release, RELEASES, series, expected)
+
+
+def test_signals_of_verifiers_have_the_name_of_their_model(helm, promtool, tmp_path):
+    """That of the values, which a label of Kubernetes can have: what clients call a model has a slash as often as not."""
+    values = f"{RELEASES}\nmodels: [{{name: a}}, {{name: b, servedModelName: x/b}}]"
+    own = 'namespace="n",release="r"'
+    series = {}
+    for model, running, waiting in (("a", 5, 2), ("x/b", 3, 0)):
+        verifier = f'{{{own},model_name="{model}",pod="v-{model}"}}'
+        series[f"rootward_num_requests_running{verifier}"] = running
+        series[f"rootward_num_requests_waiting{verifier}"] = 0
+        series[f"rootward_kv_cache_usage_ratio{verifier}"] = 1
+        series[f'rootward_num_requests_waiting{{{own},model_name="{model}",pod="g"}}'] = waiting
+    samples = {
+        f'rootward:verifier_sessions{{{own},model="{name}",model_name="{model}"}}': value
+        for name, model, value in (("a", "a", 7), ("b", "x/b", 3))
+    }
+    computed(helm, promtool, tmp_path, "r", values, series, {"rootward:verifier_sessions": samples})
 
 
 def test_a_wrong_formula_is_noticed(promtool, tmp_path):

@@ -9,7 +9,7 @@ signals are series of the rules, or what the gateway's scaler answers.
 {{- $signals := .signals }}
 {{- $labels := merge (dict "namespace" $.Release.Namespace "release" $.Release.Name) .labels }}
 {{- $selector := list }}
-{{- range $key := list "namespace" "release" "pool" "model_name" }}{{ if hasKey $labels $key }}{{ $selector = append $selector (printf "%s=%q" $key (get $labels $key)) }}{{ end }}{{ end }}
+{{- range $key := list "namespace" "release" "pool" "model" }}{{ if hasKey $labels $key }}{{ $selector = append $selector (printf "%s=%q" $key (get $labels $key)) }}{{ end }}{{ end }}
 {{- if eq $a.mode "hpa" }}
 ---
 apiVersion: autoscaling/v2
