@@ -430,6 +430,16 @@ def test_a_download_that_is_slow_or_retried_does_not_end_its_group(helm):
     assert int(arguments[arguments.index("--attempts") + 1]) > 1
 
 
+def test_each_machine_knows_its_rank_and_the_first_one(helm):
+    """By the variables that LeaderWorkerSet sets in every container."""
+    (group,) = of_kind(helm.rendered(SPREAD % ""), "LeaderWorkerSet")
+    arguments = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["args"]
+    given = dict(itertools.pairwise(arguments))
+    assert (given["--node-rank"], given["--master-addr"]) == ("$(LWS_WORKER_INDEX)", "$(LWS_LEADER_ADDRESS)")
+    (single,) = [c for c in of_kind(helm.rendered(""), "Deployment") if c["metadata"]["name"].endswith("-verifier")]
+    assert "--node-rank" not in single["spec"]["template"]["spec"]["containers"][0]["args"]
+
+
 def test_machines_of_one_model_are_not_spread(helm):
     (group,) = of_kind(helm.rendered(SPREAD % "exclusiveTopology: cloud.google.com/gke-nodepool"), "LeaderWorkerSet")
     assert "topologySpreadConstraints" not in group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]
