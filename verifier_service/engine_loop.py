@@ -267,7 +267,7 @@ class EngineLoop:
     ) -> None:
         """A step has ended that began at start_s, of which a draft head took draft_s."""
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
-        self.metrics.record_step(kind, time.monotonic() - start_s)
+        self.metrics.record_step(kind, time.monotonic() - start_s, draft_s=draft_s)
         if plan.prefill:
             for session in self.running.values():
                 session.had_prefill = True

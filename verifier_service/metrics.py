@@ -63,6 +63,9 @@ class Metrics:
         self._leaves = histogram("spec_decode_tree_leaves", "Leaves of a verified tree.", SIZE_BUCKETS)
         tokens = "Tokens committed by a round with a tree, bonus included: block efficiency."
         self._tokens = histogram("spec_decode_tokens_per_round", tokens, TOKEN_BUCKETS)
+        self._head = counter(
+            "draft_head_seconds", "Time of engine steps, prefill excluded, in which a draft head grew trees."
+        )
         self._steps = histogram("step_duration_seconds", "One engine step.", STEP_BUCKETS, "kind")
 
     def watch(self, read: Read, demand: Callable[[], Mapping[str, VerifierDemand]]) -> None:
@@ -70,8 +73,11 @@ class Metrics:
         Gauges(self.registry, GAUGES, read)
         self.registry.register(DemandCollector(demand))
 
-    def record_step(self, kind: str, seconds: float) -> None:
+    def record_step(self, kind: str, seconds: float, *, draft_s: float = 0.0) -> None:
+        """A step took so long, draft_s of it for a draft head."""
         self._steps.labels(kind).observe(seconds)
+        if kind != "prefill":
+            self._head.inc(draft_s)
 
     def record_round(self, tree: TokenTree, outcome: Outcome, *, missed: bool, local: bool = False) -> None:
         """Count a round. missed: it waited for a tree that did not arrive; local: the verifier grew its tree."""

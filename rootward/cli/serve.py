@@ -81,10 +81,10 @@ BENCHMARKS = {
     "rounds": "The cost of a round on real services, by sessions per drafter: the worker model of the autoscaling simulation.",
 }
 PLAN = Program(
-    "verifier_service.plan",
-    ("worker",),
+    "rootward.plan",
+    ("gateway", "worker"),
     "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
-    parser="verifier_service.plan.flags:parser",
+    parser="rootward.plan.flags:parser",
 )
 TRAIN_DRAFT = Program(
     "training.train_draft",
@@ -141,6 +141,11 @@ def services_running(
 def address_of(lines: Sequence[str]) -> str:
     """The gRPC address of the gateway in what `services_running` returns."""
     return lines[-1].partition(READY)[2].split()[0]
+
+
+def url_of(lines: Sequence[str]) -> str:
+    """The HTTP address of the gateway, as `address_of`."""
+    return lines[-1].split()[-1]
 
 
 def _command(name: str, program: Program, flags: list[str]) -> list[str]:

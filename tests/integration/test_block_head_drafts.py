@@ -26,7 +26,7 @@ from rootward.engine.block_head_model import BlockHeadModel
 from rootward.engine.head_loading import fingerprint
 from rootward.engine.heads import load_head
 from rootward.engine.model import HuggingFaceModel
-from verifier_service.plan.__main__ import is_head
+from rootward.plan.__main__ import is_head
 from verifier_service.target import load_local_head
 
 ALPHA = 1e-6

@@ -9,7 +9,7 @@ from pathlib import Path
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="rootward plan",
-        description="Will speculation pay? Measures step times, draft times and acceptance of a pair on this machine in about two minutes, "
+        description="Will speculation pay? Starts services of the pair on this machine, measures them under load for about two minutes, "
         "and forecasts the speed-up by temperature, load and distance.",
         allow_abbrev=False,
     )
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="CPU threads of each model (default: the cores, as `serve all` shares them out)")
     add("--device", default="cpu", help="torch device (default cpu)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
+    add("--start-timeout-s", type=float, default=300.0, help="how long the services may take to start (default 300)")
     add("--seed", type=int, default=1)
     add("--out", type=Path, help="picture with the curves: a .png, .svg or .pdf file (needs matplotlib)")
     add("--json", action="store_true", help="everything as one JSON object")

@@ -1,0 +1,221 @@
+"""`rootward plan TARGET DRAFT`: starts services of both, measures, and says whether speculation pays."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+from http import HTTPStatus
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from rootward import demo
+from rootward.cli.serve import address_of, services_running, url_of
+from rootward.client import AsyncClient, Speculation
+from rootward.errors import APIError, ConfigurationError
+from rootward.plan.flags import parser
+from rootward.plan.forecast import forecasts
+from rootward.plan.measurement import LoadGenerator, Measured, measure
+from rootward.plan.report import answer, as_json, check_picture, draw, tables
+from rootward.settings import available_cores
+
+LONGEST_PROMPT = 512  # tokens; of a longer text that goes without a chat template the end is read
+RTTS_MS = (0.0, 1.0, 5.0, 20.0, 50.0)
+NGRAM = "ngram"
+LEAST_SESSIONS = 16  # that services have room for
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 with an answer, whichever it is; 2 for wrong options, 3 for models that do not fit. Errors are one line on stderr."""
+    given = parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    try:
+        _check(given)
+        measured = _measured(given)
+        is_remote = not drafts_in_verifier(given.draft)
+        found = forecasts(measured, rtts_ms=sorted({0.0, *RTTS_MS, given.rtt}) if is_remote else [0.0])
+        at_rtt = [one for one in found if one.rtt_ms == given.rtt]
+        title = f"{_name(given.target)} with {_name(given.draft)}"
+        if given.json:
+            about = {"target": _name(given.target), "draft": _name(given.draft), "threads": given.threads}
+            print(json.dumps(as_json(measured, found, about=about), indent=1))
+        else:
+            console = Console()
+            console.print(f"[bold]{title}[/bold], {given.threads} threads each")
+            for table in tables(measured, at_rtt):
+                console.print(table)
+            if is_remote:
+                at_most_load = [
+                    one for one in found if (one.temperature, one.load) == (given.temperatures[0], given.load)
+                ]
+                by_distance = ", ".join(f"{one.rtt_ms:g} ms: {one.speedup:.2f}" for one in at_most_load)
+                console.print(
+                    f"speed-up by distance at temperature {given.temperatures[0]:g}, {given.load} sessions: {by_distance}"
+                )
+            console.print(f"\n[bold]{answer(at_rtt)}[/bold]")
+        if given.out is not None:
+            draw(measured, found, given.out, title)
+    except ConfigurationError as wrong:
+        print(f"rootward: {str(wrong).splitlines()[0]}", file=sys.stderr)
+        return wrong.exit_code
+    except APIError as error:
+        print(f"rootward: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _measured(given: argparse.Namespace) -> list[Measured]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting services", total=1.0)
+        admin = f"127.0.0.1:{_free_port()}"
+        flags = service_flags(
+            given.target,
+            given.draft,
+            sessions=given.load,
+            threads=given.threads,
+            nodes=given.nodes,
+            model_flags=["--device", given.device, "--dtype", given.dtype],
+            admin=admin,
+        )
+        with services_running(flags, start_timeout_s=given.start_timeout_s) as lines:
+            progress.update(task, description="measuring")
+            prompts = prompts_of(url_of(lines), given.texts, raw=given.raw)
+
+            async def work() -> list[Measured]:
+                async with AsyncClient(address_of(lines)) as client:
+                    generator = LoadGenerator(
+                        client, prompts, max_tokens=given.tokens, admin=admin, first_seed=given.seed
+                    )
+                    return await measure(
+                        generator,
+                        temperatures=given.temperatures,
+                        loads=loads_up_to(given.load),
+                        most_nodes=given.nodes,
+                        lookup=lookup_beside(given.draft),
+                        seconds=given.seconds,
+                        done=lambda share: progress.update(task, completed=share),
+                    )
+
+            return asyncio.run(work())
+
+
+def service_flags(
+    target: str,
+    draft: str,
+    *,
+    sessions: int,
+    threads: int | None = None,
+    nodes: int | None = None,
+    model_flags: Sequence[str] = (),
+    admin: str = "",
+) -> list[str]:
+    """Flags of `rootward serve all` for a pair. admin: HTTP address of the verifier's metrics; model_flags: of verifier and drafter."""
+    shared = [*model_flags, "--max-num-seqs", str(max(LEAST_SESSIONS, sessions))]
+    verifier = [*shared, *(["--num-draft-tokens", str(nodes)] if nodes else [])]
+    verifier += ["--admin-listen", admin] if admin else []
+    verifier += ["--local-draft", f"head:{Path(draft).expanduser().resolve()}"] if is_head(draft) else []
+    flags = ["--log-level", "error", "--model", target, "--draft-model", "none" if drafts_in_verifier(draft) else draft]
+    flags += ["--num-threads", str(threads)] if threads else []
+    return [*flags, f"--verifier-flags={shlex.join(verifier)}", f"--drafter-flags={shlex.join(shared)}"]
+
+
+def loads_up_to(most: int) -> list[int]:
+    """The loads that are measured: one session, about half of the most, and the most."""
+    return sorted({1, (1 + most) // 2, most})
+
+
+def lookup_beside(draft: str) -> Speculation | None:
+    """What asks for drafts without this one, from the text alone; None for look-up itself. Beside a head recycled successors count."""
+    return None if draft == NGRAM else Speculation(drafter="ngram+recycling" if is_head(draft) else NGRAM)
+
+
+def drafts_in_verifier(draft: str) -> bool:
+    """Look-up and draft heads have no drafter, and no distance to one."""
+    return draft == NGRAM or is_head(draft)
+
+
+def is_head(draft: str) -> bool:
+    """A folder with a draft head: a few layers that read hidden states of their target."""
+    file = Path(draft).expanduser() / "config.json"
+    if not file.is_file():
+        return False
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigurationError(f"draft: {str(file)!r} is no JSON ({error})") from None
+    names = " ".join(config.get("architectures") or ()).lower()
+    return "eagle" in names or "dflash" in names or "draft_vocab_size" in config
+
+
+def prompts_of(url: str, texts: Sequence[str], *, raw: bool) -> list[list[int]]:
+    """Token ids of texts by a gateway (HTTP address): as first messages of conversations where the model has a chat template, unless they
+    are `raw`, else as they are. Of longer ones the end. ConfigurationError if no token is left."""
+    chats = None if raw else _tokenized(url, [{"messages": [{"role": "user", "content": text}]} for text in texts])
+    found = chats or _tokenized(url, [{"prompt": text, "add_special_tokens": False} for text in texts])
+    if found is None:
+        return [[1 + (7 * start + i) % 8 for i in range(8)] for start in range(16)]  # the model has no tokenizer
+    kept = [ids[-LONGEST_PROMPT:] for ids in found if ids]
+    if not kept:
+        raise ConfigurationError("--prompts: none has a token; give text that the tokenizer knows")
+    return kept
+
+
+def _tokenized(url: str, bodies: Sequence[object]) -> list[list[int]] | None:
+    """None if the gateway refuses, because the model has no tokenizer or no chat template."""
+    found = []
+    for body in bodies:
+        data = json.dumps(body).encode()
+        try:
+            with urlopen(Request(f"{url}/tokenize", data, {"content-type": "application/json"})) as answer:
+                found.append(list(map(int, json.load(answer)["tokens"])))
+        except HTTPError as error:
+            if error.code != HTTPStatus.BAD_REQUEST:
+                raise
+            return None
+    return found
+
+
+def _name(spec: str) -> str:
+    """A model's name without the folders above it."""
+    return spec if ":" in spec else Path(spec).name or spec
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Fill in threads and texts; ConfigurationError names the option that is wrong."""
+    given.texts = demo.read_prompts(given.prompts) if given.prompts is not None else demo.chats()
+    local = "ngram" if given.draft == NGRAM else "a draft head" if is_head(given.draft) else ""
+    if given.rtt and local:
+        raise ConfigurationError(f"--rtt: {given.rtt}: {local} drafts in the verifier, at no distance; leave it out")
+    if given.threads is None:  # as `serve all` shares them out
+        given.threads = max(1, available_cores() // (1 if local else 2))
+    if given.out is not None:
+        check_picture(given.out)
+    for name, ok, fix in (
+        ("temperatures", all(0 <= t <= 100 for t in given.temperatures), "use numbers from 0 to 100"),
+        ("load", 1 <= given.load <= 256, "use 1 to 256 sessions"),
+        ("rtt", 0 <= given.rtt <= 10_000, "use milliseconds from 0 to 10000"),
+        ("nodes", 1 <= given.nodes <= 240, "use 1 to 240 nodes"),
+        ("tokens", given.tokens >= 8, "use at least 8"),
+        ("seconds", given.seconds > 0, "use more than 0"),
+        ("threads", given.threads >= 1, "use at least 1"),
+    ):
+        if not ok:
+            raise ConfigurationError(f"--{name}: {getattr(given, name)}: {fix}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
