@@ -21,11 +21,11 @@ from rootward import demo
 from rootward.cli.serve import address_of, services_running, url_of
 from rootward.client import AsyncClient, Speculation
 from rootward.errors import APIError, ConfigurationError
+from rootward.host import available_cores
 from rootward.plan.flags import parser
 from rootward.plan.forecast import forecasts
 from rootward.plan.measurement import LoadGenerator, Measured, measure
 from rootward.plan.report import answer, as_json, check_picture, draw, tables
-from rootward.settings import available_cores
 
 LONGEST_PROMPT = 512  # tokens; of a longer text that goes without a chat template the end is read
 RTTS_MS = (0.0, 1.0, 5.0, 20.0, 50.0)
