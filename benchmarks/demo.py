@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import tempfile
@@ -31,14 +32,14 @@ from benchmarks.results import cpu_model
 from rootward import demo
 from rootward.cli.output import legend, print_delta, visible
 from rootward.cli.serve import address_of, services_running
-from rootward.client import Client, SamplingParams
+from rootward.client import Client, SamplingParams, Speculation
 from rootward.errors import ConfigurationError, RootwardError
 from rootward.host import available_cores
 
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
-SPECULATION = {"plain": "disabled", "trees": "required", "auto": "auto"}  # system -> mode of the request
-SYSTEMS = (*SPECULATION, "generate")
+SYSTEMS = ("plain", "trees", "auto", "generate")
+HEAD_NODES = 3  # of a tree in every round: a draft head finds them in one forward, and they cost the target hardly more than one row
 
 
 class DemoFailed(RootwardError):
@@ -59,6 +60,7 @@ class Pair:
     max_tokens: int
     is_chat: bool
     promised: dict[float, float]
+    trees: Speculation  # of the system with a tree in every round
 
     def request(self, prompt: str) -> dict[str, Any]:
         """The prompt as arguments of `Client.generate`."""
@@ -66,24 +68,27 @@ class Pair:
 
 
 def real_pair(file: Path) -> Pair:
-    """SmolLM2 with a drafter without a model: n-grams of the conversation, and the tokens that followed each token lately."""
+    """SmolLM2 with its shipped draft head, which the verifier runs beside look-up of n-grams: on one machine a head in a drafter service
+    would compete with the target for the cores."""
     from rootward.engine.checkpoint import local_model  # imports torch
 
     folder = local_model(str(file))
     return Pair(
         name=smollm2.NAME,
-        title=f"{smollm2.NAME}, drafts looked up in its text",
+        title=f"{smollm2.NAME}, with its draft head in the verifier",
         target=folder,
         flags=(
-            *("--model", folder, "--served-model-name", smollm2.NAME, "--draft-model", "ngram+recycling:"),
-            *("--num-threads", str(available_cores())),  # this drafter needs none for itself
+            *("--model", folder, "--served-model-name", smollm2.NAME, "--draft-model", "none"),
+            f"--verifier-flags={shlex.quote(f'--local-draft=head:{demo.smollm2_head()}')}",
+            *("--num-threads", str(available_cores())),  # the gateway hardly needs one
         ),
         prompts=tuple(demo.chats()),
         num_shown=2,
         num_measured=4,
         max_tokens=64,
         is_chat=True,
-        promised={0.0: 1.0, 1.0: 1.0},
+        promised={0.0: 1.2, 1.0: 1.1},
+        trees=Speculation(mode="required", drafter="head", num_draft_tokens=HEAD_NODES),
     )
 
 
@@ -100,6 +105,7 @@ def shipped_pair() -> Pair:
         max_tokens=48,
         is_chat=False,
         promised={0.0: 2.0, 1.0: 1.7},
+        trees=Speculation(mode="required"),
     )
 
 
@@ -153,7 +159,7 @@ def show(console: Console, client: Client, pair: Pair) -> None:
         console.rule(f"temperature {temperature:g}", align="left")
         console.print(visible(prompt), style="dim", end="\n" if pair.is_chat else "", highlight=False, markup=False)
         sampling = SamplingParams(temperature, max_tokens=2 * pair.max_tokens)
-        with client.stream(**pair.request(prompt), sampling=sampling, speculation="required") as stream:
+        with client.stream(**pair.request(prompt), sampling=sampling, speculation=pair.trees) as stream:
             for delta in stream:
                 print_delta(console, delta)
             result = stream.get_final_result()
@@ -202,8 +208,9 @@ class Generate:
 def measure(console: Console, client: Client, pair: Pair, generate: Callable[[str, float], int]) -> Measured:
     """Counts of every system for the same prompts, in turn, so that the state of the machine is the same for all."""
     chosen = spread(pair.prompts, pair.num_measured)
-    for mode in SPECULATION.values():
-        client.generate(**pair.request(chosen[0]), sampling=SamplingParams(0.0, max_tokens=8), speculation=mode)
+    speculation: dict[str, Speculation | str] = {"plain": "disabled", "trees": pair.trees, "auto": "auto"}
+    for how in speculation.values():
+        client.generate(**pair.request(chosen[0]), sampling=SamplingParams(0.0, max_tokens=8), speculation=how)
     generate(chosen[0], 0.0)
     measured: Measured = {temperature: {system: Tally() for system in SYSTEMS} for temperature in TEMPERATURES}
     columns = (
@@ -223,7 +230,10 @@ def measure(console: Console, client: Client, pair: Pair, generate: Callable[[st
                     else:
                         sampling = SamplingParams(temperature, max_tokens=pair.max_tokens)
                         result = client.generate(
-                            **pair.request(prompt), sampling=sampling, speculation=SPECULATION[system]
+                            **pair.request(prompt),
+                            sampling=sampling,
+                            speculation=speculation[system],
+                            cache_salt=system,
                         )
                         tokens, passes = result.usage.completion_tokens, result.speculation.num_target_passes
                     tallies[system].add(tokens=tokens, passes=passes, seconds=time.perf_counter() - started)

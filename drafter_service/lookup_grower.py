@@ -46,7 +46,7 @@ class LookupTree:
 class LookupGrower(Generic[K]):
     """Trees by key. info.max_positions: longest text that is taken on; a text costs about 0.6 kB per token.
 
-    group: keys with equal groups share a memory; they must speak of one vocabulary.
+    group: texts of one group, tenant and cache salt share a memory; keys of one group must have one vocabulary.
     """
 
     modes: tuple[DraftMode, ...] = tuple(
@@ -100,7 +100,8 @@ class LookupGrower(Generic[K]):
         chain = message.strategy.name == "chain"
         depth, topk = (message.strategy.numbers[0], 1) if chain else (message.max_depth, message.topk)
         shape = Shape(cap, depth, topk, self.least_score)
-        source = self._sources(message, self._memories.of(self._group(key)))
+        shared = self._group(key), message.tenant, message.cache_salt
+        source = self._sources(message, self._memories.of(shared))
         self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
         return None
 

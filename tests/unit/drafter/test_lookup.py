@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -211,6 +212,17 @@ def test_sessions_of_one_verifier_share_a_memory_those_of_two_do_not() -> None:
     drafter.open((1, 1), opening(1, (5,)))
     trees = {key: frame.token.tolist() for key, frame in grown(drafter)}
     assert trees == {(0, 2): [6, 7], (1, 1): []}
+
+
+def test_tenants_and_cache_salts_have_memories_of_their_own() -> None:
+    """Else the speed of a tenant's answers would tell what another one has written."""
+    drafter = lookup("recycling:")
+    drafter.open((0, 1), replace(opening(1, (5, 6, 7)), tenant=1, cache_salt=1))
+    grown(drafter)
+    for slot, (tenant, salt) in enumerate([(1, 1), (2, 1), (1, 2)], start=2):
+        drafter.open((0, slot), replace(opening(slot, (5,)), tenant=tenant, cache_salt=salt))
+    trees = {key: frame.token.tolist() for key, frame in grown(drafter)}
+    assert trees == {(0, 2): [6, 7], (0, 3): [], (0, 4): []}
 
 
 def test_memories_of_verifiers_that_are_gone_are_dropped() -> None:
