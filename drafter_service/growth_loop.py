@@ -1,8 +1,8 @@
 """The drafter as an object: streams in, frames out, one growth loop for all of them.
 
-The event loop moves frames. Growth runs on a worker thread, takes frames out of a mailbox and leaves its own with the event loop; neither
-waits for the other. Between two levels the mailbox is emptied, so a Commit is never older than one draft forward when it is applied, and
-work for a branch that died stops there.
+The event loop reads and writes streams. Growth runs on a worker thread: it takes received frames from a queue (the mailbox) and hands its
+answers to the event loop; neither waits for the other. The mailbox is emptied before every level. A Commit is therefore applied after at
+most one draft forward, and branches that it cuts off are not grown further.
 """
 
 from __future__ import annotations
@@ -48,28 +48,26 @@ if TYPE_CHECKING:  # a drafter without a model loads no torch
 log = structlog.get_logger("drafter")
 
 Key = tuple[int, int]  # (stream, slot)
-Mail = tuple[Stream, ToDrafter | None, float]  # what came on a stream, and when; None: it has ended
+Mail = tuple[Stream, ToDrafter | None, float]  # stream, received frame (None: the stream has ended), time of reception
 Answer = tuple[Stream, Grow | NeedSync | Reject]
 
-MAX_FAILURES = 5  # levels in a row that failed
-RETRY_MS = 1000  # what a refused verifier is asked to wait, at least
-LOAD_S = 0.25  # between heartbeats on a stream
-QUEUE_MEMORY = 0.1  # weight of the newest wait
+MAX_FAILURES = 5  # consecutive failed levels after which the process ends
+RETRY_MS = 1000  # minimum wait of a verifier before it repeats a rejected Open
+LOAD_S = 0.25  # between reports of load on a stream
+QUEUE_MEMORY = 0.1  # weight of the newest waiting time in their mean
+UNFAIR = 2  # a verifier gives up a tree if it holds at least this many more than the one that opens another
 
-
-UNFAIR = 2  # trees that the fullest verifier must hold more than the one that asks, before it gives one up
-
-Terms = tuple[ModelInfo, str]  # how the drafter presents itself; why they cannot work together ("" if they can)
+Terms = tuple[ModelInfo, str]  # model as announced to this verifier; reason for a refusal ("": accepted)
 Agree = Callable[[Hello, ModelInfo], Terms]
 # All living trees of one drafter, called on one thread. `level` does a bounded piece of work, so that no commit is applied late.
 Trees: TypeAlias = "Grower[Key] | LookupGrower[Key]"
 
 
 class DrafterService:
-    """Implements `ports.Drafter` around whatever grows its trees. Use as an async context manager: it owns the growth loop and its thread.
+    """Implements `ports.Drafter` on top of a grower. Use as an async context manager: it owns the growth loop and its thread.
 
-    agree: which verifiers it works with. strategy: that it grows by when a request names none. head: that it drafts with, and how it wants
-    features; verifiers without the same head are refused.
+    agree: decides which verifiers are accepted. strategy: the default of requests that name none. head: the draft head of the grower
+    and the format of its features; verifiers without the same head are refused.
     """
 
     def __init__(
@@ -99,10 +97,12 @@ class DrafterService:
             }
         )
         self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
-        self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: growth ends
+        self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: the growth loop ends
         self._spans = Spans()
-        self._waited: dict[Key, float] = {}  # of trees whose growth under the newest base has not been sent: that wait
-        self._queue_s = 0.0  # how long frames wait for their turn, lately
+        self._queued_s: dict[
+            Key, float
+        ] = {}  # time in the mailbox of each tree's newest Open or Commit, until its growth is sent
+        self._queue_s = 0.0  # exponentially weighted mean time of frames in the mailbox
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="growth")
@@ -114,7 +114,7 @@ class DrafterService:
         return self.grower.info
 
     def describe(self) -> DrafterInfo:
-        """What this drafter tells outside a stream."""
+        """The answer to GetInfo: model, handshake and load."""
         return DrafterInfo(self.info, self._answer(None), self._load(), rootward.__version__, time.time())
 
     async def __aenter__(self) -> DrafterService:
@@ -132,7 +132,7 @@ class DrafterService:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
-        """One verifier's stream: its frames go to the mailbox, ours come from the stream's outbox."""
+        """Serve the stream of one verifier: received frames go to the mailbox, answers come from `Stream.take`."""
         self._num_streams += 1
         stream = Stream(self._num_streams, self.capacity)
         self._streams[stream.number] = stream
@@ -144,7 +144,7 @@ class DrafterService:
                     yield frame
                     if frame.ack is not None and frame.ack.refusal:
                         return
-                if stream.ended:  # nothing more is heard from this verifier: it must not wait for answers
+                if stream.ended:  # the verifier closed its side and must not wait for answers
                     return
         finally:
             reader.cancel()
@@ -153,18 +153,18 @@ class DrafterService:
 
     @property
     def ended(self) -> asyncio.Future[None] | None:
-        """Done when growth has failed for good; the process should end then."""
+        """Completes when growth has failed permanently; the process should end then."""
         return self._growth
 
     @property
     def alive(self) -> bool:
-        """False: only a restart helps."""
+        """False if only a restart can help."""
         return self._growth is not None and not self._growth.done() and self.watchdog.healthy
 
     async def drain(self) -> None:
-        """Refuse new sessions, say so, and return when every verifier has moved its sessions away."""
+        """Refuse new sessions, report this to all verifiers, and return when they have moved their sessions away."""
         self.draining = True
-        self._tell_load()
+        self._report_load()
         while self.grower.trees:
             await asyncio.sleep(0.02)
 
@@ -182,13 +182,13 @@ class DrafterService:
             stream.ready.set()
 
     def _post(self, stream: Stream, frame: ToDrafter | None) -> None:
-        stream.unheard += 1
+        stream.num_unapplied += 1
         self._mailbox.put((stream, frame, time.monotonic()))
 
     def _answer(self, hello: Hello | None) -> HelloAck:
         info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
         if hello is not None and not refusal and self.head is not None:
-            refusal = without_features(hello, self.head)
+            refusal = refuse_other_head(hello, self.head)
         if refusal and hello is not None:
             log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
@@ -209,18 +209,18 @@ class DrafterService:
         queue_us = int(1e6 * self._queue_s)
         return Load(len(self.grower.trees), self.capacity, queue_us, self.grower.incarnation, self.draining)
 
-    def _tell_load(self) -> None:
+    def _report_load(self) -> None:
         for stream in self._streams.values():
             if stream.greeted:
                 stream.load = self._load()
                 stream.ready.set()
 
     async def _beat_forever(self) -> None:
-        """Verifiers place and move sessions by what drafters say of their load."""
+        """Report the load periodically. Verifiers use it to place and move sessions."""
         while True:
             await asyncio.sleep(LOAD_S)
-            self._queue_s *= 1 - QUEUE_MEMORY  # nothing waits while nothing comes
-            self._tell_load()
+            self._queue_s *= 1 - QUEUE_MEMORY  # decays while no frames arrive
+            self._report_load()
 
     # -- the growth loop ----------------------------------------------------------------------------------------------
 
@@ -229,17 +229,17 @@ class DrafterService:
         await loop.run_in_executor(self._thread, self._grow, loop)
 
     def _grow(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the worker thread, with everything it calls."""
-        while (mail := self._mail(wait=self.grower.idle)) is not None:
-            loop.call_soon_threadsafe(self._deliver, mail, self._turn(mail))
+        """The growth loop. It and all methods that it calls directly run on the worker thread."""
+        while (mail := self._take_mail(wait=self.grower.idle)) is not None:
+            loop.call_soon_threadsafe(self._deliver, mail, self._step(mail))
 
-    def _turn(self, mail: list[Mail]) -> list[Answer]:
-        """Apply the mail, then grow one level."""
+    def _step(self, mail: list[Mail]) -> list[Answer]:
+        """Apply received frames, then grow one level. Returns the answers."""
         with self.watchdog.step():
-            return self._heard(mail) + self._grown()
+            return self._apply_mail(mail) + self._grow_level()
 
-    def _mail(self, *, wait: bool) -> list[Mail] | None:
-        """Everything that waits, at least one if there is nothing else to do. None: the service closes."""
+    def _take_mail(self, *, wait: bool) -> list[Mail] | None:
+        """All frames in the mailbox; if it is empty and `wait`, the next one. None: the service closes."""
         mail: list[Mail] = []
         while not self._mailbox.empty() or (wait and not mail):
             if (one := self._mailbox.get()) is None:
@@ -247,49 +247,49 @@ class DrafterService:
             mail.append(one)
         return mail
 
-    def _deliver(self, heard: list[Mail], answers: list[Answer]) -> None:
-        for stream, _, _ in heard:
-            stream.heard()
+    def _deliver(self, applied: list[Mail], answers: list[Answer]) -> None:
+        """On the event loop: note the applied frames and queue the answers for sending."""
+        for stream, _, _ in applied:
+            stream.note_applied()
         for stream, message in answers:
             stream.put(message)
 
-    def _heard(self, mail: list[Mail]) -> list[Answer]:
-        """Apply the mail."""
+    def _apply_mail(self, mail: list[Mail]) -> list[Answer]:
         out: list[Answer] = []
         now_s = time.monotonic()
-        for stream, frame, came_s in mail:
+        for stream, frame, received_s in mail:
             if frame is None:
-                self._gone(stream)
+                self._close_stream(stream)
                 continue
             out += self._apply(stream, frame)
             slots = [message.slot for message in frame.opens] + [message.slot for message in frame.commits]
             keys = [(stream.number, slot) for slot in slots]
-            self._waited |= {key: now_s - came_s for key in keys if key in self.grower.trees}
-            self._queue_s += QUEUE_MEMORY * (now_s - came_s - self._queue_s)
+            self._queued_s |= {key: now_s - received_s for key in keys if key in self.grower.trees}
+            self._queue_s += QUEUE_MEMORY * (now_s - received_s - self._queue_s)
         return out
 
-    def _grown(self) -> list[Answer]:
-        """One level. A bug in it must cost the trees, not the drafter: verifiers decode plainly and open new ones."""
+    def _grow_level(self) -> list[Answer]:
+        """Grow one level. An exception costs all trees but not the process: verifiers decode plainly and open new ones."""
         try:
             frames = self.grower.level()
         except Exception:
             log.exception("level_failed")
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES:
-                raise  # a model that never recovers: the process ends, and whoever supervises it starts another
-            return self._uproot()
-        if frames:  # a level of no trees proves nothing
+                raise  # the model does not recover: the process ends, and its supervisor starts another
+            return self._give_up_all()
+        if frames:  # a level without trees is no sign of recovery
             self._num_failures = 0
         out: list[Answer] = []
         for key, grow in frames:
             if (owner := self._streams.get(key[0])) is not None:
-                waited_s = self._waited.pop(key, 0.0)
-                told = replace(grow, queue_us=int(1e6 * waited_s)) if waited_s else grow
-                self._spans.grew(key, told)
-                out.append((owner, told))
+                queued_s = self._queued_s.pop(key, 0.0)
+                sent = replace(grow, queue_us=int(1e6 * queued_s)) if queued_s else grow
+                self._spans.grew(key, sent)
+                out.append((owner, sent))
         return out
 
-    def _gone(self, stream: Stream) -> None:
+    def _close_stream(self, stream: Stream) -> None:
         for key in [k for k in self.grower.trees if k[0] == stream.number]:
             self._close(key)
         self._spans.left(stream.number)
@@ -300,10 +300,10 @@ class DrafterService:
         except Exception:
             log.exception("close_failed")
         self._spans.closed(key)
-        self._waited.pop(key, None)
+        self._queued_s.pop(key, None)
 
     def _apply(self, stream: Stream, frame: ToDrafter) -> list[Answer]:
-        """One frame of a verifier. What is wrong with one message costs its slot and nothing else."""
+        """Apply one frame of a verifier. An invalid message closes its own slot only."""
         out: list[Answer] = [(stream, reject) for reject in frame.unreadable]
         for slot in [close.slot for close in frame.closes] + [reject.slot for reject in frame.unreadable]:
             self._close((stream.number, slot))
@@ -334,7 +334,7 @@ class DrafterService:
         return [] if refused is None else [refused]
 
     def _open(self, stream: Stream, message: Open) -> list[Answer]:
-        if message.num_atoms > self.max_atoms:  # one tree's row would be everybody's time
+        if message.num_atoms > self.max_atoms:  # the cost of one tree would delay all others
             fault = f"num_atoms: {message.num_atoms} is above {self.max_atoms}; ask for no more than the HelloAck says"
             return [(stream, Reject(message.slot, fault))]
         out: list[Answer] = []
@@ -349,32 +349,35 @@ class DrafterService:
         return out
 
     def _make_room(self, asking: int) -> list[Answer]:
-        """Who holds most gives up its newest tree for a verifier that holds fewer. It drafts elsewhere, or decodes plainly."""
+        """Close the newest tree of the verifier that holds most, if the asking one holds fewer. The session opens a tree at another drafter
+        or decodes plainly."""
         loser = gives_up(Counter(number for number, _ in self.grower.trees), asking)
         if loser is None:
             return []
-        return self._given_up((loser, max(slot for number, slot in self.grower.trees if number == loser)), "fair share")
+        return self._give_up((loser, max(slot for number, slot in self.grower.trees if number == loser)), "fair share")
 
-    def _uproot(self) -> list[Answer]:
-        """Give up every tree after a failure of the model."""
-        return [answer for key in list(self.grower.trees) for answer in self._given_up(key, "internal error")]
+    def _give_up_all(self) -> list[Answer]:
+        """Close every tree after a failure of the model."""
+        return [answer for key in list(self.grower.trees) for answer in self._give_up(key, "internal error")]
 
-    def _given_up(self, key: Key, reason: str) -> list[Answer]:
+    def _give_up(self, key: Key, reason: str) -> list[Answer]:
         self._close(key)
         owner = self._streams.get(key[0])
         return [] if owner is None else [(owner, Reject(key[1], reason, retry_after_ms=RETRY_MS))]
 
 
 def gives_up(held: Mapping[int, int], asking: int) -> int | None:
-    """The verifier that gives up a tree so that another can open one on a full drafter; None: it is fair as it is."""
-    fullest = max(held, key=lambda one: held[one], default=None)
+    """The verifier that gives up a tree so that `asking` can open one on a full drafter, None if none holds UNFAIR more.
+
+    held: number of trees by verifier stream."""
+    fullest = max(held, key=held.__getitem__, default=None)
     if fullest is None or held[fullest] < held.get(asking, 0) + UNFAIR:
         return None
     return fullest
 
 
 def with_model(hello: Hello, info: ModelInfo) -> Terms:
-    """A draft model has a vocabulary and a tokenizer of its own, which must be the target's."""
+    """Terms of a drafter with a model: tokenizer and vocabulary must equal the target's."""
     if refusal := _protocol(hello):
         return info, refusal
     if hello.tokenizer_hash and info.tokenizer_hash and hello.tokenizer_hash != info.tokenizer_hash:
@@ -389,7 +392,7 @@ def with_model(hello: Hello, info: ModelInfo) -> Terms:
 
 
 def without_model(hello: Hello, info: ModelInfo) -> Terms:
-    """A drafter that looks things up speaks the verifier's vocabulary: it names tokens that it has seen."""
+    """Terms of a look-up drafter: it takes on the verifier's vocabulary, since it proposes tokens of the texts that it received."""
     as_target = replace(
         info,
         vocab_size=hello.vocab_size,
@@ -399,8 +402,8 @@ def without_model(hello: Hello, info: ModelInfo) -> Terms:
     return as_target, _protocol(hello)
 
 
-def without_features(hello: Hello, head: DraftHead) -> str:
-    """Why a verifier cannot send what this head reads; "": it can."""
+def refuse_other_head(hello: Hello, head: DraftHead) -> str:
+    """Why a verifier cannot send features for this head; "": it can."""
     if hello.head == head.fingerprint:
         return ""
     return (

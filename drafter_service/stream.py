@@ -1,7 +1,7 @@
-"""One verifier's stream at the drafter: what waits to be sent, and when to stop listening.
+"""Send buffer and flow control of one verifier's stream at the drafter.
 
-Growth of one base joins while it waits, so a slow link finds one frame per slot. A verifier that does not take its frames is not heard
-either: nothing more is read from it until it does, so neither its commits nor our answers pile up, and the pressure reaches its own outbox.
+Grow messages of one slot and base are joined while they wait, so a slow connection gets one per slot. While a verifier does not take its
+answers, nothing more is read from it: memory stays bounded on this side, and messages collect in the verifier's own send buffer.
 """
 
 from __future__ import annotations
@@ -11,35 +11,37 @@ from dataclasses import dataclass, field
 
 from rootward.core.frames import FromDrafter, Grow, HelloAck, Load, NeedSync, Reject, joined
 
-MOST_UNHEARD = 64  # frames read and not applied yet: one turn of growth takes them all
-MOST_UNSENT = 4  # answers that wait, per tree that may be open
+MAX_UNAPPLIED = 64  # frames read and not applied yet; the next level of growth applies all of them
+MAX_UNSENT = 4  # answers that wait, per tree that may be open
 
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """`capacity`: trees it may have open."""
+    """capacity: number of trees that the verifier may have open. Used on the event loop only."""
 
     number: int
     capacity: int
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    moved: asyncio.Event = field(default_factory=asyncio.Event)  # something was taken: listening may go on
+    ready: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # there may be something to send, or the stream has ended
+    moved: asyncio.Event = field(default_factory=asyncio.Event)  # a frame was applied or sent: reading may go on
     ack: HelloAck | None = None
     load: Load | None = None
-    greeted: bool = False  # the handshake is the first frame
-    unheard: int = 0
-    ended: bool = False
+    greeted: bool = False  # the handshake was answered; it is the first frame, and reports of load follow it
+    num_unapplied: int = 0  # frames read and not applied yet
+    ended: bool = False  # the verifier has closed its side
     grows: list[Grow] = field(default_factory=list)
     need_syncs: dict[int, NeedSync] = field(default_factory=dict)
     rejects: dict[int, Reject] = field(default_factory=dict)
-    _newest: dict[int, int] = field(default_factory=dict)  # slot -> where its last growth waits
+    _newest: dict[int, int] = field(default_factory=dict)  # by slot: index of its last message in `grows`
 
     @property
     def full(self) -> bool:
         unsent = len(self.grows) + len(self.need_syncs) + len(self.rejects)
-        return self.unheard >= MOST_UNHEARD or unsent >= MOST_UNSENT * (self.capacity + 1)
+        return self.num_unapplied >= MAX_UNAPPLIED or unsent >= MAX_UNSENT * (self.capacity + 1)
 
     def put(self, message: Grow | NeedSync | Reject) -> None:
-        """Something to be sent."""
+        """Queue an answer."""
         if isinstance(message, Grow):
             self._grow(message)
         elif isinstance(message, NeedSync):
@@ -49,7 +51,7 @@ class Stream:
         self.ready.set()
 
     def take(self) -> FromDrafter | None:
-        """Everything that waits, as one frame; None if nothing does."""
+        """All waiting answers as one frame, None if there are none."""
         self.ready.clear()
         if not (self.ack or self.grows or self.need_syncs or self.rejects or self.load):
             return None
@@ -61,14 +63,14 @@ class Stream:
         return frame
 
     async def room(self) -> None:
-        """Return when more may be read."""
+        """Wait until more frames may be read."""
         while self.full:
             self.moved.clear()
             await self.moved.wait()
 
-    def heard(self) -> None:
-        """A turn of growth has taken a frame."""
-        self.unheard -= 1
+    def note_applied(self) -> None:
+        """One frame of this stream was applied."""
+        self.num_unapplied -= 1
         self.moved.set()
 
     def _grow(self, grow: Grow) -> None:

@@ -24,7 +24,7 @@ from support.tabular import perturbed
 import verifier_service.drafter_link
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
-from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT
+from drafter_service.stream import MAX_UNAPPLIED, MAX_UNSENT
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.engine.grower import MAX_NODES
 from rootward.wire.channel import DRAFTING
@@ -101,13 +101,13 @@ class Most:
         )
 
     def watch_drafter(self, drafter: DrafterService) -> None:
-        drafter._turn = self._after(drafter._turn, lambda: self._of_drafter(drafter))  # type: ignore[method-assign]
+        drafter._step = self._after(drafter._step, lambda: self._of_drafter(drafter))  # type: ignore[method-assign]
 
     def _of_drafter(self, drafter: DrafterService) -> None:
         streams = list(drafter._streams.values())
         self.note(
             trees=len(drafter.grower.trees),
-            waited=len(drafter._waited),
+            waited=len(drafter._queued_s),
             mailbox=drafter._mailbox.qsize(),
             unsent=max((len(s.grows) + len(s.need_syncs) + len(s.rejects) for s in streams), default=0),
             nodes=max((len(g.tree.nodes) for g in drafter.grower.trees.values()), default=0),
@@ -217,8 +217,8 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         assert rounds > 0
         assert 0 < most.seen["trees"] <= drafter.capacity
         assert most.seen["waited"] <= drafter.capacity
-        assert most.seen["mailbox"] <= 2 * (MOST_UNHEARD + 1)
-        assert most.seen["unsent"] <= MOST_UNSENT * (drafter.capacity + 1) + MOST_UNHEARD
+        assert most.seen["mailbox"] <= 2 * (MAX_UNAPPLIED + 1)
+        assert most.seen["unsent"] <= MAX_UNSENT * (drafter.capacity + 1) + MAX_UNAPPLIED
         assert most.seen["nodes"] <= MAX_NODES
         await mad.pool.__aexit__()
         await until(lambda: not drafter.grower.trees)

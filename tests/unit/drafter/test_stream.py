@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafter_service.stream import MOST_UNHEARD, MOST_UNSENT, Stream
+from drafter_service.stream import MAX_UNAPPLIED, MAX_UNSENT, Stream
 from rootward.core.frames import Grow, NeedSync, extend_hash
 from rootward.core.living_tree import LivingTree
 
@@ -61,7 +61,7 @@ async def test_a_verifier_that_takes_nothing_is_not_heard() -> None:
         if stream.full:
             break
         stream.put(NeedSync(slot, 0, 0))
-    assert slot == MOST_UNSENT * 3
+    assert slot == MAX_UNSENT * 3
     waiting = asyncio.create_task(stream.room())
     await asyncio.sleep(0)
     assert not waiting.done()
@@ -71,9 +71,9 @@ async def test_a_verifier_that_takes_nothing_is_not_heard() -> None:
 
 async def test_frames_that_growth_has_not_taken_stop_the_reading() -> None:
     stream = Stream(1, capacity=2)
-    stream.unheard = MOST_UNHEARD
+    stream.num_unapplied = MAX_UNAPPLIED
     waiting = asyncio.create_task(stream.room())
     await asyncio.sleep(0)
     assert not waiting.done()
-    stream.heard()
+    stream.note_applied()
     await asyncio.wait_for(waiting, 5)
