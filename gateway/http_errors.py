@@ -67,7 +67,6 @@ _BUG = (500, "internal_server_error", "internal_error")
 
 # pydantic's error type -> the fix, with the bounds that pydantic gives.
 _FIXES = {
-    "missing": "is missing; send it",
     "greater_than_equal": "is below {ge}",
     "greater_than": "is not above {gt}",
     "less_than_equal": "is above {le}",
@@ -78,7 +77,7 @@ _FIXES = {
     "string_too_short": "is empty",
     "string_too_long": "is longer than {max_length} characters",
     "string_pattern_mismatch": "does not match {pattern}",
-    "too_short": "has fewer than {min_length} entries",
+    "too_short": "is too short; at least {min_length} needed",
     "refused": "",
     "unsupported": "",
 }
@@ -145,20 +144,22 @@ def log_bug(error: Exception) -> None:
 
 
 def invalid_body(errors: Sequence[Mapping[str, Any]]) -> InvalidRequest:
-    """The error that stands for all of pydantic's: the first of those with the longest path, as members of a union have errors each; of
-    these, one of a value that is not supported, such as a type, whose other fields are then unknown."""
+    """The error that stands for all of pydantic's. Members of a union have errors each: the first of those with the longest path; of these,
+    one of a value that is not supported, such as a type, whose other fields are then unknown; else one of a list that is too short."""
     if errors[0]["type"] == "json_invalid":
         return InvalidRequest("body", errors[0]["ctx"]["error"], "is no JSON; send a JSON object")
     depth = max(len(error["loc"]) for error in errors)
     furthest = [error for error in errors if len(error["loc"]) == depth]
-    error = next((error for error in furthest if error["type"] == "unsupported"), furthest[0])
+    unsupported = (error for error in furthest if error["type"] == "unsupported")
+    too_short = (error for error in furthest if error["type"] == "too_short")
+    error = next(unsupported, None) or next(too_short, None) or furthest[0]
     path, kind, value = _path(error), error["type"], error.get("input")
     if kind == "extra_forbidden":
         return UnsupportedParameter(path, _short(value), "is not supported by this server; leave it out")
     if kind == "missing":
-        value = None
+        return InvalidRequest.from_message(f"{path}: is missing; send it")
     kinds = [_VALUE_TYPES[one["type"]] for one in furthest if one["type"] in _VALUE_TYPES and _path(one) == path]
-    if kinds:
+    if kinds and kind != "too_short":
         fix = f"is not {' or '.join(dict.fromkeys(kinds))}"
     else:
         fix = _FIXES.get(kind, "").format_map(error.get("ctx", {})) or error["msg"]
@@ -181,7 +182,9 @@ def _is_member(part: str | int) -> bool:
 
 
 def _short(value: object) -> object:
-    """A value for a message: scalars unchanged, texts cut, objects and lists by their type."""
+    """A value for a message: scalars and what is empty unchanged, texts cut, other objects and lists by their type."""
     if isinstance(value, str):
         return value[:32]
+    if value in ([], {}):
+        return value
     return value if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -21,7 +21,8 @@ from gateway.detokenizer import Span
 from gateway.http_errors import invalid_body
 from gateway.models import Models
 from gateway.requests import GenerateRequest
-from gateway.schemas import CompletionRequest
+from gateway.response_schemas import ResponseRequest
+from gateway.schemas import ChatRequest, CompletionRequest
 from rootward.client import AsyncClient, SamplingParams
 from rootward.core.requests import Form, Sampling, Structure, TokenLogprob
 from rootward.errors import BadRequestError, InvalidRequest
@@ -266,6 +267,27 @@ async def test_no_stop_before_min_tokens() -> None:
             assert generated.text == expected, least
         with pytest.raises(InvalidRequest, match="min_tokens: 13 is outside"):
             await collect(service, GenerateRequest("a", min_tokens=13, max_tokens=12))
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "message"),
+    [
+        (ChatRequest, {}, "messages: is missing; send it"),
+        (ChatRequest, {"messages": []}, "messages: [] is too short; at least 1 needed"),
+        (ResponseRequest, {"input": []}, "input: [] is too short; at least 1 needed"),
+        (ResponseRequest, {"input": 3}, "input: 3 is not a string or a list"),
+        (
+            CompletionRequest,
+            {"prompt": []},
+            "prompt: [] is neither a text nor token ids; send a string or a list of token ids",
+        ),
+    ],
+)
+def test_messages_show_the_value_or_that_it_is_missing(model, body, message) -> None:
+    with pytest.raises(ValidationError) as found:
+        model.model_validate(body)
+    located = [{**one, "loc": ("body", *one["loc"])} for one in found.value.errors()]
+    assert str(invalid_body(located)) == message
 
 
 json_values = st.recursive(
