@@ -126,7 +126,8 @@ class LoadGenerator:
     """Sends prompts (token ids) from as many sessions as asked for, again and again.
 
     A window begins anywhere in the texts, not with their beginnings, in which n-grams find nothing: the first request of a session goes on
-    with a part of an answer that was written before (`write_answers`).
+    with a part of an answer that was written before (`write_answers`). Each window has a cache salt of its own, so that no drafts are
+    looked up in the answers of an earlier window to the same prompts.
 
     admin: HTTP address of the verifier's metrics, "": unknown.
     """
@@ -156,10 +157,12 @@ class LoadGenerator:
         """All sessions run from the beginning of the window to its end. The first failure of a request is raised."""
         arrived: list[Arrival] = []
         begun = asyncio.Semaphore(0)
+        salt = f"window {next(self._numbers)}"
         try:
             async with asyncio.TaskGroup() as group:
                 sessions = [
-                    group.create_task(self._session(temperature, speculation, arrived, begun)) for _ in range(load)
+                    group.create_task(self._session(temperature, speculation, salt, arrived=arrived, begun=begun))
+                    for _ in range(load)
                 ]
                 for _ in sessions:
                     await begun.acquire()
@@ -178,7 +181,13 @@ class LoadGenerator:
         return Run(load, ended_s - begun_s, tokens, accepted_by_round(counted), engine)
 
     async def _session(
-        self, temperature: float, speculation: Speculation, arrived: list[Arrival], begun: asyncio.Semaphore
+        self,
+        temperature: float,
+        speculation: Speculation,
+        salt: str,
+        *,
+        arrived: list[Arrival],
+        begun: asyncio.Semaphore,
     ) -> None:
         """Requests one after the other; `begun` is released once, with the first token."""
         prompt, max_tokens = self._begun_text(temperature)
@@ -186,7 +195,9 @@ class LoadGenerator:
         while True:
             number = next(self._numbers)
             sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
-            async with self._client.stream(prompt, sampling=sampling, speculation=speculation) as stream:
+            async with self._client.stream(
+                prompt, sampling=sampling, speculation=speculation, cache_salt=salt
+            ) as stream:
                 async for delta in stream:
                     if delta.accepted:
                         arrived.append(Arrival(time.perf_counter(), number, delta.accepted))
