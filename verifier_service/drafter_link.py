@@ -4,9 +4,6 @@ A drafter is soft state. A failure of one (no connection, refusal, gap, malforme
 growth only: their drafts become orphans, and the nodes that have arrived are verified once more (docs/decisions/0005).
 
     Link         trees by slot; opens, commits, closes and growth
-    SendBuffer   messages that wait for the stream: at most one per slot, however slow it is
-    Breaker      closed: sessions as it has room; open: none, for a pause that doubles each time; half-open: one session as a test
-    LinkMetrics  counters of all links together
     DrafterView  one drafter as placement sees it
 """
 
@@ -14,20 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from rootward.addresses import is_loopback
 from rootward.backoff import backoff_s, jittered
 from rootward.core.frames import (
-    Close,
     Commit,
     Features,
     FromDrafter,
@@ -38,17 +30,17 @@ from rootward.core.frames import (
     Open,
     Reject,
     ToDrafter,
-    cumulative,
-    joined_features,
-    opened_at,
 )
 from rootward.core.growth import BestFirst, strategy_of
-from rootward.core.living_tree import LivingTree, MalformedFrame, Received
+from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import DraftMode
 from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
+from verifier_service.circuit_breaker import MAX_MISSES, Breaker
+from verifier_service.link_metrics import LinkMetrics
+from verifier_service.send_buffer import SendBuffer
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.speculation import DraftPace
 from verifier_service.stall_clock import StallClock
@@ -58,8 +50,8 @@ log = structlog.get_logger("verifier.drafters")
 FIRST_RETRY_S, MAX_RETRY_S = 0.1, 2.0  # between attempts to reach a drafter
 STABLE_STREAM_S = 5.0  # a stream that lasts as long resets the backoff
 REFUSED_S = 30.0  # before a refused pairing is tried again: the drafter may have been replaced
-SILENT_S = 1.0  # a drafter that sends no answer for longer is taken to have failed,
-READ_S = 2e-3  # plus this for each token that it may have to read first
+SILENT_S = 1.0  # a drafter that sends no answer for longer is considered failed; to this limit is added
+READ_S = 2e-3  # for each token that it may have to read first
 FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest latency and gain
@@ -140,17 +132,17 @@ class Link:
 
     def view(self) -> DrafterView:
         return DrafterView(
-            self.name,
-            self.room,
-            self.ack.capacity if self.ack is not None else 0,
-            self.used,
-            len(self.drafts),
-            self.latency_s,
-            self._load.queue_us / 1e6,
-            self.gain,
-            self.draining or self.leaving,
-            time.monotonic() - self._load_s <= FRESH_S,
-            self.near,
+            name=self.name,
+            room=self.room,
+            capacity=self.ack.capacity if self.ack is not None else 0,
+            used=self.used,
+            own=len(self.drafts),
+            latency_s=self.latency_s,
+            queue_s=self._load.queue_us / 1e6,
+            gain=self.gain,
+            leaving=self.draining or self.leaving,
+            fresh=time.monotonic() - self._load_s <= FRESH_S,
+            near=self.near,
         )
 
     # -- outbound -----------------------------------------------------------------------------------------------------
@@ -193,29 +185,27 @@ class Link:
         assert self.ack is not None
         assert session.law is not None
         request = session.request
-        eos = () if request.stopping.ignore_eos else tuple(session.eos_ids)
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
         ahead = 0 if self.takes_features else ahead
-        guesses = session.law.ratio and ahead > 0
         return Open(
-            slot,
-            request.request_id,
-            request.epoch,
-            tuple(session.tokens),
-            request.sampling,
-            session.law,
+            slot=slot,
+            session=request.request_id,
+            epoch=request.epoch,
+            prefix=tuple(session.tokens),
+            sampling=request.sampling,
+            law=session.law,
             # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
-            request.seed if session.law is DraftMode.COUPLED else session.key.derive(Role.DRAW),
-            request.choice,
-            min(shape.atoms, self.ack.max_atoms),
-            shape.node_cap,
-            shape.max_depth,
-            shape.topk,
-            eos,
-            ahead,
-            session.key.bonus().value if guesses else None,
-            request.prediction,
-            len(request.prompt),
+            seed=request.seed if session.law is DraftMode.COUPLED else session.key.derive(Role.DRAW),
+            choice=request.choice,
+            num_atoms=min(shape.atoms, self.ack.max_atoms),
+            node_cap=shape.node_cap,
+            max_depth=shape.max_depth,
+            topk=shape.topk,
+            eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
+            ahead_cap=ahead,
+            bonus_key=session.key.bonus().value if session.law.ratio and ahead > 0 else None,
+            prediction=request.prediction,
+            num_prompt=len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,
             strategy=session.strategy,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
@@ -419,232 +409,19 @@ class Link:
         self._on_growth()
 
 
-FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
-MAX_MISSES = 5  # rounds in a row that waited in vain
-MAX_OFFENCES = 3  # malformed frames
-
-
-class State(str, Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
-
-
-@dataclass(slots=True)
-class Breaker:
-    """Circuit breaker of one drafter. The caller that opens it closes the trees of the drafter."""
-
-    opened: bool = False
-    until_s: float = 0.0  # of the rest, while opened
-    rest_s: float = FIRST_REST_S
-    misses: int = 0
-    offences: int = 0
-
-    def state(self, now_s: float) -> State:
-        if not self.opened:
-            return State.CLOSED
-        return State.OPEN if now_s < self.until_s else State.HALF_OPEN
-
-    def admits(self, room: int, num_held: int, now_s: float) -> int:
-        """Number of sessions that may be placed, at most `room`."""
-        state = self.state(now_s)
-        if state is State.HALF_OPEN:
-            return min(room, max(0, 1 - num_held))
-        return room if state is State.CLOSED else 0
-
-    def grew(self) -> None:
-        """Valid growth arrived, late or not."""
-        if self.opened:
-            self.opened, self.misses = False, 0
-
-    def served(self) -> None:
-        """A round verified nodes of it, so it is fast enough."""
-        self.misses, self.rest_s = 0, FIRST_REST_S
-
-    def missed(self, now_s: float, *, silent: bool) -> bool:
-        """A round ran without its tree. True if the breaker opens now: only if the drafter is silent, not if it is merely slow."""
-        self.misses += 1
-        if self.misses < (1 if self.opened else MAX_MISSES) or not silent:
-            return False
-        self._open(now_s)
-        return True
-
-    def offended(self, now_s: float) -> bool:
-        """It sent a malformed frame. True if the breaker opens now, for the longest pause."""
-        self.offences += 1
-        if self.offences < MAX_OFFENCES:
-            return False
-        self.rest_s = LONGEST_REST_S
-        self._open(now_s)
-        return True
-
-    def _open(self, now_s: float) -> None:
-        self.opened, self.until_s = True, now_s + self.rest_s
-        self.rest_s, self.misses, self.offences = min(2 * self.rest_s, LONGEST_REST_S), 0, 0
-
-
-class SendBuffer:
-    """Opens, commits and closes of one stream. Slots are never reused, so their order among slots does not matter."""
-
-    def __init__(self) -> None:
-        self._opens: dict[int, Open] = {}
-        self._features: dict[int, Features] = {}  # of the ends of their prefixes
-        self._commits: dict[int, Commit] = {}
-        self._closes: dict[int, Close] = {}
-        self._flushed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._opens) + len(self._commits) + len(self._closes)
-
-    def open(self, message: Open, features: Features | None = None) -> None:
-        self._opens[message.slot] = message
-        if features is not None:
-            self._features[message.slot] = features
-
-    def commit(self, message: Commit) -> None:
-        slot = message.slot
-        if slot in self._opens:
-            self._opens[slot] = opened_at(self._opens[slot], message)
-            features = joined_features(self._features.pop(slot, None), message.features, len(message.tokens))
-            if features is not None:
-                self._features[slot] = features
-        elif slot in self._commits:
-            self._commits[slot] = cumulative(self._commits[slot], message)
-        else:
-            self._commits[slot] = message
-
-    def close(self, slot: int, reason: str) -> None:
-        """If its Open was not sent yet, neither is sent."""
-        self._commits.pop(slot, None)
-        self._features.pop(slot, None)
-        if self._opens.pop(slot, None) is None:
-            self._closes[slot] = Close(slot, reason)
-
-    def clear(self) -> None:
-        """Drop all messages: the stream has ended."""
-        self._opens, self._commits, self._closes, self._features = {}, {}, {}, {}
-        self._flushed.clear()
-
-    def flush(self) -> bool:
-        """Release the collected messages to `take`. True if the drafter must answer one of them."""
-        if len(self):
-            self._flushed.set()
-        return bool(self._opens or self._commits)
-
-    async def take(self) -> ToDrafter:
-        """One frame of all messages, once they are flushed."""
-        await self._flushed.wait()
-        opens, parts = dict(self._opens), []
-        for slot, features in self._features.items():
-            opens[slot] = replace(opens[slot], num_features=len(features.rows))
-            parts += features.chunks(slot, len(opens[slot].prefix))
-        frame = ToDrafter(
-            opens=tuple(opens.values()),
-            commits=tuple(self._commits.values()),
-            closes=tuple(self._closes.values()),
-            features=tuple(parts),
-        )
-        self.clear()
-        return frame
-
-
-SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-STATES = {State.CLOSED: 0.0, State.HALF_OPEN: 1.0, State.OPEN: 2.0}
-
-
-class LinkMetrics:
-    """In the verifier's registry. `frame` is what `RemoteDrafter` calls for every message, with its size on the wire."""
-
-    def __init__(self, registry: CollectorRegistry | None = None) -> None:
-        self._registry = registry or CollectorRegistry()
-        self._frames = self._counter("draft_frames", "Frames of drafting streams.", "direction")
-        self._bytes = self._counter("draft_bytes", "Bytes of these frames.", "direction")
-        self._feature_bytes = self._counter(
-            "draft_feature_bytes", "Bytes of hidden states sent to drafters with a head."
-        )
-        self._received = self._counter("draft_nodes_received", "Nodes that arrived below the root.")
-        self._stale = self._counter("draft_nodes_stale", "Nodes that arrived too late to be below the root.")
-        self._carried = self._counter("draft_nodes_carried", "Nodes that stayed alive across a commit.")
-        self._commits = self._counter("draft_commits", "Commits to trees: had the new root been grown?", "root")
-        self._discarded = self._counter("draft_frames_discarded", "Growth that was not used.", "reason")
-        self._lost = self._counter("drafter_resyncs", "Trees that ended before their session did.", "reason")
-        self._transport = self._seconds("draft_transport", "Commit to its first growth, less what the drafter took.")
-        self._queue = self._seconds("draft_wait", "What the drafter took for the first growth after a commit.")
-        self._compute = self._seconds("draft_frame", "What the drafter computed for a frame.")
-
-    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
-        return Counter(f"rootward_{name}", meaning, labels, registry=self._registry)
-
-    def _seconds(self, name: str, meaning: str) -> Histogram:
-        return Histogram(f"rootward_{name}_seconds", meaning, registry=self._registry, buckets=SECONDS)
-
-    def watch(self, links: Callable[[], Sequence[Link]]) -> None:
-        """Where the drafters are."""
-        self._registry.register(_Drafters(links))
-
-    def frame(self, direction: str, num_bytes: int) -> None:
-        self._frames.labels(direction).inc()
-        self._bytes.labels(direction).inc(num_bytes)
-
-    def sent_features(self, frame: ToDrafter) -> None:
-        """All features of a frame."""
-        found = [message.features for message in frame.commits] + [message.features for message in frame.features]
-        self._feature_bytes.inc(sum(features.num_bytes for features in found if features is not None))
-
-    def grew(self, received: Received, draft_us: int) -> None:
-        self._received.inc(received.kept)
-        self._stale.inc(received.stale)
-        if received.reason:
-            self._discarded.labels(received.reason).inc()
-        self._compute.observe(draft_us / 1e6)
-
-    def discarded(self, reason: str) -> None:
-        self._discarded.labels(reason).inc()
-
-    def answered(self, latency_s: float, drafter_s: float) -> None:
-        """The first growth since a commit came; the drafter says for how much of that time it queued and computed."""
-        self._transport.observe(max(0.0, latency_s - drafter_s))
-        self._queue.observe(drafter_s)
-
-    def rerooted(self, *, grown: bool, num_nodes: int) -> None:
-        """The truth advanced. grown: its last token was a node already; num_nodes: alive below it."""
-        self._commits.labels("grown" if grown else "new").inc()
-        self._carried.inc(num_nodes)
-
-    def orphaned(self, reason: str) -> None:
-        self._lost.labels(reason if reason in REASONS else "refused").inc()
-
-
-# A drafter's own words would be unbounded.
-REASONS = ("lost step", "stream lost", "malformed", "gap", "stale_base", "late", "forgotten", "quarantine")
-
-
-class _Drafters(Collector):
-    """Gauges by drafter, read at every scrape."""
-
-    def __init__(self, links: Callable[[], Sequence[Link]]) -> None:
-        self._links = links
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        up = GaugeMetricFamily("rootward_drafter_up", "1 while there is a stream.", labels=["drafter"])
-        state = GaugeMetricFamily(
-            "rootward_drafter_circuit_state", "0 closed, 1 half-open, 2 open.", labels=["drafter"]
-        )
-        now_s = time.monotonic()
-        for link in self._links():
-            up.add_metric([link.name], float(link.ack is not None))
-            state.add_metric([link.name], STATES[link.breaker.state(now_s)])
-        yield from (up, state)
-
-
 @dataclass(frozen=True, slots=True)
 class DrafterView:
     """One drafter as this verifier sees it.
 
-    room      sessions it would take now;  capacity, used  of all verifiers, as it last said;  own  of this verifier
-    latency_s commit to first growth, lately (0: unknown);  gain  tokens per round with its trees (0: unknown)
-    leaving   drains, or was not found any more;  fresh  what it said of its load is news
-    near      in the same zone, or who knows: counts until its latency is known
+    room            sessions that it would take now
+    capacity, used  sessions of all verifiers, by its last report
+    own             sessions of this verifier
+    latency_s       recent time from a commit to the first growth; 0: unknown
+    queue_s         part of it in the drafter's queue, by its last report
+    gain            tokens per round with its trees; 0: unknown
+    leaving         it drains, or discovery does not find it any more
+    fresh           its report of load is recent
+    near            in the same zone, or in an unknown one; read until the latency is known
     """
 
     name: str
@@ -661,5 +438,5 @@ class DrafterView:
 
     @property
     def share(self) -> float:
-        """Of its capacity in use."""
+        """Share of its capacity in use."""
         return self.used / max(1, self.capacity)

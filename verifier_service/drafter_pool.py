@@ -22,7 +22,9 @@ from rootward.core.frames import Hello
 from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
-from verifier_service.drafter_link import DrafterView, Link, LinkMetrics, Shape, State
+from verifier_service.circuit_breaker import CircuitState
+from verifier_service.drafter_link import DrafterView, Link, Shape
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.session import Draft, Session
 from verifier_service.stall_clock import StallClock
 
@@ -103,7 +105,7 @@ class DrafterPool:
         return {
             "drafters_up": len(self.up),
             "drafters_draining": sum(link.draining or link.leaving for link in self.links),
-            "drafters_left_alone": sum(link.breaker.state(now_s) is not State.CLOSED for link in self.links),
+            "drafters_left_alone": sum(link.breaker.state(now_s) is not CircuitState.CLOSED for link in self.links),
             "drafter_moves_total": self.num_moves,
             **{
                 f"drafter_first_growth_ms/{link.name}": 1e3 * link.pace.first_s

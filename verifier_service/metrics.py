@@ -11,7 +11,7 @@ from rootward.core.tree import TokenTree
 from rootward.demand import DemandCollector, VerifierDemand
 from rootward.metrics import Gauges, Read
 from rootward.tracing import start_span, traceparent_of
-from verifier_service.drafter_link import LinkMetrics
+from verifier_service.link_metrics import LinkMetrics
 from verifier_service.runner import Outcome
 from verifier_service.session import Session
 

@@ -36,7 +36,7 @@ from rootward.engine.tabular import TabularModel
 from rootward.errors import ConfigurationError
 from rootward.wire.clients import RemoteDrafter
 from rootward.wire.server import RpcServer
-from verifier_service.drafter_link import SendBuffer
+from verifier_service.send_buffer import SendBuffer
 from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
 

@@ -20,8 +20,8 @@ from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import ForestLaw, forest_law
 from verifier_service.audit import DrafterAudit
-from verifier_service.drafter_link import SendBuffer
 from verifier_service.head_drafts import TextFeatures
+from verifier_service.send_buffer import SendBuffer
 
 ALPHA = 1e-4
 VOCAB = 4

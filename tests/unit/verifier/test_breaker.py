@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from verifier_service.drafter_link import FIRST_REST_S, LONGEST_REST_S, MAX_MISSES, MAX_OFFENCES, Breaker, State
+from verifier_service.circuit_breaker import (
+    FIRST_REST_S,
+    LONGEST_REST_S,
+    MAX_MISSES,
+    MAX_OFFENCES,
+    Breaker,
+    CircuitState,
+)
 
 
 def silent(breaker: Breaker, now_s: float, times: int = MAX_MISSES) -> bool:
@@ -17,18 +24,18 @@ def test_misses_in_a_row_open_it_only_when_nothing_is_heard() -> None:
     breaker.served()
     assert not silent(breaker, 0.0, MAX_MISSES - 1)
     assert breaker.missed(0.0, silent=True)
-    assert breaker.state(0.0) is State.OPEN
+    assert breaker.state(0.0) is CircuitState.OPEN
     assert breaker.admits(9, 0, 0.0) == 0
 
 
 def test_after_its_rest_one_session_probes_and_growth_closes_it() -> None:
     breaker = Breaker()
     silent(breaker, 0.0)
-    assert breaker.state(FIRST_REST_S) is State.HALF_OPEN
+    assert breaker.state(FIRST_REST_S) is CircuitState.HALF_OPEN
     assert breaker.admits(9, 0, FIRST_REST_S) == 1
     assert breaker.admits(9, 1, FIRST_REST_S) == 0
     breaker.grew()
-    assert breaker.state(FIRST_REST_S) is State.CLOSED
+    assert breaker.state(FIRST_REST_S) is CircuitState.CLOSED
     assert breaker.admits(9, 1, FIRST_REST_S) == 9
 
 

@@ -14,7 +14,8 @@ import pytest
 from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Reject, extend_hash
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
-from verifier_service.drafter_link import MAX_MISSES, Link, Shape
+from verifier_service.circuit_breaker import MAX_MISSES
+from verifier_service.drafter_link import Link, Shape
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.session import Draft, Session
 

@@ -9,7 +9,8 @@ from support.fake_clock import FakeClock
 from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, session, up
 
 from rootward.core.requests import DraftMode
-from verifier_service.drafter_link import MAX_MISSES, SILENT_S, Link, State
+from verifier_service.circuit_breaker import MAX_MISSES, CircuitState
+from verifier_service.drafter_link import SILENT_S, Link
 from verifier_service.stall_clock import StallClock
 
 
@@ -72,7 +73,7 @@ async def test_a_pause_of_the_verifier_does_not_open_the_breaker(running: bool) 
     await clock.advance(0.0 if running else 10 * SILENT_S)
     for one in sessions:
         busy.record_round(one.draft, missed=True)
-    assert (busy.breaker.state(time.monotonic()) is State.CLOSED) is not running
+    assert (busy.breaker.state(time.monotonic()) is CircuitState.CLOSED) is not running
     assert all((one.draft.link is busy) is not running for one in sessions)
 
 

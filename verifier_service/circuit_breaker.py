@@ -1,0 +1,74 @@
+"""Circuit breaker of one drafter.
+
+closed     sessions are placed as the drafter has room
+open       none is placed, for a pause that doubles each time
+half-open  one session is placed as a test
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+MAX_MISSES = 5  # rounds in a row whose tree did not arrive in time
+MAX_OFFENCES = 3  # malformed frames
+
+
+class CircuitState(str, Enum):
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+@dataclass(slots=True)
+class Breaker:
+    """Circuit breaker of one drafter. The caller that opens it closes the trees of the drafter."""
+
+    opened: bool = False
+    until_s: float = 0.0  # of the rest, while opened
+    rest_s: float = FIRST_REST_S
+    misses: int = 0
+    offences: int = 0
+
+    def state(self, now_s: float) -> CircuitState:
+        if not self.opened:
+            return CircuitState.CLOSED
+        return CircuitState.OPEN if now_s < self.until_s else CircuitState.HALF_OPEN
+
+    def admits(self, room: int, num_held: int, now_s: float) -> int:
+        """Number of sessions that may be placed, at most `room`."""
+        state = self.state(now_s)
+        if state is CircuitState.HALF_OPEN:
+            return min(room, max(0, 1 - num_held))
+        return room if state is CircuitState.CLOSED else 0
+
+    def grew(self) -> None:
+        """Valid growth arrived, late or not."""
+        if self.opened:
+            self.opened, self.misses = False, 0
+
+    def served(self) -> None:
+        """A round verified nodes of it, so it is fast enough."""
+        self.misses, self.rest_s = 0, FIRST_REST_S
+
+    def missed(self, now_s: float, *, silent: bool) -> bool:
+        """A round ran without its tree. True if the breaker opens now: only if the drafter is silent, not if it is merely slow."""
+        self.misses += 1
+        if self.misses < (1 if self.opened else MAX_MISSES) or not silent:
+            return False
+        self._open(now_s)
+        return True
+
+    def offended(self, now_s: float) -> bool:
+        """It sent a malformed frame. True if the breaker opens now, for the longest pause."""
+        self.offences += 1
+        if self.offences < MAX_OFFENCES:
+            return False
+        self.rest_s = LONGEST_REST_S
+        self._open(now_s)
+        return True
+
+    def _open(self, now_s: float) -> None:
+        self.opened, self.until_s = True, now_s + self.rest_s
+        self.rest_s, self.misses, self.offences = min(2 * self.rest_s, LONGEST_REST_S), 0, 0
