@@ -91,11 +91,11 @@ class Link:
         self.near = True  # in this verifier's zone, as far as is known
         self.drafts: dict[int, Draft] = {}  # by slot
         self.breaker = Breaker()
-        self.asked_s: float | None = None  # time on `stall_clock` of the oldest message without an answer
+        self.unanswered_since_s: float | None = None  # time on `stall_clock` of the oldest message without an answer
         self.latency_s = self.gain = 0.0
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
-        self._load, self._load_s, self._own_then = Load(), 0.0, 0
+        self._load, self._load_s, self._own_at_report = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
 
@@ -104,7 +104,7 @@ class Link:
     @property
     def used(self) -> int:
         """Its sessions of all verifiers: its last report, corrected by the sessions that this verifier opened and closed since."""
-        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_then)
+        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_at_report)
 
     def supports(self, law: DraftMode) -> bool:
         """Whether its stream is open and it grows trees of this draft mode."""
@@ -123,12 +123,12 @@ class Link:
             return 0
         return self.breaker.admits(max(0, self.ack.capacity - self.used), len(self.drafts), now_s)
 
-    def overdue(self, asked_s: float | None) -> bool:
-        """Whether an answer that is due since `asked_s` is late, even if the drafter has to read all its texts first."""
-        if asked_s is None:
+    def overdue(self, unanswered_since_s: float | None) -> bool:
+        """Whether an answer that is due since `unanswered_since_s` is late, even if the drafter has to read all its texts first."""
+        if unanswered_since_s is None:
             return False
         unread = sum(draft.tree.length for draft in self.drafts.values() if not draft.has_growth)
-        return self.stall_clock.now() - asked_s > SILENT_S + READ_S * unread
+        return self.stall_clock.now() - unanswered_since_s > SILENT_S + READ_S * unread
 
     def view(self) -> DrafterView:
         return DrafterView(
@@ -169,7 +169,7 @@ class Link:
         draft = Draft(
             self, slot, tree, shared, drafter=self.name, pool=self.pool, opened_s=time.monotonic(), pace=self.pace
         )
-        draft.asked_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
+        draft.unanswered_since_s, draft.wanted = self.stall_clock.now(), message.node_budget or node_cap
         self.drafts[slot] = draft
         self.send_buffer.open(message, self._features(session, len(message.prefix)))
         return draft
@@ -224,12 +224,14 @@ class Link:
         whose features a head gets."""
         base = draft.tree.length
         walked = draft.tree.commit(tokens)
-        draft.rooted_s, draft.goes_on = time.monotonic(), False
+        draft.rerooted_s, draft.has_current_growth = time.monotonic(), False
         node_budget = budget(draft)
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
-        draft.asked_s = self.stall_clock.now() if draft.asked_s is None else draft.asked_s
+        draft.unanswered_since_s = (
+            self.stall_clock.now() if draft.unanswered_since_s is None else draft.unanswered_since_s
+        )
         features = None if session is None else self._features(session, len(tokens))
         message = Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget, features=features)
         self.send_buffer.commit(message)
@@ -239,7 +241,7 @@ class Link:
         if self.drafts.pop(draft.slot, None) is not None:
             self.send_buffer.close(draft.slot, reason)
             if not self.drafts:  # without trees it sends no answers
-                self.asked_s = None
+                self.unanswered_since_s = None
         draft.link = None
 
     def orphan(self, slot: int, reason: str) -> Draft | None:
@@ -259,9 +261,9 @@ class Link:
                 self.gain += (MEMORY if self.gain else 1.0) * (tokens - self.gain)
             return
         draft.misses += 1
-        if self.breaker.missed(time.monotonic(), silent=self.overdue(self.asked_s)):
+        if self.breaker.missed(time.monotonic(), silent=self.overdue(self.unanswered_since_s)):
             self._open_circuit("late")
-        elif draft.misses >= MAX_MISSES and self.overdue(draft.asked_s):  # even if it serves other sessions
+        elif draft.misses >= MAX_MISSES and self.overdue(draft.unanswered_since_s):  # even if it serves other sessions
             self.orphan(draft.slot, "forgotten")
 
     def _open_circuit(self, reason: str) -> None:
@@ -271,8 +273,8 @@ class Link:
 
     def flush(self) -> None:
         """Send what has collected, as one frame."""
-        if self.ack is not None and self.send_buffer.flush() and self.asked_s is None:
-            self.asked_s = self.stall_clock.now()
+        if self.ack is not None and self.send_buffer.flush() and self.unanswered_since_s is None:
+            self.unanswered_since_s = self.stall_clock.now()
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
@@ -307,11 +309,11 @@ class Link:
 
     def _receive(self, frame: FromDrafter) -> None:
         if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
-            self.asked_s = None
+            self.unanswered_since_s = None
         if frame.ack is not None:
             self._greet(frame.ack)
         if frame.load is not None:
-            self._load, self._load_s, self._own_then = frame.load, time.monotonic(), len(self.drafts)
+            self._load, self._load_s, self._own_at_report = frame.load, time.monotonic(), len(self.drafts)
             self.draining = frame.load.draining
         for need in frame.need_syncs:
             self.orphan(need.slot, "lost step")
@@ -367,7 +369,7 @@ class Link:
         self._paced(draft, before, current=current)
         if not draft.has_growth:  # what it was asked for last it has taken
             self._num_refusals = 0
-        draft.has_growth, draft.asked_s, draft.misses = True, None, 0
+        draft.has_growth, draft.unanswered_since_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
 
     def _paced(self, draft: Draft, before: int, *, current: bool) -> None:
@@ -376,11 +378,11 @@ class Link:
         now_s, more = time.monotonic(), len(draft.tree) - before
         if not more:
             return
-        if current and draft.goes_on and before < draft.wanted:
-            self.pace.on_more_growth(now_s - draft.grown_s, more)
-        elif current and not draft.goes_on and draft.rooted_s and draft.has_growth:
-            self.pace.on_first_growth(now_s - draft.rooted_s)
-        draft.grown_s, draft.goes_on = now_s, draft.goes_on or current
+        if current and draft.has_current_growth and before < draft.wanted:
+            self.pace.on_more_growth(now_s - draft.last_growth_s, more)
+        elif current and not draft.has_current_growth and draft.rerooted_s and draft.has_growth:
+            self.pace.on_first_growth(now_s - draft.rerooted_s)
+        draft.last_growth_s, draft.has_current_growth = now_s, draft.has_current_growth or current
 
     def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:
         """The first growth since a commit."""
@@ -402,7 +404,7 @@ class Link:
     def _lost(self) -> None:
         if self.ack is not None:
             log.warning("drafter_down", drafter=self.name, sessions=len(self.drafts))
-        self.ack, self.asked_s, self._load, self._own_then = None, None, Load(), 0
+        self.ack, self.unanswered_since_s, self._load, self._own_at_report = None, None, Load(), 0
         for slot in list(self.drafts):
             self.orphan(slot, "stream lost")
         self.send_buffer.clear()

@@ -230,7 +230,7 @@ class DrafterPool:
         """Count a miss for each new drafter of a move that is overdue. No round waits for its tree, so rounds cannot count it."""
         for session in sessions:
             draft = session.next_draft
-            if draft is not None and (link := _link(draft)) is not None and link.overdue(draft.asked_s):
+            if draft is not None and (link := _link(draft)) is not None and link.overdue(draft.unanswered_since_s):
                 link.record_round(draft, missed=True)
 
     def _open(self, name: str, session: Session) -> Draft:

@@ -275,7 +275,7 @@ class EngineLoop:
             session = self.running[number]
             if session.features is not None and chunk.num_features:
                 session.features.add(session.fed + size - chunk.num_features, *chunk.features)
-            session.feed(size, chunk.told)
+            session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
             self._commit(self.running[number], done, outcome, draft_s)

@@ -104,17 +104,17 @@ class Rounds:
             return 0.0
         if draft is None or not draft.has_growth:
             return 0.0
-        return min(limit_s, self._launch_s(session, draft, max(0.0, draft.grown_s - session.committed_s)))
+        return min(limit_s, self._launch_s(session, draft, max(0.0, draft.last_growth_s - session.committed_s)))
 
     def due_s(self, session: Session, now_s: float) -> float:
         """Until it should have enough nodes, by the pace of its drafter; 0: not known, or it should be here by now."""
         draft, target_nodes = session.draft, session.target_nodes
-        if draft is None or not draft.rooted_s or not draft.pace.first_s or len(draft.tree) >= target_nodes:
+        if draft is None or not draft.rerooted_s or not draft.pace.first_s or len(draft.tree) >= target_nodes:
             return 0.0
         node_s = draft.pace.node_s
-        last_s = draft.grown_s if draft.goes_on else draft.rooted_s + draft.pace.first_s - node_s
-        takes_s = last_s + node_s * (target_nodes - len(draft.tree)) - draft.rooted_s
-        return max(0.0, draft.rooted_s + LATE * takes_s - now_s)
+        last_s = draft.last_growth_s if draft.has_current_growth else draft.rerooted_s + draft.pace.first_s - node_s
+        takes_s = last_s + node_s * (target_nodes - len(draft.tree)) - draft.rerooted_s
+        return max(0.0, draft.rerooted_s + LATE * takes_s - now_s)
 
     def budget(self, session: Session, draft: Draft) -> int | None:
         """Nodes that the drafter should grow for the round that has begun. What is launched with the nodes that were kept leaves the
@@ -132,7 +132,7 @@ class Rounds:
         target_nodes = session.target_nodes
         tokens = session.statistics.tokens(target_nodes)
         verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.settings.draft_wait_s
-        kept = 0 if draft.goes_on else min(len(draft.tree), target_nodes)
+        kept = 0 if draft.has_current_growth else min(len(draft.tree), target_nodes)
         due = {"next_s": draft.pace.first_s, "node_s": draft.pace.node_s}
         return launch_time(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 

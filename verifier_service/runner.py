@@ -31,16 +31,19 @@ FILL = 1 << 40  # ids of the end of the prefill among the nodes of a round
 class Chunk:
     """Prefill: tokens that extend the committed chain of a KV slot.
 
-    follow: the token after each of the first ones, where log-probabilities of the prompt are wanted; the step puts them into `told`.
-    session: number of the session, by which a draft head knows its text. num_features: positions at its end whose fused features are
-    wanted; the step puts them into `features`.
+    follow           token after each of the first ones, where log-probabilities of the prompt are wanted
+    num_top          likeliest tokens whose log-probabilities are wanted beside each
+    prompt_logprobs  filled by the step
+    session          number of the session, by which a draft head knows its text
+    num_features     positions at the end of the chunk whose fused features are wanted
+    features         filled by the step
     """
 
     kv_slot: int
     tokens: tuple[int, ...]
     follow: tuple[int, ...] = ()
     num_top: int = 0
-    told: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     session: int = 0
     num_features: int = 0
     features: list[NDArray[np.float32]] = field(default_factory=list)
@@ -54,7 +57,7 @@ class Chunk:
 class Round:
     """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none).
 
-    prefix    what processors know of that text
+    prefix    what processors need to know of that text
     logprobs  as in `VerifierRequest`
     shared    the bonus token follows noise that the drafter knows (algorithms.md 6.6)
     drafter   address of the drafter that grew the tree; "" for a local tree, or none
@@ -217,7 +220,7 @@ class Runner:
         for chunk in chunks:
             if chunk.follow:
                 rows = logits_TV[at : at + len(chunk.follow)]
-                chunk.told.extend(token_logprobs(rows, chunk.follow, chunk.num_top))
+                chunk.prompt_logprobs.extend(token_logprobs(rows, chunk.follow, chunk.num_top))
             at += chunk.num_logits
             self.model.commit(chunk.kv_slot, len(chunk.tokens) - 1, keep_below=False)
 

@@ -78,34 +78,54 @@ TRANSITIONS = {
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """The session's tree at a drafter. `link` is opaque here: the pool's business. None: an orphan, its drafter is gone. What has arrived
-    is verified once, for dropping it now would depend on its values; then the draft is dropped."""
+    """The session's tree at a drafter.
+
+    link                 the stream to the drafter, opaque here; None: the drafter is gone. The nodes that have arrived are verified once,
+                         because to drop them now would depend on their values; then the draft is dropped
+    shared               the drafter knows the noise of the bonus tokens
+    at_rest              the drafter sends no more nodes before the next commit
+    has_growth           growth has arrived; before, the drafter reads the prompt and no round waits
+    drafter, pool        names
+    refused              for good: the context or the vocabulary of the drafter does not fit
+    unanswered_since_s   on the `stall_clock` of the link: time of the oldest message that growth must answer; None: none
+    misses               rounds without this tree since that time
+    committed_s          time of the commit whose first growth has not arrived yet; None: it has
+    pace                 of the drafter
+    wanted               nodes that the drafter was asked for; 0: as many as the tree was opened with
+    rerooted_s           time of the last commit
+    last_growth_s        time of the last growth that a round could verify
+    has_current_growth   growth below the present root has arrived
+    queued_s             time that the growth of this round waited in the drafter's queue
+    """
 
     link: object | None
     slot: int
     tree: LivingTree
-    shared: bool = False  # the drafter knows the noise of the bonus tokens
+    shared: bool = False
     at_rest: bool = False
-    has_growth: bool = False  # some has come; before that the drafter reads the prompt, and no round waits
-    drafter: str = ""  # name
-    pool: str = ""  # of the drafter
-    refused: bool = False  # for good: the drafter's context or vocabulary does not fit
+    has_growth: bool = False
+    drafter: str = ""
+    pool: str = ""
+    refused: bool = False
     opened_s: float = 0.0
-    asked_s: float | None = None  # `stall_clock` of the link: since when growth under this or an earlier root is owed
-    misses: int = 0  # rounds since then that went without it
-    committed_s: float | None = None  # since when growth under the present root is waited for
-    pace: DraftPace = field(default_factory=DraftPace)  # of its drafter
-    wanted: int = 0  # nodes that the drafter was asked for; 0: as many as it was opened with
-    rooted_s: float = 0.0  # when the present root was committed
-    grown_s: float = 0.0  # when something was last added that a round could verify
-    goes_on: bool = False  # some of that belongs to the present root
-    queued_s: float = 0.0  # how long this round's growth waited for its turn at the drafter
+    unanswered_since_s: float | None = None
+    misses: int = 0
+    committed_s: float | None = None
+    pace: DraftPace = field(default_factory=DraftPace)
+    wanted: int = 0
+    rerooted_s: float = 0.0
+    last_growth_s: float = 0.0
+    has_current_growth: bool = False
+    queued_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """rule, law: how this session is verified and drafted; law None: no drafter grows trees for it. mode: the law that its request means,
-    whoever drafts."""
+    """A generation on this verifier: its text, its KV, its drafts and its present round.
+
+    rule, law  how its rounds are verified and how a drafter draws for it; law None: no drafter grows trees for it
+    mode       the draft mode that its request means, for drafters and local drafts alike
+    """
 
     number: int
     request: VerifierRequest
@@ -114,39 +134,47 @@ class Session:
     eos_ids: frozenset[int]
     strategy: DraftStrategy = BEST_FIRST
     mode: DraftMode = DraftMode.SAMPLED
-    tokens: list[int] = field(default_factory=list)  # prompt + committed, the truth
-    hash: int = 0
+    state: State = State.QUEUED
+
+    # text and KV
+    tokens: list[int] = field(default_factory=list)  # prompt and committed tokens
+    hash: int = 0  # of tokens
     kv_slot: int | None = None
     fed: int = 0  # tokens whose KV is held
+    num_cached: int | None = None  # prompt tokens whose KV was cached when it began
+    stop_ids: frozenset[int] = field(init=False)  # tokens that end this generation
+    matcher: TreeMatcher | None = None  # of the requested form of the output, at the end of the committed text
+    history: History | None = None  # counts of the text's tokens, where penalties need them
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    # drafts
     draft: Draft | None = None
-    next_draft: Draft | None = None  # where it moves to, until something has come from there
+    next_draft: Draft | None = None  # at the drafter that it moves to, until growth has arrived from there
     local_drafts: tuple[LocalDraft, ...] = ()  # by look-up or by a draft head, while no drafter grows a tree
     local: LocalDraft | None = None  # the one of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
-    committed_s: float = 0.0  # when the truth last advanced
-    launched_s: float = 0.0  # and when the round after that was launched
-    deadline_s: float | None = None  # on the clock of the event loop
-    max_nodes: int | None = None  # most nodes that this round verifies, fixed when it begins; None: no round has begun
+    drafter_name: str = ""  # the first one whose nodes were verified
+    statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
+
+    # the present round
+    max_nodes: int | None = None  # most nodes that it verifies, fixed when it begins; None: no round has begun
     target_nodes: int = 0  # nodes that it waits for
-    launch_immediately: bool = False  # with the nodes that the last commit kept
-    missed: bool = False  # its round was launched without the tree that it might have had
-    stalled: bool = False  # and had waited for it
     observed_nodes: int = 0  # nodes of which the verdict tells whether they are accepted
-    idle_mark_s: float = 0.0  # what the engine's account of idle time was when the truth last advanced
-    tree_ready_at: float | None = None  # and when its tree had its nodes; the rest is its wait for others
-    had_prefill: bool = False  # a prefill fell into this round
-    statistics: Statistics = field(default_factory=Statistics)  # of rounds like its own
+    launch_immediately: bool = False  # with the nodes that the last commit kept
+    missed: bool = False  # it was launched without the tree that it might have had
+    stalled: bool = False  # and had waited for that tree
+    had_prefill: bool = False  # a prefill ran during this round
+    committed_s: float = 0.0  # time of the last commit
+    launched_s: float = 0.0  # time of the launch after it
+    idle_mark_s: float = 0.0  # idle time of the engine, in all, at the last commit
+    tree_ready_at: float | None = None  # the same when the tree had its nodes; from then on it waits for other sessions
+
+    # output
     counts: SpeculationStats = field(default_factory=SpeculationStats)  # so far; names are added at the end
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
-    state: State = State.QUEUED
-    drafter_name: str = ""
-    matcher: TreeMatcher | None = None  # of the request's structure, at the end of the committed text
-    history: History | None = None  # of the text, where penalties need it
-    num_cached: int | None = None  # prompt tokens whose KV was there when it began
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    deadline_s: float | None = None  # on the clock of the event loop
     span: Span = INVALID_SPAN  # of the request, in a trace
-    stop_ids: frozenset[int] = field(init=False)  # tokens that end this generation
 
     def __post_init__(self) -> None:
         own = frozenset(self.request.stopping.stop_token_ids)
@@ -157,7 +185,7 @@ class Session:
         self.hash = prefix_hash(self.tokens)
 
     def on(self, event: Event) -> None:
-        """RuntimeError: the event is illegal in the present state."""
+        """Change the state. RuntimeError: the event is illegal in the present state."""
         following = TRANSITIONS.get((self.state, event))
         if following is None:
             raise RuntimeError(f"session {self.number}: event {event.value!r} is illegal in state {self.state.value!r}")
@@ -220,12 +248,13 @@ class Session:
 
     @property
     def prefill_left(self) -> int:
-        """The last token is the root of the first round; its KV is written there."""
+        """Tokens to prefill. The last token of the text is the root of the first round, which writes its KV."""
         return max(0, len(self.tokens) - 1 - self.fed)
 
     @property
     def joins(self) -> bool:
-        """Its first round may share a forward with the end of its prefill: nothing has to be read off that, or waited for."""
+        """Whether its first round may share a forward with the end of its prefill: no log-probabilities of the prompt are wanted, and the
+        round need not wait for a tree."""
         return self.request.prompt_logprobs is None and not self.required
 
     @property
@@ -238,21 +267,22 @@ class Session:
 
     @property
     def prefix(self) -> Prefix:
-        """What the processors of the next round know of the text."""
+        """State of the text that the processors of the next round need."""
         left = max(0, self.request.stopping.min_tokens - self.num_output)
         longest = max(map(len, self.request.sampling.bad_sequences), default=1) - 1
         output = self.tokens[len(self.tokens) - min(longest, self.num_output) :]
         return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
 
     def chunk(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Of prefill: the next `size` tokens; the prompt tokens after each where log-probabilities are wanted, of how many likely ones."""
+        """The next `size` tokens of prefill; the prompt tokens after each, where log-probabilities are wanted; and how many likely ones are
+        wanted beside each."""
         start, end, wanted = self.fed, self.fed + size, self.request.prompt_logprobs
         follow = () if wanted is None else self.request.prompt[start + 1 : end + 1]
         return tuple(self.tokens[start:end]), follow, wanted or 0
 
-    def feed(self, size: int, told: Sequence[TokenLogprob]) -> None:
-        """A chunk was fed. After a preemption some of what it told is known."""
-        self.prompt_logprobs += told[len(self.prompt_logprobs) - self.fed :]
+    def feed(self, size: int, logprobs: Sequence[TokenLogprob]) -> None:
+        """Record a chunk of prefill and its log-probabilities of the prompt, some of which are known after a preemption."""
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - self.fed :]
         self.fed += size
 
     def advance(
@@ -288,7 +318,7 @@ class Session:
         return Committed(self.request.epoch, offset, run, accepted, finish, logprobs[: len(run)], tree, prefilled)
 
     def seen(self, tree: TokenTree, path: tuple[int, ...]) -> VerifiedTree | None:
-        """What a round verified, where the request asks to see it and there was a tree."""
+        """The tree that a round verified, where the request asks for trees and there was one."""
         if not self.request.trees or len(tree) == 1:
             return None
         return VerifiedTree(tuple(tree.token[1:].tolist()), tuple(tree.parent[1:].tolist()), path)
@@ -308,7 +338,7 @@ class Session:
 def choose_rule(
     request: VerifierRequest, default_law: DraftMode, default: DraftStrategy = BEST_FIRST
 ) -> tuple[Rule, DraftMode, DraftStrategy]:
-    """What a request's sampling and wishes mean: how it is verified, how its drafts are made, which trees its drafter grows.
+    """The rule, the draft mode and the draft strategy of a request.
 
     default: what the drafters grow by. Greedy decoding always matches: every lossless rule is longest-match there. A rule that one
     construction alone can serve asks for that one.

@@ -21,6 +21,7 @@ from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 from support.tabular import perturbed
 
+import verifier_service.circuit_breaker
 import verifier_service.drafter_link
 from drafter_service.growth_loop import DrafterService
 from drafter_service.servicer import DrafterServicer
@@ -49,7 +50,8 @@ NODES = 8  # of a tree
 def no_quarantine(monkeypatch) -> None:
     """Or the mischief would be over after three frames."""
     for limit in ("MAX_OFFENCES", "MAX_MISSES"):
-        monkeypatch.setattr(verifier_service.drafter_link, limit, 1 << 60)
+        monkeypatch.setattr(verifier_service.circuit_breaker, limit, 1 << 60)
+    monkeypatch.setattr(verifier_service.drafter_link, "MAX_MISSES", 1 << 60)
     for pause in ("FIRST_RETRY_S", "MAX_RETRY_S"):
         monkeypatch.setattr(verifier_service.drafter_link, pause, 0.01)
 

@@ -159,8 +159,8 @@ def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
     assert busy.room == 0
 
 
-def long_ago(asked_s: float) -> float:
-    return asked_s - 60
+def long_ago(unanswered_since_s: float) -> float:
+    return unanswered_since_s - 60
 
 
 def test_nobody_is_placed_where_its_trees_are_not_made() -> None:
@@ -269,7 +269,7 @@ def test_a_move_to_a_drafter_that_says_nothing_is_given_up() -> None:
     pool, _, new, one = moving()
     first = one.draft
     new.flush()
-    one.next_draft.asked_s = new.asked_s = long_ago(new.asked_s)
+    one.next_draft.unanswered_since_s = new.unanswered_since_s = long_ago(new.unanswered_since_s)
     for _ in range(MAX_MISSES):
         assert one.next_draft.drafter == "new"
         due(pool, one)

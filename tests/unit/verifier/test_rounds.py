@@ -117,7 +117,7 @@ def test_where_more_is_near_or_nothing_was_kept_the_whole_tree_is_asked_for(kept
 
 def test_growth_that_has_begun_is_waited_for_whatever_was_kept() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
-    draft.goes_on = True
+    draft.has_current_growth = True
     assert rounds.patience_s(session) > 0.06
 
 
@@ -134,7 +134,7 @@ def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> N
 def test_what_is_launched_with_what_was_kept_stays_ready_whatever_comes_then() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
     assert rounds.budget(session, draft) == 4
-    draft.goes_on = True  # the drafter goes on below this root meanwhile
+    draft.has_current_growth = True  # the drafter goes on below this root meanwhile
     assert rounds.patience_s(session) == 0.0
     rounds.plan_round(session)
     assert not session.launch_immediately
@@ -151,11 +151,13 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     assert 0 < session.target_nodes < 12 < (session.max_nodes or 0)
 
 
-@pytest.mark.parametrize(("goes_on", "due_s"), [(False, 1.25 * (0.03 + 0.001 * 3)), (True, 1.25 * (0.05 + 0.001 * 4))])
-def test_a_tree_is_due_by_the_pace_of_its_drafter(goes_on: bool, due_s: float) -> None:
+@pytest.mark.parametrize(
+    ("has_current_growth", "due_s"), [(False, 1.25 * (0.03 + 0.001 * 3)), (True, 1.25 * (0.05 + 0.001 * 4))]
+)
+def test_a_tree_is_due_by_the_pace_of_its_drafter(has_current_growth: bool, due_s: float) -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
     assert rounds.due_s(session, 100.0) == 0.0  # nothing was committed yet: nobody knows since when it is awaited
-    draft.rooted_s, draft.grown_s, draft.goes_on = 100.0, 100.05, goes_on
+    draft.rerooted_s, draft.last_growth_s, draft.has_current_growth = 100.0, 100.05, has_current_growth
     assert rounds.due_s(session, 100.0) == pytest.approx(due_s)
     assert rounds.due_s(session, 100.0 + due_s) == pytest.approx(0.0, abs=1e-9)
     session.target_nodes = 4

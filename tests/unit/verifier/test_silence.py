@@ -21,7 +21,7 @@ def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
         busy.record_round(one.draft, missed=True)
     assert busy.room > 0  # slower than patience, but alive
     busy.record_round(one.draft, missed=False)
-    busy.asked_s = long_ago(busy.stall_clock.now())
+    busy.unanswered_since_s = long_ago(busy.stall_clock.now())
     for _ in range(4):
         busy.record_round(one.draft, missed=True)
     busy.record_round(one.draft, missed=False)
@@ -45,7 +45,7 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
     assert one.draft.link is busy  # it may still come
     grown(busy, one.draft, 0)
     busy.commit(one.draft, (1,))
-    one.draft.asked_s = long_ago(one.draft.asked_s)
+    one.draft.unanswered_since_s = long_ago(one.draft.unanswered_since_s)
     for _ in range(MAX_MISSES):
         assert one.draft.link is busy  # we may have been away ourselves
         grown(busy, other.draft)
@@ -82,7 +82,7 @@ def test_a_drafter_that_reads_a_long_text_is_not_silent() -> None:
     one.tokens = [1] * 10_000
     opened(busy, one)
     busy.flush()
-    assert not busy.overdue(busy.asked_s - SILENT_S)
-    assert busy.overdue(long_ago(busy.asked_s))
+    assert not busy.overdue(busy.unanswered_since_s - SILENT_S)
+    assert busy.overdue(long_ago(busy.unanswered_since_s))
     busy.close(one.draft, "ended")
-    assert not busy.overdue(busy.asked_s)  # nothing is owed
+    assert not busy.overdue(busy.unanswered_since_s)  # nothing is owed
