@@ -87,7 +87,12 @@ def test_signals_of_scaling_are_apart(running):
 
         def work() -> None:
             while not busy.is_set():
-                client.generate(PROMPT, sampling=SamplingParams(max_tokens=200, ignore_eos=True), model="large")
+                client.generate(
+                    PROMPT,
+                    sampling=SamplingParams(max_tokens=200, ignore_eos=True),
+                    model="large",
+                    speculation="required",
+                )
 
         def demanded() -> bool:
             seen.append((sessions("large-default"), sessions("small-default")))
