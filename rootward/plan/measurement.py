@@ -48,6 +48,11 @@ class EngineTime:
         """Mean seconds of a step without the draft head; 0 if there was none."""
         return (self.steps_s - self.head_s) / self.num_steps if self.num_steps else 0.0
 
+    @property
+    def draft_head_s(self) -> float:
+        """Mean seconds of the draft head in a step; 0 if there was none."""
+        return self.head_s / self.num_steps if self.num_steps else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -109,12 +114,12 @@ class Measured:
 
     def draft_s(self, nodes: int) -> float:
         """Seconds of a round in which the engine waits for drafts, or runs a draft head: all that is neither a forward nor in a plain
-        round."""
+        round, and at least the time of the head, which the verifier measures."""
         trees, plain = self.trees[nodes], self.plain
         if not trees.engine.num_steps or not plain.engine.num_steps:
             return 0.0
         around_s = plain.round_s - plain.engine.forward_s
-        return max(0.0, trees.round_s - trees.engine.forward_s - around_s)
+        return max(trees.engine.draft_head_s, trees.round_s - trees.engine.forward_s - around_s)
 
     def row_s(self, nodes: int) -> float:
         """Seconds that the rows of the nodes add to a forward."""
