@@ -39,7 +39,8 @@ from rootward.host import available_cores
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SYSTEMS = ("plain", "trees", "auto", "generate")
-HEAD_NODES = 3  # of a tree in every round: a draft head finds them in one forward, and they cost the target hardly more than one row
+# Nodes of a tree in every round: those of one forward of the head that pay on two cores without AMX.
+HEAD_NODES = 3
 
 
 class DemoFailed(RootwardError):

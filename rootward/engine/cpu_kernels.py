@@ -450,7 +450,7 @@ def has_fast_bf16_dot() -> bool:
     """Whether products of bfloat16 inputs and weights by `vdpbf16ps` are faster here than those in float32.
 
     Measured once per machine and kept beside the compiled kernels: processes that take sessions over from one another must agree, because
-    the two differ in the last bits. On an AMD EPYC of family 26 (Zen 5) the instruction is 1.6 times as fast, on an Intel Xeon without AMX
+    the two differ in the last bits. On an AMD EPYC of family 26 (Zen 5) the instruction is 1.8 times as fast, on an Intel Xeon without AMX
     half as fast."""
     features = get_host_cpu_features()
     if LANES != 16 or not features.get("avx512bf16"):
