@@ -2,9 +2,6 @@
 
 A drafter is soft state. A failure of one (no connection, refusal, gap, malformed frame, lost step, silence) costs its sessions further
 growth only: their drafts become orphans, and the nodes that have arrived are verified once more (docs/decisions/0005).
-
-    Link         trees by slot; opens, commits, closes and growth
-    DrafterView  one drafter as placement sees it
 """
 
 from __future__ import annotations
@@ -40,6 +37,7 @@ from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
 from verifier_service.circuit_breaker import MAX_MISSES, Breaker
 from verifier_service.link_metrics import LinkMetrics
+from verifier_service.placement import DrafterView
 from verifier_service.send_buffer import SendBuffer
 from verifier_service.session import Draft, Session, number_of
 from verifier_service.speculation import DraftPace
@@ -409,36 +407,3 @@ class Link:
             self.orphan(slot, "stream lost")
         self.send_buffer.clear()
         self._on_growth()
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterView:
-    """One drafter as this verifier sees it.
-
-    room            sessions that it would take now
-    capacity, used  sessions of all verifiers, by its last report
-    own             sessions of this verifier
-    latency_s       recent time from a commit to the first growth; 0: unknown
-    queue_s         part of it in the drafter's queue, by its last report
-    gain            tokens per round with its trees; 0: unknown
-    leaving         it drains, or discovery does not find it any more
-    fresh           its report of load is recent
-    near            in the same zone, or in an unknown one; read until the latency is known
-    """
-
-    name: str
-    room: int = 0
-    capacity: int = 1
-    used: int = 0
-    own: int = 0
-    latency_s: float = 0.0
-    queue_s: float = 0.0
-    gain: float = 0.0
-    leaving: bool = False
-    fresh: bool = True
-    near: bool = True
-
-    @property
-    def share(self) -> float:
-        """Share of its capacity in use."""
-        return self.used / max(1, self.capacity)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
@@ -23,8 +23,9 @@ from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.circuit_breaker import CircuitState
-from verifier_service.drafter_link import DrafterView, Link, Shape
+from verifier_service.drafter_link import Link, Shape
 from verifier_service.link_metrics import LinkMetrics
+from verifier_service.placement import best_drafter, moves
 from verifier_service.session import Draft, Session
 from verifier_service.stall_clock import StallClock
 
@@ -230,7 +231,7 @@ class DrafterPool:
         """Count a miss for each new drafter of a move that is overdue. No round waits for its tree, so rounds cannot count it."""
         for session in sessions:
             draft = session.next_draft
-            if draft is not None and (link := _link(draft)) is not None and link.overdue(draft.unanswered_since_s):
+            if draft is not None and (link := draft.link) is not None and link.overdue(draft.unanswered_since_s):
                 link.record_round(draft, missed=True)
 
     def _open(self, name: str, session: Session) -> Draft:
@@ -248,20 +249,20 @@ class DrafterPool:
         return next(link for link in self.links if link.name == name)
 
     def commit(
-        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.target_nodes
+        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.round.target_nodes
     ) -> None:
         """Send committed tokens to the drafters of a session and complete its move if the new drafter has sent growth.
 
         budget: most nodes of the next round, given the tree after the commit."""
         draft, next_draft = session.draft, session.next_draft
         if next_draft is not None:
-            if (link := _link(next_draft)) is None:
+            if (link := next_draft.link) is None:
                 self._note_refusal(session, next_draft)
                 next_draft = None
             else:
                 link.commit(next_draft, tokens, lambda kept: budget(session, kept), session)
         if draft is not None:
-            if (link := _link(draft)) is None:  # the nodes of a lost drafter were verified once
+            if (link := draft.link) is None:  # the nodes of a lost drafter were verified once
                 self._note_refusal(session, draft)
                 draft = None
             elif next_draft is not None and next_draft.has_growth:
@@ -282,13 +283,13 @@ class DrafterPool:
     def close(self, session: Session, reason: str) -> None:
         """Close the trees of a session that has ended or takes no drafts for now."""
         for draft in (session.draft, session.next_draft):
-            if draft is not None and (link := _link(draft)) is not None:
+            if draft is not None and (link := draft.link) is not None:
                 link.close(draft, reason)
         session.draft = session.next_draft = None
 
     def record_round(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
         """Record the result of a round that wanted a tree. missed: it ran without one; tokens: committed with it."""
-        if session.draft is not None and (link := _link(session.draft)) is not None:
+        if session.draft is not None and (link := session.draft.link) is not None:
             link.record_round(session.draft, missed=missed, tokens=tokens)
 
     def flush(self) -> None:
@@ -303,13 +304,13 @@ class DrafterPool:
             return
         demand, draft = self.demand[self._pool_of(session)], session.draft
         if draft is None or not draft.has_growth:
-            demand.add_plain(now_s - session.committed_s)
+            demand.add_plain(now_s - session.round.committed_s)
         else:
-            stall_s = min(draft.queued_s, session.launched_s - session.committed_s)
-            demand.add(now_s - session.committed_s, max(0.0, stall_s))
+            stall_s = min(draft.queued_s, session.round.launched_s - session.round.committed_s)
+            demand.add(now_s - session.round.committed_s, max(0.0, stall_s))
 
     def _pool_of(self, session: Session) -> str:
-        link = _link(session.draft) if session.draft is not None else None
+        link = session.draft.link if session.draft is not None else None
         wish = session.request.speculation.drafter
         return link.pool if link is not None else wish if wish in self.demand else next(iter(self.demand))
 
@@ -333,84 +334,3 @@ def _fits(session: Session, link: Link) -> bool:
         and session.law is not None
         and link.supports(session.law)
     )
-
-
-def _link(draft: Draft) -> Link | None:
-    assert draft.link is None or isinstance(draft.link, Link)
-    return draft.link
-
-
-CROWDED_SHARE = 0.5  # sessions leave a drafter from this share of its capacity on,
-CROWDED_QUEUE_S = 0.02  # or if a commit is queued there for longer
-OTHER_ZONE_SLOWDOWN = 2.0  # assumed until the latency is measured
-IMBALANCE_FACTOR = 1.25  # hysteresis: a move needs IMBALANCE_FACTOR times the sessions of the target
-IMBALANCE_MARGIN = 1  # plus IMBALANCE_MARGIN
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Move of one session of this verifier between drafters."""
-
-    source: str
-    target: str
-    urgent: bool = False  # the source drafter leaves
-
-
-def best_drafter(views: Sequence[DrafterView], *, unfit: Collection[str] = ()) -> str | None:
-    """The drafter with the largest free share × tokens per round ÷ latency; None if none has room. unfit: names to exclude.
-
-    Unknown values are assumed to equal the best known ones, so that new drafters are tried.
-    """
-    candidates = [v for v in views if v.room > 0 and v.name not in unfit]
-    gain = max((v.gain for v in candidates), default=0.0) or 1.0
-    quickest_s = min((v.latency_s for v in candidates if v.latency_s > 0), default=1.0)
-
-    def score(view: DrafterView) -> float:
-        assumed = 1.0 if view.near else OTHER_ZONE_SLOWDOWN
-        slower = max(1.0, view.latency_s / quickest_s) if view.latency_s > 0 else assumed
-        free = max(view.room, view.capacity - view.used) / max(1, view.capacity)
-        return free * (view.gain or gain) / slower
-
-    best = max(candidates, key=lambda v: (score(v), v.room), default=None)
-    return None if best is None else best.name
-
-
-def moves(views: Sequence[DrafterView], *, most: int, most_urgent: int) -> list[Move]:
-    """Moves to start now: first away from drafters that leave (most_urgent), then from crowded to emptier drafters (most)."""
-    found: list[Move] = []
-    state = {v.name: v for v in views}
-    for name in [v.name for v in views if v.leaving]:
-        while len(found) < most_urgent and state[name].own > 0:
-            target = best_drafter([v for v in state.values() if not v.leaving])
-            if target is None:
-                break
-            found.append(_moved(state, name, target, urgent=True))
-    for _ in range(most):
-        pair = _most_imbalanced(list(state.values()))
-        if pair is None:
-            break
-        found.append(_moved(state, *pair))
-    return found
-
-
-def _most_imbalanced(views: Sequence[DrafterView]) -> tuple[str, str] | None:
-    """(the fullest crowded drafter, the emptiest drafter) if their loads differ by more than the hysteresis, else None."""
-    sources = [v for v in views if v.own > 0 and v.fresh and not v.leaving and _crowded(v)]
-    targets = [v for v in views if v.room > 0 and v.fresh and not v.leaving]
-    if not sources or not targets:
-        return None
-    source, target = max(sources, key=lambda v: v.share), min(targets, key=lambda v: v.share)
-    scaled = target.share * source.capacity  # sessions of the target, scaled to the capacity of the source
-    return (source.name, target.name) if source.used > IMBALANCE_FACTOR * scaled + IMBALANCE_MARGIN else None
-
-
-def _crowded(view: DrafterView) -> bool:
-    return view.share >= CROWDED_SHARE or view.queue_s > CROWDED_QUEUE_S
-
-
-def _moved(state: dict[str, DrafterView], source: str, target: str, *, urgent: bool = False) -> Move:
-    """A move, applied to `state`."""
-    a, b = state[source], state[target]
-    state[source] = replace(a, used=a.used - 1, own=a.own - 1)
-    state[target] = replace(b, used=b.used + 1, own=b.own + 1, room=b.room - 1)
-    return Move(source, target, urgent)

@@ -6,8 +6,8 @@
     outcomes  = runner.step(chunks, rounds)     on the model's thread
     apply(plan, outcomes)                       sessions, KV accounts, drafters, controller
 
-`prepare` and `apply` are the only writers of sessions, and nothing runs between them but the model: growth that arrives meanwhile extends
-trees, which are looked at again in the next step.
+Sessions change in `prepare` and `apply` only (`session.Session` says which part writes what), and nothing runs between them but the model:
+growth that arrives meanwhile extends trees, which are looked at again in the next step.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class EngineLoop:
         rows = settings.max_num_batched_tokens - (settings.prefill_floor if prefilling else 0)
         self.rounds.count(min(rows, memory.free_rows))
         for session in self._unfinished():
-            if session.max_nodes is None and (self._joins(session) or not session.prefill_left):
+            if session.round.max_nodes is None and (self._joins(session) or not session.prefill_left):
                 self.rounds.plan_round(session)
             if not session.prefill_left:
                 self.local.plan(session, self.rounds.most(session))
@@ -166,16 +166,16 @@ class EngineLoop:
             drafting=draft is not None,
             arrived=len(draft.tree) if draft is not None else 0,
             at_rest=draft.at_rest if draft is not None else False,
-            waited_s=now_s - session.committed_s,
+            waited_s=now_s - session.round.committed_s,
             patience_s=self.rounds.patience_s(session),
-            max_nodes=session.max_nodes or 0,
+            max_nodes=session.round.max_nodes or 0,
             rank=(session.priority, session.number),
             room=room,
             blocks=blocks,
             local=local.num_nodes if local is not None and not session.prefill_left else 0,
             joins=self._joins(session),
             due_s=self.rounds.due_s(session, now_s),
-            target_nodes=session.target_nodes,
+            target_nodes=session.round.target_nodes,
         )
 
     def _limits(self, now_s: float) -> Limits:
@@ -269,8 +269,7 @@ class EngineLoop:
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
         self.metrics.record_step(kind, time.monotonic() - start_s, draft_s=draft_s)
         if plan.prefill:
-            for session in self.running.values():
-                session.had_prefill = True
+            self.rounds.prefill_ran()
         for (number, size), chunk in zip(plan.chunks, chunks, strict=True):
             session = self.running[number]
             if session.features is not None and chunk.num_features:
@@ -302,11 +301,8 @@ class EngineLoop:
             session.features.add(done.length - 1 - len(done.fill), outcome.features)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
-        session.fed = len(session.tokens) - 1
-        session.max_nodes = None
-        self.rounds.start_round_timer(session)
+        self.rounds.begin_next(session)
         if not session.done:
-            self.rounds.plan_round(session)  # at once, so that the drafter knows how much it should grow
             self.pool.commit(session, committed.tokens, self.rounds.budget)
         session.out.put_nowait(committed)
 

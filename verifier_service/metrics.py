@@ -104,7 +104,7 @@ def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
     if not session.span.is_recording():
         return
     now_s, draft = time.monotonic(), session.draft
-    duration_s = now_s - session.committed_s
+    duration_s = now_s - session.round.committed_s
     start_span(
         "verifier.round",
         traceparent_of(session.span),
@@ -112,8 +112,8 @@ def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
         nodes=outcome.num_nodes,
         accepted=len(outcome.tokens) - 1,
         missed=missed,
-        wait_ms=1e3 * (session.launched_s - session.committed_s),
-        verify_ms=1e3 * (now_s - session.launched_s),
+        wait_ms=1e3 * (session.round.launched_s - session.round.committed_s),
+        verify_ms=1e3 * (now_s - session.round.launched_s),
         draft_queue_ms=1e3 * draft.queued_s if draft is not None else 0.0,
         drafter=session.drafter_name,
     ).end()

@@ -39,7 +39,9 @@ class Rounds:
 
     def count(self, max_rows: int) -> None:
         """Who shares the rows of a step: sessions whose round has begun, or may. Looked up once a step."""
-        begun = [s for s in self._running.values() if not s.done and (s.max_nodes is not None or not s.prefill_left)]
+        begun = [
+            s for s in self._running.values() if not s.done and (s.round.max_nodes is not None or not s.prefill_left)
+        ]
         self.load = max(1, len(begun))
         self.nodes = share(max_rows, self.load)
 
@@ -83,32 +85,30 @@ class Rounds:
 
     def plan_round(self, session: Session) -> None:
         """Fix its numbers of nodes. A session that gains nothing by trees leaves its drafter, whatever has been grown."""
-        most = self.most(session)
-        session.launch_immediately = False
+        most, current = self.most(session), session.round
+        current.launch_immediately = False
         if session.required and session.law is not None:
-            session.max_nodes = session.target_nodes = most
+            current.max_nodes = current.target_nodes = most
         elif session.law is None or not self.pool.up:
-            session.max_nodes = session.target_nodes = 0
+            current.max_nodes = current.target_nodes = 0
         else:
-            session.target_nodes, session.max_nodes = session.statistics.begin_round(session.number, most)
+            current.target_nodes, current.max_nodes = session.statistics.begin_round(session.number, most)
             if not self.drafts(session):
                 self.pool.close(session, "does not pay")
 
     def patience_s(self, session: Session) -> float:
         """How long after the last commit its round is launched, if nothing more arrives. A drafter that still reads the prompt is not
         waited for."""
-        limit_s, draft = self.settings.draft_wait_s, session.draft
+        limit_s, draft, current = self.settings.draft_wait_s, session.draft, session.round
         if session.required:
             return limit_s
-        if session.launch_immediately:
+        if current.launch_immediately or draft is None or not draft.has_growth:
             return 0.0
-        if draft is None or not draft.has_growth:
-            return 0.0
-        return min(limit_s, self._launch_s(session, draft, max(0.0, draft.last_growth_s - session.committed_s)))
+        return min(limit_s, self._launch_s(session, draft, max(0.0, draft.last_growth_s - current.committed_s)))
 
     def due_s(self, session: Session, now_s: float) -> float:
         """Until it should have enough nodes, by the pace of its drafter; 0: not known, or it should be here by now."""
-        draft, target_nodes = session.draft, session.target_nodes
+        draft, target_nodes = session.draft, session.round.target_nodes
         if draft is None or not draft.rerooted_s or not draft.pace.first_s or len(draft.tree) >= target_nodes:
             return 0.0
         node_s = draft.pace.node_s
@@ -119,17 +119,17 @@ class Rounds:
     def budget(self, session: Session, draft: Draft) -> int | None:
         """Nodes that the drafter should grow for the round that has begun. What is launched with the nodes that were kept leaves the
         drafter the whole round for what comes after it."""
-        target_nodes, kept = session.target_nodes, len(draft.tree)
+        target_nodes, kept = session.round.target_nodes, len(draft.tree)
         if not target_nodes or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
             return target_nodes
         if draft is session.draft:  # and not the one that it moves to
-            session.launch_immediately = True
-        return min(kept, session.max_nodes or 0)
+            session.round.launch_immediately = True
+        return min(kept, session.round.max_nodes or 0)
 
     def _launch_s(self, session: Session, draft: Draft, since_s: float) -> float:
         """What was kept is launched by the rule. Where growth below the root has begun, enough nodes are waited for: so many that the
         last ones are worth their time, and would not stay so if nobody ever saw them."""
-        target_nodes = session.target_nodes
+        target_nodes = session.round.target_nodes
         tokens = session.statistics.tokens(target_nodes)
         verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.settings.draft_wait_s
         kept = 0 if draft.has_current_growth else min(len(draft.tree), target_nodes)
@@ -137,29 +137,39 @@ class Rounds:
         return launch_time(kept, since_s if kept else 0.0, tokens=tokens, verify_s=verify_s, **due)
 
     def start_round_timer(self, session: Session) -> None:
-        """Its clock starts: it has a place, or its truth has advanced."""
-        session.committed_s, session.idle_mark_s, session.had_prefill = time.monotonic(), self._idle_s, False
-        session.tree_ready_at = None
+        """Start the clock of its round: it has got a KV slot, or its text has grown."""
+        current = session.round
+        current.committed_s, current.idle_mark_s = time.monotonic(), self._idle_s
+        current.had_prefill, current.tree_ready_at = False, None
+
+    def begin_next(self, session: Session) -> None:
+        """Its round is committed. The next one is planned at once, so that the drafter knows how much it should grow."""
+        session.round.max_nodes = None
+        self.start_round_timer(session)
+        if not session.done:
+            self.plan_round(session)
+
+    def prefill_ran(self) -> None:
+        """The step that has ended held a prefill, which all present rounds waited for."""
+        for session in self._running.values():
+            session.round.had_prefill = True
 
     def on_launch(self, session: Session, num_nodes: int) -> None:
-        """Its step begins. Whether its tree came too late is settled now: what arrives while the step runs may be kept for the next
-        round, whose cap must not follow from it."""
-        draft = session.draft
-        session.launched_s = time.monotonic()
-        session.missed = draft is not None and not draft.at_rest and bool(session.max_nodes) and not num_nodes
-        session.stalled = session.missed and draft is not None and (draft.has_growth or session.required)
-        target_nodes = session.target_nodes
-        session.observed_nodes = (
-            min(target_nodes, num_nodes) if session.launch_immediately and num_nodes else target_nodes
-        )
+        """Its step begins, with so many nodes of its drafter. Whether its tree came too late is settled now: nodes that arrive while the
+        step runs may be kept for the next round, whose number of nodes must not follow from them."""
+        draft, current = session.draft, session.round
+        current.launched_s = time.monotonic()
+        current.missed = draft is not None and not draft.at_rest and bool(current.max_nodes) and not num_nodes
+        current.stalled = current.missed and draft is not None and (draft.has_growth or session.required)
+        partial = current.launch_immediately and num_nodes > 0
+        current.observed_nodes = min(current.target_nodes, num_nodes) if partial else current.target_nodes
 
     def note_ready(self, session: Session) -> None:
-        """What follows the moment at which its tree has its nodes is a wait for other sessions, not for the drafter."""
-        draft = session.draft
-        if session.tree_ready_at is not None or draft is None:
-            return
-        if draft.at_rest or len(draft.tree) >= session.target_nodes:
-            session.tree_ready_at = self._idle_s
+        """From the moment at which its tree has its nodes, it waits for other sessions, not for the drafter."""
+        draft, current = session.draft, session.round
+        ready = draft is not None and (draft.at_rest or len(draft.tree) >= current.target_nodes)
+        if ready and current.tree_ready_at is None:
+            current.tree_ready_at = self._idle_s
 
     def planned(self, step: Plan, now_s: float) -> None:
         """What comes next: sessions that wait for others do so until a moment that later news does not put off."""
@@ -177,26 +187,27 @@ class Rounds:
         self._idle_s += seconds
 
     def ended(self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float = 0.0) -> bool:
-        """A verdict: learn from it. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the step.
+        """Learn from a verdict. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the step.
 
         Returns whether a tree was waited for in vain."""
+        current = session.round
         local = session.local is not None and session.local.launched
         drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
-        if session.missed or drafted:
-            self.pool.record_round(session, missed=session.missed, tokens=len(outcome.tokens))
+        if current.missed or drafted:
+            self.pool.record_round(session, missed=current.missed, tokens=len(outcome.tokens))
         self.pool.round(session, time.monotonic())
-        target = session.target_nodes if drafted or session.stalled else 0
-        observed = session.observed_nodes if target else 0
+        target = current.target_nodes if drafted or current.stalled else 0
+        observed = current.observed_nodes if target else 0
         # A wait whether or not it pays, or for prefill, says nothing of draft waits.
         if session.required or prefilled:
             if drafted:
                 session.statistics.add(session.number, RoundResult(target, observed, path))
-            return session.stalled
+            return current.stalled
         speed = self.controller.step_time.speed
-        ready_at = self._idle_s if session.tree_ready_at is None else session.tree_ready_at  # then it waited for others
-        wait_s = (ready_at - session.idle_mark_s) / speed
+        ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at  # then it waited for others
+        wait_s = (ready_at - current.idle_mark_s) / speed
         if not drafted:
             learn(session, outcome.num_nodes, outcome.path, draft_s / speed)
-        wait = None if session.had_prefill else wait_s
+        wait = None if current.had_prefill else wait_s
         session.statistics.add(session.number, RoundResult(target, observed, path, wait))
-        return session.stalled
+        return current.stalled

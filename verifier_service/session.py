@@ -1,6 +1,8 @@
 """One generation inside the verifier: committed tokens, its tree, its counts.
 
-A session is a state machine (`TRANSITIONS`). It does no I/O; the engine loop reads what happens off its fields, and alone writes them.
+A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
+text, state and output the methods of `Session`; `kv_slot` the slots (`kv_admission`); `draft` and `next_draft` the `DrafterPool`;
+`local_drafts` the `LocalDrafts`; `round` the `Rounds`.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.speculation import DraftPace, Statistics
 
 if TYPE_CHECKING:
+    from verifier_service.drafter_link import Link
     from verifier_service.head_drafts import TextFeatures
     from verifier_service.local_drafts import LocalDraft
 
@@ -49,7 +52,7 @@ MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's o
 
 
 class State(Enum):
-    """Of a session. `prefill_left` tells whether a running one reads its prompt, and `max_nodes` whether its round has begun."""
+    """Of a session. `prefill_left` tells whether a running one reads its prompt, and `round.max_nodes` whether its round has begun."""
 
     QUEUED = "queued"  # no KV slot: it is new, or was preempted
     RUNNING = "running"
@@ -80,8 +83,8 @@ TRANSITIONS = {
 class Draft:
     """The session's tree at a drafter.
 
-    link                 the stream to the drafter, opaque here; None: the drafter is gone. The nodes that have arrived are verified once,
-                         because to drop them now would depend on their values; then the draft is dropped
+    link                 the stream to the drafter; None: the drafter is gone. The nodes that have arrived are verified once, because
+                         to drop them now would depend on their values; then the draft is dropped
     shared               the drafter knows the noise of the bonus tokens
     at_rest              the drafter sends no more nodes before the next commit
     has_growth           growth has arrived; before, the drafter reads the prompt and no round waits
@@ -98,7 +101,7 @@ class Draft:
     queued_s             time that the growth of this round waited in the drafter's queue
     """
 
-    link: object | None
+    link: Link | None
     slot: int
     tree: LivingTree
     shared: bool = False
@@ -117,6 +120,36 @@ class Draft:
     last_growth_s: float = 0.0
     has_current_growth: bool = False
     queued_s: float = 0.0
+
+
+@dataclass(slots=True)
+class PresentRound:
+    """The present round of a session, from the commit before it to its own. Times are on the monotonic clock.
+
+    max_nodes           most nodes that it verifies, fixed when it begins; None: no round has begun
+    target_nodes        nodes that it waits for
+    observed_nodes      nodes of which the verdict tells whether they are accepted
+    launch_immediately  with the nodes that the last commit kept
+    missed              it was launched without the tree that it might have had
+    stalled             and had waited for that tree
+    had_prefill         a prefill ran during this round
+    committed_s         time of the last commit
+    launched_s          time of the launch after it
+    idle_mark_s         idle time of the engine, in all, at the last commit
+    tree_ready_at       the same when the tree had its nodes; from then on it waits for other sessions
+    """
+
+    max_nodes: int | None = None
+    target_nodes: int = 0
+    observed_nodes: int = 0
+    launch_immediately: bool = False
+    missed: bool = False
+    stalled: bool = False
+    had_prefill: bool = False
+    committed_s: float = 0.0
+    launched_s: float = 0.0
+    idle_mark_s: float = 0.0
+    tree_ready_at: float | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -157,18 +190,7 @@ class Session:
     drafter_name: str = ""  # the first one whose nodes were verified
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
-    # the present round
-    max_nodes: int | None = None  # most nodes that it verifies, fixed when it begins; None: no round has begun
-    target_nodes: int = 0  # nodes that it waits for
-    observed_nodes: int = 0  # nodes of which the verdict tells whether they are accepted
-    launch_immediately: bool = False  # with the nodes that the last commit kept
-    missed: bool = False  # it was launched without the tree that it might have had
-    stalled: bool = False  # and had waited for that tree
-    had_prefill: bool = False  # a prefill ran during this round
-    committed_s: float = 0.0  # time of the last commit
-    launched_s: float = 0.0  # time of the launch after it
-    idle_mark_s: float = 0.0  # idle time of the engine, in all, at the last commit
-    tree_ready_at: float | None = None  # the same when the tree had its nodes; from then on it waits for other sessions
+    round: PresentRound = field(default_factory=PresentRound)
 
     # output
     counts: SpeculationStats = field(default_factory=SpeculationStats)  # so far; names are added at the end
@@ -302,6 +324,7 @@ class Session:
         self.tokens += run
         for token in run:  # few: quicker one by one
             self.hash = extend_hash(self.hash, token)
+        self.fed = len(self.tokens) - 1
         if self.history is not None:
             self.history.extend(run)
         fits = self.matcher is None or self.matcher.advance(run)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verifier_service.drafter_pool import DrafterView, Move, best_drafter, moves
+from verifier_service.placement import DrafterView, Move, best_drafter, moves
 
 
 def view(

@@ -70,17 +70,17 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     for some in (one, two, three):
         here.wait(some)
     here.fill(lost)
-    two.fed, two.max_nodes = 2, 7
+    two.fed, two.round.max_nodes = 2, 7
     draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
     here.preempt([2])
     assert list(here.running) == [1]
     assert slots.open_slots == {0}
     assert (two.kv_slot, two.fed, two.prefill_left) == (None, 0, 9)
-    assert (two.max_nodes, two.draft) == (7, draft)
+    assert (two.round.max_nodes, two.draft) == (7, draft)
     assert here.gauges()["num_preemptions_total"] == 1
     slots.known = 8
     assert here.fill(lost) == [two]
-    assert (two.prefill_left, two.max_nodes, two.draft) == (1, 7, draft)
+    assert (two.prefill_left, two.round.max_nodes, two.draft) == (1, 7, draft)
     assert here.gauges()["prefix_cache_hits_total"] == 8
 
 

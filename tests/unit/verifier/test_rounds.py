@@ -43,8 +43,8 @@ def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_res
     session = Session(1, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     pool = Pool()
     rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), pool, {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), 4, 4
-    draft = session.draft = Draft(object(), 1, LivingTree(2, 0, vocab_size=5), has_growth=heard)
+    session.statistics, session.round.max_nodes, session.round.target_nodes = rounds.statistics(session), 4, 4
+    draft = session.draft = Draft(None, 1, LivingTree(2, 0, vocab_size=5), has_growth=heard)
     rounds.start_round_timer(session)
     rounds.on_launch(session, 0)
     draft.has_growth, draft.at_rest = True, came_to_rest
@@ -67,19 +67,16 @@ def test_the_last_rounds_of_a_request_are_not_what_is_usual() -> None:
     assert usual > 3
     session.tokens += [3] * 37
     rounds.plan_round(session)
-    assert 0 < (session.max_nodes or 0) < usual == session.statistics.usual_nodes
+    assert 0 < (session.round.max_nodes or 0) < usual == session.statistics.usual_nodes
 
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_whoever_requires_trees_has_waited_for_every_one_that_did_not_come(heard: bool) -> None:
+def test_a_session_that_requires_trees_stalls_whenever_none_came(heard: bool) -> None:
     wish = Speculation(SpeculationMode.REQUIRED)
     session = Session(1, VerifierRequest("r", (1, 2), speculation=wish), Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset())
     rounds = Rounds(verifier_settings(num_draft_tokens=16, draft_wait_ms=200), Pool(), {1: session})  # type: ignore[arg-type]  # all that is asked of it
-    session.max_nodes, session.target_nodes, session.draft = (
-        4,
-        4,
-        Draft(object(), 1, LivingTree(2, 0, vocab_size=5), has_growth=heard),
-    )
+    session.round.max_nodes = session.round.target_nodes = 4
+    session.draft = Draft(None, 1, LivingTree(2, 0, vocab_size=5), has_growth=heard)
     before = session.statistics.tokens(4)
     rounds.start_round_timer(session)
     rounds.on_launch(session, 0)
@@ -96,8 +93,8 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     parent = 0
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
-    session.statistics, session.max_nodes, session.target_nodes = rounds.statistics(session), cap, cap
-    draft = session.draft = Draft(object(), 1, tree, has_growth=True, pace=DraftPace(next_s, 0.001), wanted=cap)
+    session.statistics, session.round.max_nodes, session.round.target_nodes = rounds.statistics(session), cap, cap
+    draft = session.draft = Draft(None, 1, tree, has_growth=True, pace=DraftPace(next_s, 0.001), wanted=cap)
     rounds.start_round_timer(session)
     return rounds, session, draft
 
@@ -137,7 +134,7 @@ def test_what_is_launched_with_what_was_kept_stays_ready_whatever_comes_then() -
     draft.has_current_growth = True  # the drafter goes on below this root meanwhile
     assert rounds.patience_s(session) == 0.0
     rounds.plan_round(session)
-    assert not session.launch_immediately
+    assert not session.round.launch_immediately
 
 
 def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it() -> None:
@@ -148,7 +145,7 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     session.fed, session.statistics.num_probes, session.statistics.next_probe = 1, 99, 99
     rounds.plan()
     rounds.plan_round(session)
-    assert 0 < session.target_nodes < 12 < (session.max_nodes or 0)
+    assert 0 < session.round.target_nodes < 12 < (session.round.max_nodes or 0)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +157,7 @@ def test_a_tree_is_due_by_the_pace_of_its_drafter(has_current_growth: bool, due_
     draft.rerooted_s, draft.last_growth_s, draft.has_current_growth = 100.0, 100.05, has_current_growth
     assert rounds.due_s(session, 100.0) == pytest.approx(due_s)
     assert rounds.due_s(session, 100.0 + due_s) == pytest.approx(0.0, abs=1e-9)
-    session.target_nodes = 4
+    session.round.target_nodes = 4
     assert rounds.due_s(session, 100.0) == 0.0
 
 

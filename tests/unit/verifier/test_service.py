@@ -24,7 +24,7 @@ def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None
     def begun(session: Session) -> int | None:
         service.engine.running[session.number] = session
         service.engine._begin_rounds()
-        return session.max_nodes
+        return session.round.max_nodes
 
     statistics.next_probe = statistics.num_probes = 99
     controller.plan({statistics: 1}, most=8)
@@ -34,5 +34,5 @@ def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None
         controller.plan({statistics: 1}, most=8)
     service.engine.rounds.count = lambda rows: setattr(service.engine.rounds, "nodes", 1)  # type: ignore[method-assign]
     assert begun(one) == 8
-    one.max_nodes = None  # the next round
+    one.round.max_nodes = None  # the next round
     assert begun(one) == 0
