@@ -32,6 +32,7 @@ from gateway.redis_store import open_store
 from gateway.requests import Ending, GenerateRequest
 from gateway.router import Upstreams
 from gateway.service import GatewayService
+from gateway.settings import GatewaySettings
 from gateway.tokenizer import load_tokenizer
 from rootward.core.requests import Sampling
 from rootward.redis_client import KEY_PREFIX, open_redis
@@ -93,7 +94,13 @@ async def run(args: argparse.Namespace) -> dict[str, float]:
             remote = {address: await stack.enter_async_context(RemoteVerifier(address)) for address in addresses}
             upstreams, store = Upstreams(remote), open_store(url)
             stack.push_async_callback(store.close)
-            gateway = GatewayService(load_tokenizer(args.model), upstreams, store, served_model="model")
+            gateway = GatewayService(
+                load_tokenizer(args.model),
+                upstreams,
+                store,
+                settings=GatewaySettings(model=args.model),
+                served_model="model",
+            )
             gateways.append(await stack.enter_async_context(gateway))
             await upstreams.wait_ready(60.0)
             while not all(upstream.ready for upstream in upstreams):

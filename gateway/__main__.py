@@ -14,11 +14,10 @@ from gateway.auth import Access, Keys
 from gateway.autoscaling import scaler_port
 from gateway.http_guard import RequestGuard
 from gateway.models import Models
-from gateway.redis_store import open_store
+from gateway.redis_store import Store, open_store
 from gateway.router import Upstreams
 from gateway.service import ABORT_S, GatewayService, loop_time
 from gateway.servicer import register
-from gateway.session_store import Store
 from gateway.settings import GatewaySettings
 from gateway.stored_responses import ResponseStore
 from gateway.tokenizer import load_tokenizer
@@ -115,8 +114,8 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
                 tokenizer_hash=tokenizer.content_hash,
             ),
             store,
+            settings=settings,
             served_model=served.name,
-            limits=settings.limits,
             watching=watching,
             beside_others=several,
         )

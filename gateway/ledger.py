@@ -8,6 +8,7 @@ when the store answers again.
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -16,12 +17,13 @@ from hashlib import blake2b
 
 import structlog
 
-from gateway.quotas import Rate, out_of_tokens
+from gateway.admission import LONGEST_RETRY_AFTER_S
+from gateway.redis_store import Store
 from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
-from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Record, Run, Store, StoreUnavailable, Write, stale
+from gateway.session_store import KEPT_AFTER_END_S, MemoryStore, Rate, Record, Run, StoreUnavailable, Write, stale
 from rootward.core.requests import TokenLogprob, VerifierRequest
-from rootward.errors import DuplicateRequest, InvalidRequest, Unavailable
+from rootward.errors import DuplicateRequest, InvalidRequest, RateLimited, Unavailable
 from rootward.ports import Lease
 
 log = structlog.get_logger()
@@ -358,3 +360,8 @@ def _due(entry: Entry) -> Write:
 def _holder() -> str:
     """One per run: a second run of the same id on this gateway is a duplicate, too."""
     return uuid.uuid4().hex
+
+
+def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
+    retry_after_s = float(math.ceil(min(wait_s, LONGEST_RETRY_AFTER_S)))
+    return RateLimited(f"tenant: {tenant!r} has used up its tokens; {cost} are asked for", retry_after_s=retry_after_s)

@@ -7,58 +7,11 @@ counts by itself with the whole rate, so that an outage refuses no request.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from gateway.admission import LONGEST_RETRY_AFTER_S
-from rootward.errors import RateLimited
-
-if TYPE_CHECKING:  # the ledger charges the buckets of this module
-    from gateway.ledger import Entry, Ledger
-    from gateway.planning import Plan
-    from gateway.session_store import Record
-
-MAX_BUCKETS = 4096  # after which full ones are forgotten
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """`tokens_per_s` into a bucket of `size` tokens."""
-
-    tokens_per_s: float
-    size: float
-
-
-class Buckets:
-    """Buckets of one process; the rule is that of `redis_store.TAKE_TOKENS`. `now` is in seconds."""
-
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
-        self._levels: dict[str, tuple[float, float]] = {}  # tenant → (level, when)
-
-    def take(self, tenant: str, cost: int, rate: Rate) -> float:
-        """Take `cost` tokens; a negative cost gives them back. Returns 0 if taken, else the seconds until the tokens are there. One request
-        may overdraw a full bucket."""
-        now = self._now()
-        level, at = self._levels.get(tenant, (rate.size, now))
-        level = min(rate.size, level + (now - at) * rate.tokens_per_s)
-        needed = min(cost, rate.size)
-        if cost > 0 and level < needed:
-            return (needed - level) / rate.tokens_per_s
-        self._levels[tenant] = min(rate.size, level - cost), now
-        if len(self._levels) > MAX_BUCKETS:
-            self._levels = {name: known for name, known in self._levels.items() if not self._full(known, rate)}
-        return 0.0
-
-    def _full(self, known: tuple[float, float], rate: Rate) -> bool:
-        return known[0] + (self._now() - known[1]) * rate.tokens_per_s >= rate.size
-
-
-def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
-    retry_after_s = float(math.ceil(min(wait_s, LONGEST_RETRY_AFTER_S)))
-    return RateLimited(f"tenant: {tenant!r} has used up its tokens; {cost} are asked for", retry_after_s=retry_after_s)
+from gateway.ledger import Entry, Ledger
+from gateway.planning import Plan
+from gateway.session_store import Rate, Record
 
 
 class Account:

@@ -36,15 +36,14 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.lock import Lock
 from redis.exceptions import LockError, NoScriptError
 
-from gateway.quotas import Rate
 from gateway.router import Holders
 from gateway.session_store import (
     KEPT_AFTER_END_S,
     RETENTION_S,
     MemoryStore,
+    Rate,
     Record,
     Run,
-    Store,
     StoreUnavailable,
     Write,
     another_request,
@@ -349,3 +348,6 @@ def _flat(fields: Mapping[str, str]) -> list[str]:
 
 def _ms(seconds: float) -> int:
     return max(1, round(seconds * 1000))
+
+
+Store = MemoryStore | RedisStore

@@ -20,11 +20,13 @@ from gateway.grammar_check import GrammarCheck
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import GAUGES, Metrics
 from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
-from gateway.quotas import Account, Rate
+from gateway.quotas import Account
+from gateway.redis_store import Store
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
 from gateway.resuming import beyond_log, finish_of, first_fields, with_seed
 from gateway.router import Upstreams
-from gateway.session_store import FINISHED, INTERRUPTED, Record, Store, another_request, duplicate, stale
+from gateway.session_store import FINISHED, INTERRUPTED, Record, another_request, duplicate, stale
+from gateway.settings import GatewaySettings
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, INLINE_CHARACTERS, Tokenizer, TokenizerPool, texts_in
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
@@ -35,30 +37,14 @@ from rootward.metrics import Gauges
 from rootward.ports import Lease, ModelInfo
 from rootward.tracing import request_span, set_attributes, traceparent_of
 
+FIRST_VERIFIER_WAIT_S = 1.0  # for a verifier to be found after the gateway has started
+LEASE_S = 5.0
 ABORT_S = 2.0  # for aborted generations to release their resources
 SLOW_CLIENT_S = 5.0  # after the longest request, for a client to read the answer
 CHARACTERS_A_TOKEN = 16  # a prompt with more characters for each token of the context is refused before it is tokenised
 MIN_CONTEXT = 2048  # tokens; models with a smaller context take as many characters as with this one
 MIN_DETOKENIZED = 1 << 16  # ids that one call to detokenise may always have
 TOKENISED_A_CHARGE = 64  # characters whose tokenisation costs a tenant as much as one token of a request
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Durations in seconds."""
-
-    max_num_seqs: int = 256  # requests at verifiers
-    max_num_queued_reqs: int = 256  # requests waiting for a slot
-    max_num_queued_tokens: int = 1 << 62  # of their prompts
-    max_prompt_tokens: int = 0  # of one request; 0 = the context
-    max_output_tokens: int = 0  # that one request may ask for; 0 = the context
-    max_prompt_characters: int = 0  # of one prompt; 0 = CHARACTERS_A_TOKEN times the context
-    max_choices: int = 128  # `n` of one request
-    tenant_rate: Rate | None = None  # None = no limit
-    request_timeout_s: float = 600.0  # the longest deadline, and the default one
-    redispatch_wait_s: float = 30.0  # for a verifier after one was lost in mid-stream
-    first_verifier_wait_s: float = 1.0  # for a verifier to be found after the gateway has started
-    lease_s: float = 5.0
 
 
 class GatewayService:
@@ -70,26 +56,27 @@ class GatewayService:
         upstreams: Upstreams,
         store: Store,
         *,
+        settings: GatewaySettings,
         served_model: str,
-        limits: Limits | None = None,
         watching: Watching | None = None,
         beside_others: bool = False,
+        lease_s: float = LEASE_S,
     ):
         """store: closed by the caller. watching: shared by the models of a gateway. beside_others: request ids are shared with services of
-        other models, and a resumed request must name the model that it began with."""
+        other models, and a resumed request must name the model that it began with. lease_s: of a running request, unless renewed."""
         self.tokenizer, self.upstreams, self.served_model = tokenizer, upstreams, served_model
-        self.limits = limits or Limits()
+        self.settings = settings
         self.admission = Admission(
-            max_num_seqs=self.limits.max_num_seqs,
-            max_num_queued_reqs=self.limits.max_num_queued_reqs,
-            max_num_queued_tokens=self.limits.max_num_queued_tokens,
+            max_num_seqs=self.settings.max_num_seqs,
+            max_num_queued_reqs=self.settings.max_num_queued_reqs,
+            max_num_queued_tokens=self.settings.max_num_queued_tokens,
         )
         self.worker = f"gateway-{uuid.uuid4().hex[:8]}"
         self.incarnation = secrets.randbits(64)
         self.metrics, self.watching = Metrics(), watching or Watching(loop_time)
         self._id_scope = served_model if beside_others else ""
         self._store, self._clock = store, SystemClock()
-        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=self.limits.lease_s)
+        self._ledger = Ledger(store, now=loop_time, model=self._fingerprint, lease_s=lease_s)
         Gauges(self.metrics.registry, GAUGES, self._gauges)
         self._live: dict[str, _Live] = {}  # by the name that the request has at verifiers
         self.tokenizer_pool, self._grammars = TokenizerPool(), GrammarCheck(tokenizer.backend_json)
@@ -172,13 +159,13 @@ class GatewayService:
                     yield delta
 
     async def _deltas(self, request: GenerateRequest, arrived: float) -> AsyncGenerator[Delta, None]:
-        limit = min(request.deadline_s or self.limits.request_timeout_s, self.limits.request_timeout_s)
+        limit = min(request.deadline_s or self.settings.request_timeout_s, self.settings.request_timeout_s)
         if self.upstreams.model is None:
-            await self.upstreams.wait_ready(min(limit, self.limits.first_verifier_wait_s))
+            await self.upstreams.wait_ready(min(limit, FIRST_VERIFIER_WAIT_S))
         size = len(request.prediction) + sum(map(len, request.bad_words))
         request = await self.tokenizer_pool.run(size, without_texts, request, self.tokenizer)
         plan = make_plan(request, await self.prompt_ids(request), self.model)
-        plan = within(plan, self.limits.max_prompt_tokens, self.limits.max_output_tokens)
+        plan = within(plan, self.settings.max_prompt_tokens, self.settings.max_output_tokens)
         cutoff = Cutoff(arrived + limit)
         received = request.resume.offset if request.resume else 0
         try:
@@ -258,7 +245,7 @@ class GatewayService:
         return await self.tokenizer_pool.run(size, planning.prompt_ids, request, self.tokenizer)
 
     def _check_characters(self, prompt: str | Chat) -> None:
-        limit = self.limits.max_prompt_characters
+        limit = self.settings.max_prompt_characters
         if not limit:
             model = self.upstreams.model
             limit = CHARACTERS_A_TOKEN * max(model.max_positions if model else 0, MIN_CONTEXT)
@@ -267,13 +254,13 @@ class GatewayService:
             raise ContextLengthExceeded(field, size, f"characters are more than this server takes, {limit}; shorten it")
 
     async def _charge(self, tenant: str, characters: int) -> None:
-        if self.limits.tenant_rate is not None:
-            await self._ledger.charge(tenant, -(-characters // TOKENISED_A_CHARGE), self.limits.tenant_rate)
+        if self.settings.tenant_rate is not None:
+            await self._ledger.charge(tenant, -(-characters // TOKENISED_A_CHARGE), self.settings.tenant_rate)
 
     def _check_allowed(self, request: GenerateRequest) -> None:
         """InvalidRequest beyond the operator's limits, PermissionDenied beyond the scopes of the caller's key."""
-        if request.n > self.limits.max_choices:
-            raise InvalidRequest("n", request.n, f"is more than this server gives, {self.limits.max_choices}")
+        if request.n > self.settings.max_choices:
+            raise InvalidRequest("n", request.n, f"is more than this server gives, {self.settings.max_choices}")
         if request.priority < 0 and (known := caller()) is not None:
             known.require(Scope.PRIORITY)
 
@@ -287,7 +274,7 @@ class GatewayService:
         live = self._live[name] = _Live(cutoff, fields["digest"], request.request_id, first.tenant)
         try:
             async with AsyncExitStack() as held:
-                account = await held.enter_async_context(Account(self._ledger, plan, self.limits.tenant_rate))
+                account = await held.enter_async_context(Account(self._ledger, plan, self.settings.tenant_rate))
                 slot = self.admission.slot(len(first.prompt), first.priority, first.tenant)
                 await cutoff.wait(held.enter_async_context(slot), "queue")
                 if first.structure is not None:
@@ -378,7 +365,7 @@ class GatewayService:
             watched=watched,
             held=held,
             ended=finish_of(record.fields) if record.finished else None,
-            redispatch_wait_s=self.limits.redispatch_wait_s,
+            redispatch_wait_s=self.settings.redispatch_wait_s,
         )
 
 

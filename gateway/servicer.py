@@ -221,7 +221,7 @@ def worker_to_pb(upstream: Upstream) -> control_pb2.WorkerInfo:
 @asynccontextmanager
 async def _slow_clients_end(models: Models) -> AsyncIterator[None]:
     """Bounds the time that a client which does not read keeps its generation waiting."""
-    longest_s = max(service.limits.request_timeout_s for service in models)
+    longest_s = max(service.settings.request_timeout_s for service in models)
     try:
         async with asyncio.timeout(longest_s + SLOW_CLIENT_S):
             yield

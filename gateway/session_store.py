@@ -12,23 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
 
-from gateway.quotas import Buckets, Rate
 from gateway.requests import as_chosen
 from gateway.router import Holders
 from rootward.core.requests import TokenLogprob
 from rootward.errors import DuplicateRequest, StaleEpoch, Unavailable
 from rootward.ports import Lease
 
-if TYPE_CHECKING:
-    from gateway.redis_store import RedisStore
-
-Store: TypeAlias = "MemoryStore | RedisStore"
-
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
+MAX_BUCKETS = 4096  # after which full ones are forgotten
 MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
@@ -98,6 +92,39 @@ class Write:
     fields: Mapping[str, str] = field(default_factory=dict)
     state: str = ""
     total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """`tokens_per_s` into a bucket of `size` tokens."""
+
+    tokens_per_s: float
+    size: float
+
+
+class Buckets:
+    """Buckets of one process; the rule is that of `redis_store.TAKE_TOKENS`. `now` is in seconds."""
+
+    def __init__(self, now: Callable[[], float]):
+        self._now = now
+        self._levels: dict[str, tuple[float, float]] = {}  # tenant → (level, when)
+
+    def take(self, tenant: str, cost: int, rate: Rate) -> float:
+        """Take `cost` tokens; a negative cost gives them back. Returns 0 if taken, else the seconds until the tokens are there. One request
+        may overdraw a full bucket."""
+        now = self._now()
+        level, at = self._levels.get(tenant, (rate.size, now))
+        level = min(rate.size, level + (now - at) * rate.tokens_per_s)
+        needed = min(cost, rate.size)
+        if cost > 0 and level < needed:
+            return (needed - level) / rate.tokens_per_s
+        self._levels[tenant] = min(rate.size, level - cost), now
+        if len(self._levels) > MAX_BUCKETS:
+            self._levels = {name: known for name, known in self._levels.items() if not self._full(known, rate)}
+        return 0.0
+
+    def _full(self, known: tuple[float, float], rate: Rate) -> bool:
+        return known[0] + (self._now() - known[1]) * rate.tokens_per_s >= rate.size
 
 
 @dataclass(slots=True)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from gateway.http_guard import LOCAL_HOSTS
-from gateway.quotas import Rate
-from gateway.service import Limits
+from gateway.session_store import Rate
 from gateway.stored_responses import LIFETIME_S, MAX_BYTES, MAX_RESPONSES
 from gateway.tools import CallFormat
 from rootward.addresses import is_loopback
@@ -201,12 +200,6 @@ class GatewaySettings(ProcessSettings):
     def tenant_rate(self) -> Rate | None:
         per_minute = self.tenant_tokens_per_minute
         return Rate(per_minute / 60, self.tenant_burst_tokens or per_minute) if per_minute else None
-
-    @property
-    def limits(self) -> Limits:
-        """The settings of the same names."""
-        names = (field.name for field in fields(Limits))
-        return Limits(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
 
 class LocalSettings(ServiceSettings):

@@ -10,9 +10,10 @@ import structlog
 
 from gateway.auth import caller
 from gateway.planning import check_name
+from gateway.redis_store import Store
 from gateway.requests import of_tenant
 from gateway.schemas import Message
-from gateway.session_store import MemoryStore, Store, StoreUnavailable
+from gateway.session_store import MemoryStore, StoreUnavailable
 from rootward.errors import NotFound
 
 log = structlog.get_logger()

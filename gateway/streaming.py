@@ -43,7 +43,7 @@ class GenerationResponse(Response):
         self._service, self._body, self._request, self._kind = service, body, request, kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        limit_s = self._service.limits.request_timeout_s + SLOW_CLIENT_S
+        limit_s = self._service.settings.request_timeout_s + SLOW_CLIENT_S
         await _unless_disconnected(receive, self._answered(scope, receive, send), limit_s)
 
     async def _answered(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,9 +14,8 @@ from support.certificates import Authority
 from support.processes import free_port, wait_until
 from support.redis import RedisProcess
 
-from gateway.quotas import Rate
 from gateway.redis_store import RedisStore, open_store
-from gateway.session_store import Run, StoreUnavailable, Write
+from gateway.session_store import Rate, Run, StoreUnavailable, Write
 from rootward.discovery.registry import Worker, open_registry
 from rootward.ports import Lease
 

@@ -11,9 +11,10 @@ from gateway.detokenizer import Span
 from gateway.models import Models
 from gateway.requests import Ending
 from gateway.router import Upstreams
-from gateway.service import GatewayService, Limits
+from gateway.service import LEASE_S, GatewayService
 from gateway.servicer import register
 from gateway.session_store import MemoryStore
+from gateway.settings import GatewaySettings
 from rootward.wire.server import RpcServer
 
 TEXT = SpellingVerifier().text
@@ -44,14 +45,23 @@ async def collect(service, request):
     raise AssertionError("the generation ended without a finish")
 
 
+def settings_of(*, tenant_rate=None, **settings):
+    """tenant_rate: finer than tokens per minute."""
+    kind = GatewaySettings
+    if tenant_rate is not None:
+        kind = type("Settings", (GatewaySettings,), {"tenant_rate": property(lambda self: tenant_rate)})
+    return kind(model="demo", **{"redispatch_wait_s": 2.0, **settings})
+
+
 @asynccontextmanager
-async def serving(*verifiers, store=None, poll_s=0.02, **limits):
+async def serving(*verifiers, store=None, poll_s=0.02, lease_s=LEASE_S, **settings):
     """A running service; verifiers are named "v0", "v1", …"""
     named = {f"v{i}": v for i, v in enumerate(verifiers or (SpellingVerifier(),))}
     upstreams = Upstreams(named, poll_s=poll_s)
-    chosen = {"redispatch_wait_s": 2.0, **limits}
     store = store or MemoryStore()
-    service = GatewayService(byte_level(), upstreams, store, served_model="demo", limits=Limits(**chosen))
+    service = GatewayService(
+        byte_level(), upstreams, store, settings=settings_of(**settings), served_model="demo", lease_s=lease_s
+    )
     async with service:
         await upstreams.wait_ready(1.0)
         yield service

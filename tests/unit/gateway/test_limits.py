@@ -13,8 +13,8 @@ from gateway.app import build_app
 from gateway.auth import Caller, Scope
 from gateway.choices import outputs
 from gateway.models import Models
-from gateway.quotas import Rate
 from gateway.requests import Chat, GenerateRequest
+from gateway.session_store import Rate
 from gateway.tokenizer import LARGE_CHARACTERS, TokenizerPool
 from rootward.client import AsyncClient
 from rootward.errors import ContextLengthExceeded, InvalidRequest, Overloaded, PermissionDenied, RateLimited

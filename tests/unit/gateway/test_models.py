@@ -8,7 +8,7 @@ import grpc
 import httpx
 import pytest
 from prometheus_client import generate_latest
-from unit.gateway.service_for_tests import collect
+from unit.gateway.service_for_tests import collect, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -33,7 +33,9 @@ async def several(**verifiers):
     async with AsyncExitStack() as stack:
         for name, verifier in verifiers.items():
             upstreams = Upstreams({name: verifier} if verifier else {}, poll_s=0.02)
-            service = GatewayService(byte_level(), upstreams, store, served_model=name, beside_others=True)
+            service = GatewayService(
+                byte_level(), upstreams, store, settings=settings_of(), served_model=name, beside_others=True
+            )
             services.append(await stack.enter_async_context(service))
             if verifier:
                 assert await upstreams.wait_ready(5.0)

@@ -9,10 +9,9 @@ from unit.gateway.redis_for_tests import redis_server
 from unit.gateway.service_for_tests import IDS, at_rest, collect, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
-from gateway.quotas import Buckets, Rate
 from gateway.redis_store import open_store
 from gateway.requests import GenerateRequest
-from gateway.session_store import MemoryStore, StoreUnavailable
+from gateway.session_store import Buckets, MemoryStore, Rate, StoreUnavailable
 from rootward.errors import ContextLengthExceeded, RateLimited
 
 RATE = Rate(10.0, 100.0)

@@ -8,17 +8,17 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.app import build_app
 from gateway.models import Models
-from gateway.quotas import Rate, owed
+from gateway.quotas import owed
 from gateway.requests import GenerateRequest, Resume, as_chosen, of_tenant
 from gateway.router import Upstreams
 from gateway.service import GatewayService
-from gateway.session_store import FINISHED, INTERRUPTED, RUNNING, MemoryStore, Record, Run
+from gateway.session_store import FINISHED, INTERRUPTED, RUNNING, MemoryStore, Rate, Record, Run
 from rootward.core.requests import FinishReason
 from rootward.errors import InvalidRequest, Overloaded, RateLimited, Unavailable
 
@@ -197,7 +197,7 @@ class Slow:
 async def test_long_texts_leave_the_loop_free(call):
     slow = Slow()
     upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
-    async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
+    async with GatewayService(slow, upstreams, MemoryStore(), settings=settings_of(), served_model="demo") as service:
         await upstreams.wait_ready(5.0)
         task = asyncio.create_task(call(service))
         await asyncio.sleep(0.05)  # it has begun
@@ -210,7 +210,7 @@ async def test_long_prompts_are_echoed_off_the_loop(stream, monkeypatch):
     monkeypatch.setattr("gateway.tokenizer.INLINE_CHARACTERS", 40)
     slow, prompt = Slow(), list(range(40, 70))
     upstreams = Upstreams({"v": SpellingVerifier()}, poll_s=0.02)
-    async with GatewayService(slow, upstreams, MemoryStore(), served_model="demo") as service:
+    async with GatewayService(slow, upstreams, MemoryStore(), settings=settings_of(), served_model="demo") as service:
         await upstreams.wait_ready(5.0)
         transport = httpx.ASGITransport(build_app(Models([service])))
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:

@@ -116,7 +116,7 @@ def test_settings():
     settings = GatewaySettings.load(["--model", "/models/big/", "--verifiers", "a:1, dns:///b:2"])
     assert settings.verifiers == ["a:1", "dns:///b:2"]
     assert settings.served[0].name == "big"
-    assert settings.limits.max_num_seqs == 256
+    assert settings.max_num_seqs == 256
     for flags in (["--verifiers", ""], ["--listen", "a"], ["--max-num-seqs", "0"], ["--log-level", "loud"], []):
         with pytest.raises(ConfigurationError, match=r"^[\w.]+: "):
             GatewaySettings.load(["--model", "x", *flags] if flags else [])

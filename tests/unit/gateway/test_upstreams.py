@@ -11,7 +11,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.requests import GenerateRequest
 from gateway.router import TTL_S, Upstreams
-from gateway.service import GatewayService, Limits
+from gateway.service import GatewayService
 from gateway.session_store import MemoryStore
 from gateway.settings import GatewaySettings
 from rootward.ports import Peer
@@ -47,7 +47,9 @@ async def discovering(*sources, delay_s=0.0):
         return made[address]
 
     upstreams = Upstreams({}, sources=sources, dial=dial, poll_s=0.02)
-    service = GatewayService(byte_level(), upstreams, MemoryStore(), served_model="demo", limits=Limits())
+    service = GatewayService(
+        byte_level(), upstreams, MemoryStore(), settings=GatewaySettings(model="demo"), served_model="demo"
+    )
     async with service:
         yield service, upstreams, made
 
