@@ -37,7 +37,7 @@ SLOW = (  # beginnings of "file::test"
     "integration/test_gateway_local.py",
     "integration/test_grace_periods.py",
     "integration/test_long_prompts.py",
-    "integration/test_mischief.py",
+    "integration/test_malformed_frames.py",
     "integration/test_model_free_drafters.py",
     "integration/test_processors_served.py",
     "integration/test_real_prometheus.py",

@@ -27,7 +27,7 @@ import httpx
 import numpy as np
 import redis
 from support.entry import DEADLY
-from support.mischief import Mischief, spoiled_drafter
+from support.malformed_frames import FrameCorruptor, corrupting_drafter
 from support.processes import Service, free_port
 from support.redis import RedisProcess
 
@@ -59,7 +59,7 @@ class Stand:
     redis: RedisProcess
     services: dict[str, Service]  # by name: role and number
     links: list[SlowLink]
-    mischief: Mischief
+    corruptor: FrameCorruptor
     expected: dict[int, tuple[int, ...]] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
     restarts: Counter[str] = field(default_factory=Counter)
@@ -175,16 +175,16 @@ async def standing(seed: int, *, dishonest: bool, streams: int) -> AsyncIterator
         honest = [(f"drafter{i}", service("drafter_service", "--model", DRAFT, *quick)) for i in range(2)]
         cheating = [("drafter2", service("dishonest", "--model", DRAFT, *quick))] if dishonest else []
         drafters = await all_of(*honest, *cheating)
-        mischief = Mischief(seed, most=0)
+        corruptor = FrameCorruptor(seed, most=0)
         remote = await stack.enter_async_context(RemoteDrafter(services["drafter1"].address))
-        drafters[1] = await stack.enter_async_context(spoiled_drafter(remote, mischief))
+        drafters[1] = await stack.enter_async_context(corrupting_drafter(remote, corruptor))
         flags = ("--model", TARGET, "--drafters", ",".join(drafters), "--max-num-seqs", 64, *common)
         flags += ("--num-ahead-tokens", 32)  # as for drafters on other machines
         verifiers = await all_of(*((f"verifier{i}", service("verifier_service", *flags)) for i in range(3)))
         limits = ("--max-num-seqs", max(256, streams), "--redispatch-wait-s", 120, "--http-listen", "127.0.0.1:0")
         flags = ("--model", TARGET, "--verifiers", ",".join(verifiers), *limits, *common)
         await all_of(*((f"gateway{i}", service("gateway", *flags)) for i in range(2)))
-        made = Stand(seed, store, services, links, mischief)
+        made = Stand(seed, store, services, links, corruptor)
         async with AsyncClient(made.target, timeout=60.0) as client:
             for key in range(NUM_SEEDS + 1):
                 made.expected[key] = (await client.generate(PROMPT, sampling=params(key))).token_ids
@@ -332,9 +332,9 @@ class Failures:
         await asyncio.to_thread(self.stand.redis.start)
 
     async def corrupt(self) -> None:
-        self.stand.mischief.most = self.stand.mischief.num_sent + 300
-        await until(lambda: self.stand.mischief.over, 8.0)
-        self.stand.mischief.most = 0
+        self.stand.corruptor.most = self.stand.corruptor.num_sent + 300
+        await until(lambda: self.stand.corruptor.over, 8.0)
+        self.stand.corruptor.most = 0
 
     async def poison(self) -> None:
         """Two verifiers die of it, at whichever gateways it is sent, and no third."""

@@ -154,19 +154,19 @@ async def tokens_per_round(run: Run) -> float:
 
 
 @pytest.mark.services
-async def test_drafters_killed_at_random_moments_harm_no_request() -> None:
+async def test_drafters_killed_at_random_moments_fail_no_request() -> None:
     await killing(8, "ngram:", 2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("model", ["ngram:", DRAFT])
-async def test_a_hundred_drafters_killed_at_random_moments_harm_no_request(model: str) -> None:
+async def test_a_hundred_drafters_killed_at_random_moments_fail_no_request(model: str) -> None:
     await killing(100, model, 3)
 
 
 @pytest.mark.services
-async def test_the_last_drafter_dies_and_a_drained_one_is_left_without_a_stall() -> None:
+async def test_loss_of_the_last_drafter_and_a_drain_stall_no_session() -> None:
     async with under_load("ngram:", 2) as run:
         first, second = run.alive
         first.process.terminate()  # SIGTERM: it says so, its sessions move, it ends
@@ -183,7 +183,7 @@ async def test_the_last_drafter_dies_and_a_drained_one_is_left_without_a_stall()
 
 
 @pytest.mark.services
-async def test_a_drafter_that_hangs_costs_each_session_a_wait_and_then_nobody() -> None:
+async def test_a_drafter_that_hangs_costs_each_session_one_wait() -> None:
     """It holds its connections and says nothing: no error tells, only silence."""
     async with under_load("ngram:", 2) as run:
         hung = run.alive.pop()

@@ -163,7 +163,7 @@ async def test_drained_services_hand_over_what_they_run(cluster: Cluster) -> Non
     cluster.num_done = 0
 
 
-async def test_http_goes_on_by_last_event_id_on_another_gateway(cluster: Cluster) -> None:
+async def test_http_streams_resume_by_last_event_id_on_another_gateway(cluster: Cluster) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": NUM_TOKENS, "seed": 0, "stream": True, "return_token_ids": True}
     headers = {"x-request-id": f"http-{os.getpid()}"}
     one, two = (front.http for front in cluster.gateways)

@@ -49,7 +49,7 @@ def test_sentinels_and_servers_may_be_called(helm):
 
 
 @pytest.mark.parametrize("per_role", [False, True])
-def test_an_external_redis_may_know_each_role(helm, per_role):
+def test_an_external_redis_may_have_a_url_for_each_role(helm, per_role):
     external = f"{{existingSecret: urls, perRole: {str(per_role).lower()}, caSecret: ca}}"
     objects = helm.rendered(f"redis: {{mode: external, external: {external}}}")
     for part in SETTINGS:
@@ -61,7 +61,7 @@ def ports(objects, service: str) -> dict[str, str]:
     return {p["name"]: p["appProtocol"] for p in named(objects, "Service", service)["spec"]["ports"]}
 
 
-def test_ports_say_what_they_speak(helm):
+def test_ports_have_their_protocols(helm):
     scaler = "gateway: {scaler: {port: 50053}}"
     plain, secured = helm.rendered(scaler), helm.rendered(f"{scaler}\n{TLS}")
     h2c = "kubernetes.io/h2c"
@@ -100,7 +100,7 @@ def test_an_authority_of_ones_own_is_named(helm):
     assert policy["spec"]["validation"]["caCertificateRefs"] == [{"group": "", "kind": "ConfigMap", "name": "ca"}]
 
 
-def test_an_ingress_says_that_the_gateway_speaks_tls(helm):
+def test_an_ingress_is_annotated_for_a_gateway_with_tls(helm):
     key = "nginx.ingress.kubernetes.io/backend-protocol"
     (plain,) = of_kind(helm.rendered(ROUTES % ("", "")), "Ingress")
     assert "annotations" not in plain["metadata"]

@@ -39,7 +39,7 @@ def check(address: str, authority: Path, variables: dict[str, str]) -> subproces
 
 
 @pytest.mark.services
-def test_it_passes_with_the_key_and_tells_what_misses_without(tmp_path):
+def test_it_passes_with_the_key_and_reports_what_is_missing_without(tmp_path):
     pair, authority, key = demo.paths(), Authority(tmp_path), new_key()
     keys = tmp_path / "keys.yaml"
     keys.write_text(yaml.safe_dump({"keys": [{"name": "test", "sha256": digest(key)}]}), encoding="utf-8")

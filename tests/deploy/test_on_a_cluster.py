@@ -55,7 +55,7 @@ def test_gateways_mount_a_tokenizer_and_no_weights(helm):
 @pytest.mark.parametrize(
     "weights", ["source: pvc, claim: w", "source: host, hostPath: /w", "source: image, image: x/w:1"]
 )
-def test_weights_are_mounted_in_gateways_only_where_that_is_said(helm, weights):
+def test_weights_are_mounted_in_gateways_only_with_a_tokenizer_source(helm, weights):
     done = helm.template(f"verifier: {{model: {{{weights}}}}}")
     assert "gateway.tokenizer.source" in done.stderr
     both = helm.rendered(f"verifier: {{model: {{{weights}}}}}\ngateway: {{tokenizer: {{{weights}}}}}")
@@ -260,7 +260,7 @@ def container_of(objects, part: str) -> dict:
     return next(pod for name, pod in pods(objects).items() if name.endswith(f"-{part}"))["spec"]["containers"][0]
 
 
-def test_redis_speaks_tls_under_mutual_tls(helm):
+def test_redis_uses_tls_under_mutual_tls(helm):
     plain, secured = helm.rendered(""), helm.rendered(MUTUAL_TLS)
     for objects, scheme in ((plain, "redis"), (secured, "rediss")):
         for part in ("gateway", "verifier", "drafter-default"):
@@ -430,7 +430,7 @@ def test_a_download_that_is_slow_or_retried_does_not_end_its_group(helm):
     assert int(arguments[arguments.index("--attempts") + 1]) > 1
 
 
-def test_each_machine_knows_its_rank_and_the_first_one(helm):
+def test_each_machine_is_given_its_rank_and_the_address_of_the_first(helm):
     """By the variables that LeaderWorkerSet sets in every container."""
     (group,) = of_kind(helm.rendered(SPREAD % ""), "LeaderWorkerSet")
     arguments = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]["args"]
@@ -689,7 +689,7 @@ def test_policies_allow_every_connection_that_is_needed(helm, name):
     assert refused == []
 
 
-def test_policies_refuse_what_nobody_needs(helm):
+def test_the_check_of_policies_finds_traffic_that_no_service_needs(helm):
     """The walk can fail: no part calls another one's part, nor anything outside."""
     objects = helm.rendered("")
     unneeded = [

@@ -57,7 +57,7 @@ def test_older_clusters_are_refused(helm):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_supported_kubernetes_knows_every_field(helm, version):
+def test_every_field_exists_in_every_supported_kubernetes_version(helm, version):
     validate = pytest.importorskip("kubernetes_validate")
     unique = {json.dumps(o, sort_keys=True): o for name in VALUE_SETS for o in helm.objects(name)}
     own = [o for o in unique.values() if o["apiVersion"].partition("/")[0] not in CUSTOM]
@@ -79,7 +79,7 @@ def test_an_image_volume_needs_a_newer_kubernetes(helm):
         validate.validate(verifier, "1.30", strict=True)
 
 
-def test_every_custom_resource_is_as_its_definition_says(helm):
+def test_every_custom_resource_is_valid_under_its_definition(helm):
     """`Helm.rendered` checks the renders of all tests; here is one of every kind, and no definition is left over."""
     found = {
         o["kind"] for name in VALUE_SETS for o in helm.objects(name) if o["apiVersion"].partition("/")[0] in CUSTOM

@@ -52,7 +52,7 @@ def test_one_session_alone_speculates_and_is_equal_too(stack, reference) -> None
         assert got.speculation.num_plain_steps <= 0.2 * got.speculation.num_target_passes
 
 
-def test_streamed_text_is_the_decoded_text_and_origins_are_told_apart(stack) -> None:
+def test_streamed_text_is_the_decoded_text_with_accepted_flags(stack) -> None:
     prompt = demo.prompts()[3]
     with stack.client.stream(prompt, sampling=SamplingParams(temperature=0.8, max_tokens=80)) as stream:
         deltas = list(stream)
@@ -106,7 +106,7 @@ def test_completions_over_http_stream_and_do_not(stack) -> None:
         ({"max_tokens": 100_000}, ["max_tokens", "100000", "1024"]),
     ],
 )
-def test_bad_requests_name_field_value_and_fix_and_disturb_nobody(stack, sampling, words) -> None:
+def test_bad_requests_are_refused_with_field_value_and_fix_and_others_continue(stack, sampling, words) -> None:
     prompt = demo.prompts()[0]
     wanted = SamplingParams(temperature=0, max_tokens=96)
     quiet = stack.client.generate(prompt, sampling=wanted).text

@@ -104,7 +104,7 @@ def split(tokenizer, one: Scored) -> tuple[list[int], int]:
     return [*context, *whole[len(context) :]], len(context)
 
 
-def test_scores_are_those_that_the_server_tells_anybody(samples, stack, tokenizer) -> None:
+def test_scores_equal_the_prompt_logprobs_of_the_grpc_api(samples, stack, tokenizer) -> None:
     """Exactly: the other face, other messages, the same numbers."""
     seen = list(scored(samples["continuations"]))
     assert len(seen) == 18
@@ -134,7 +134,7 @@ def test_the_likeliest_is_chosen(samples) -> None:
         assert sample["acc"] == float(values.index(max(values)) == sample["doc"]["answer"])
 
 
-def test_answers_end_where_they_are_told_to(samples, stack) -> None:
+def test_answers_end_at_the_stop_string(samples, stack) -> None:
     for sample in samples["answers"]:
         (answer,) = sample["resps"][0]
         wanted = SamplingParams(temperature=0, max_tokens=12, stop=("\n",))

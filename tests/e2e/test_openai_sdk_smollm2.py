@@ -94,7 +94,7 @@ def test_a_chat_whole_and_streamed_is_the_same_without_speculation(client) -> No
         assert parts[-1].usage.completion_tokens == 40
 
 
-def test_a_conversation_goes_on(client) -> None:
+def test_a_conversation_continues(client) -> None:
     said = [*CHAT, {"role": "assistant", "content": "Red, green, blue."}, {"role": "user", "content": "Which is warm?"}]
     drafted, plain = (chat(client, mode, messages=said).choices[0] for mode in MODES)
     assert drafted == plain

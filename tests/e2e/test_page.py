@@ -121,7 +121,7 @@ def test_the_keyboard_alone_starts_and_stops(page: webdriver.Chrome) -> None:
     assert int(figures(page)[0][1]) < 900
 
 
-def test_a_refusal_is_told_and_text_is_never_markup(page: webdriver.Chrome) -> None:
+def test_a_refusal_is_shown_and_text_is_never_markup(page: webdriver.Chrome) -> None:
     fill(page, "tokens", "100000")
     page.find_element(By.ID, "run").click()  # the form itself refuses what is outside its range
     page.execute_script("document.getElementById('tokens').removeAttribute('max')")

@@ -89,7 +89,7 @@ async def test_pods_that_come_leave_and_go_are_followed() -> None:
         assert all(query["resourceVersion"] == "0" for query in server.asked)  # from the cache of the API server
 
 
-async def test_what_was_said_last_holds_while_the_server_is_away_or_refuses() -> None:
+async def test_the_last_answer_holds_while_the_server_is_away_or_refuses() -> None:
     async with api_server() as server:
         await server.apply(recorded(READY))
         async with watching(server) as watched:
@@ -137,7 +137,7 @@ def test_addresses_of_version_6_are_bracketed_and_names_are_not_dialled() -> Non
     assert peers_in([six, name], "grpc") == (Peer("[fd00::1]:50061", "eu-west-1a"),)
 
 
-async def test_outside_a_cluster_and_without_a_kubeconfig_it_says_so(monkeypatch, tmp_path) -> None:
+async def test_outside_a_cluster_and_without_a_kubeconfig_is_a_configuration_error(monkeypatch, tmp_path) -> None:
     async def none(**_: object) -> None:
         raise module.ConfigException("Invalid kube-config file")
 

@@ -192,7 +192,7 @@ def test_a_folder_is_read_and_described(tmp_path: Path) -> None:
     assert torch.isfinite(logits[:, :80]).all()
 
 
-def test_fingerprints_tell_weights_apart() -> None:
+def test_fingerprints_distinguish_weights() -> None:
     one, same, other = (model_module.fingerprint(tiny(LLAMA, seed=s)) for s in (0, 0, 1))
     assert one == same != other
 

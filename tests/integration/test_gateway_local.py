@@ -113,7 +113,7 @@ async def test_a_killed_drafter_changes_nothing_and_comes_back(deployment, undis
         assert result.speculation.num_accepted_draft_tokens
 
 
-async def test_a_killed_redis_stops_nobody(deployment, undisturbed):
+async def test_a_killed_redis_stops_no_request(deployment, undisturbed):
     tokens, _ = await killed_in_mid_stream(deployment, deployment.redis, 3)
     assert tokens == undisturbed
     await all_ready(deployment)

@@ -39,7 +39,7 @@ async def ends_well(service: Service, margin_s: float, *, in_time: bool) -> None
 
 
 @pytest.mark.parametrize("in_time", IN_TIME)
-async def test_a_verifier_and_a_drafter_that_are_stopped_under_load_harm_nobody(in_time):
+async def test_a_verifier_and_a_drafter_that_stop_under_load_fail_no_request(in_time):
     """Two of each; one of each is told to stop in the middle of the same requests."""
     stop = ("--shutdown-timeout-s", DRAIN_S)
     with drafter(DRAFT, *stop) as d1, drafter(DRAFT, *stop) as d2:

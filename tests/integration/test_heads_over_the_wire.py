@@ -147,7 +147,7 @@ async def test_states_are_captured_while_a_session_may_draft_and_no_longer() -> 
         assert sent_bytes(system.service) == sent
 
 
-async def test_a_verifier_without_the_same_head_is_refused_with_the_fix_and_serves_alone() -> None:
+async def test_a_verifier_without_the_same_head_is_refused_with_the_fix_and_decodes_plainly() -> None:
     target = target_of()
     for fuse in (None, TabularHead(target, noise=0.9)):
         drafter = drafter_of(TabularHead(target))
@@ -208,7 +208,7 @@ def test_serve_all_gives_both_services_the_head_and_the_drafter_its_target(tmp_p
     assert (drafter.model, drafter.target) == ("head:here", "there")
 
 
-async def test_a_drafter_process_says_which_head_it_has_and_how_it_wants_features() -> None:
+async def test_a_drafter_process_reports_its_head_and_the_type_of_features() -> None:
     settings = DrafterSettings(model="head:of a test", feature_dtype="int8")
     head = TabularHead(target_of())
     async with build(head, settings) as drafter:

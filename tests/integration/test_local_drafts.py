@@ -96,7 +96,7 @@ class Gate:
                 yield frame
 
 
-async def test_a_session_that_loses_its_drafter_goes_on_with_trees_of_its_own() -> None:
+async def test_a_session_that_loses_its_drafter_continues_with_local_trees() -> None:
     target, draft = tabular_pair(**PERIODIC)
     gate = Gate(drafter_of(draft))
     async with gate.drafter, verifier_of(target, {"d": gate}, local_draft="ngram", draft_wait_ms=50) as verifier:
@@ -110,7 +110,7 @@ async def test_a_session_that_loses_its_drafter_goes_on_with_trees_of_its_own() 
         assert rounds(verifier, "local") + rounds(verifier, "tree") == last.finish.stats.num_spec_steps
 
 
-async def test_who_drafts_can_be_asked_for_and_unknown_names_are_refused() -> None:
+async def test_a_request_may_name_its_drafter_and_unknown_names_are_refused() -> None:
     target, draft = tabular_pair(**PERIODIC)
     drafter = drafter_of(draft)
     async with drafter, verifier_of(target, {"d": drafter}, local_draft="ngram") as verifier:
@@ -139,7 +139,7 @@ async def test_who_drafts_can_be_asked_for_and_unknown_names_are_refused() -> No
             await collect(verifier, asked)
 
 
-async def test_tables_of_successors_learn_the_targets_most_likely_tokens_of_every_verified_row() -> None:
+async def test_tables_of_successors_take_the_target_s_most_likely_tokens_of_every_verified_row() -> None:
     target, _ = tabular_pair(**PERIODIC)
     async with verifier_of(target, {}, local_draft="ngram+recycling") as verifier:
         wanted = request(temperature=0.0, max_tokens=2, mode=SpeculationMode.AUTO)

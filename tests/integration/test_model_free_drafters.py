@@ -201,7 +201,7 @@ async def first_tokens_of_the_second_of_two(drafter: DrafterService, target: Tab
     return counts
 
 
-async def test_a_memory_must_not_tell_a_session_of_its_own_coins() -> None:
+async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution() -> None:
     """Requests with one seed and one id share their coins: what one has said must not decide the tree of the other."""
     target = TabularModel(5, seed=4, sharpness=0.5)
     wanted = target.law(PROMPT) * 300

@@ -114,7 +114,7 @@ async def keep_busy(client: AsyncClient, stop: asyncio.Event) -> None:
         await client.generate([1, 2, 3], sampling=wanted, speculation=Speculation(mode="required"))
 
 
-async def test_the_rules_compute_on_real_services_what_the_formula_says(tmp_path):
+async def test_the_recording_rules_equal_the_formula_on_real_services(tmp_path):
     if shutil.which("prometheus") is None:
         pytest.skip("NO PROMETHEUS: install Debian's package prometheus")
     admin = [f"127.0.0.1:{free_port()}" for _ in range(2)]

@@ -105,7 +105,7 @@ def refusals(service: Service) -> list[str]:
     return [line for line in service.output().splitlines() if "call_refused" in line]
 
 
-def test_who_is_admitted_gets_an_answer(guarded: Guarded) -> None:
+def test_admitted_callers_get_answers(guarded: Guarded) -> None:
     with guarded.client(guarded.roles["client"], USER) as client:
         assert client.generate([1, 2]).token_ids
     with guarded.http(guarded.roles["client"], USER) as http:
@@ -197,7 +197,7 @@ def test_the_certificate_of_a_drafter_does_not_open_the_gateway(guarded: Guarded
 
 
 @pytest.mark.parametrize("kind", ["foreign", "expired", "none"])
-def test_certificates_that_nobody_here_has_signed_or_that_have_run_out(guarded: Guarded, kind: str) -> None:
+def test_certificates_of_an_unknown_authority_or_expired_ones_are_refused(guarded: Guarded, kind: str) -> None:
     own = {"foreign": guarded.foreign, "expired": guarded.expired, "none": None}[kind]
     with guarded.client(own, ADMIN) as client, pytest.raises(APIConnectionError):
         client.generate([1, 2])

@@ -41,7 +41,7 @@ def worker(number: int, **more) -> Worker:
     return Worker("drafter", f"d{number}", "fast", f"10.0.0.{number}:50061", 2**64 - number, **more)
 
 
-async def test_what_a_worker_says_is_what_peers_read(registry: Registry) -> None:
+async def test_peers_read_the_values_that_a_worker_has_published(registry: Registry) -> None:
     counters = {"fast": {"draft_row_seconds_wanted": 1.5}}
     one = worker(1, zone="z", counters=counters)
     two = worker(2, draining=True)
@@ -62,7 +62,7 @@ async def test_installations_with_different_prefixes_share_a_redis(registry: Reg
     assert await registry.workers("drafter", "fast") == (worker(1),)
 
 
-async def test_who_has_missed_its_beats_is_gone(registry: Registry) -> None:
+async def test_a_worker_that_misses_heartbeats_is_gone(registry: Registry) -> None:
     await registry.publish(worker(1))
     assert len(await registry.workers("drafter", "fast")) == 1
     seconds, micros = await registry._client.time()

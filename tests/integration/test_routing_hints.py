@@ -19,7 +19,7 @@ def asked(name: str, token: int) -> VerifierRequest:
     return request(name, (token,) * 96, max_tokens=2, mode=SpeculationMode.DISABLED)
 
 
-async def test_a_hint_goes_with_what_it_tells_of() -> None:
+async def test_a_hint_is_withdrawn_with_its_prefix() -> None:
     with running_redis() as url:
         target = TabularModel(5, seed=1, max_slots=2, max_positions=128, tree_room=16, kv_cache_tokens=320)
         store = open_store(url)

@@ -280,7 +280,7 @@ async def test_the_errors_of_a_verifier_keep_their_class(trouble, kind):
         assert type(caught.value) is kind
 
 
-async def test_the_verifier_learns_the_deadline():
+async def test_the_verifier_gets_the_deadline():
     verifier = CountingVerifier()
     async with verifier_at(verifier) as (remote, _):
         for deadline_s in (3.0, None):

@@ -122,7 +122,7 @@ async def test_idle_active_scaled_idle(cluster: Cluster) -> None:
     assert not await cluster.active()
 
 
-async def test_demand_is_seen_with_no_drafter_alive(cluster: Cluster) -> None:
+async def test_demand_is_reported_without_drafters(cluster: Cluster) -> None:
     await cluster.beat(15, sessions=40)
     assert await cluster.active()
     await cluster.beat(15, sessions=40)  # rates need two looks
@@ -130,7 +130,7 @@ async def test_demand_is_seen_with_no_drafter_alive(cluster: Cluster) -> None:
     assert (await cluster.value("rows"), await cluster.value("stall")) == (0, 0)
 
 
-async def test_a_fresh_pool_is_asked_for_places_before_anybody_knows_what_a_round_costs(cluster: Cluster) -> None:
+async def test_a_new_pool_scales_by_sessions_before_the_cost_of_a_round_is_known(cluster: Cluster) -> None:
     """No drafter ever reported and nothing is assumed: demand is unknown, the sessions are not, and they are enough to begin with."""
     unknown = cluster.verifier.counters["cheap"] | {"draft_prior_row_seconds": 0.0}
     cluster.verifier = replace(cluster.verifier, counters={"cheap": unknown})
@@ -166,12 +166,12 @@ async def test_a_drafter_that_is_new_to_the_registry_is_not_young(cluster: Clust
     assert await cluster.value() == pytest.approx(40 * 0.1 / 0.8)
 
 
-async def test_the_spec_tells_name_and_target(cluster: Cluster) -> None:
+async def test_the_metric_spec_has_name_and_target(cluster: Cluster) -> None:
     spec = (await cluster.stub.GetMetricSpec(trigger("stall", target="0.1"), timeout=10)).metricSpecs[0]
     assert (spec.metricName, spec.targetSizeFloat, spec.targetSize) == ("rootward-cheap-stall", 0.1, 1)
 
 
-async def test_a_stream_tells_the_state_at_once_then_changes_and_ends_well(cluster: Cluster) -> None:
+async def test_a_stream_sends_the_state_at_once_then_changes_and_ends_without_an_error(cluster: Cluster) -> None:
     await cluster.beat(15, sessions=0)
     stream = cluster.stub.StreamIsActive(trigger())
     states = []

@@ -94,7 +94,7 @@ async def test_what_waits_for_a_slow_client_is_bounded_and_nothing_of_it_is_lost
         await at_rest(service)
 
 
-async def test_a_client_that_never_reads_is_not_waited_for_for_ever(monkeypatch):
+async def test_a_client_that_never_reads_times_out(monkeypatch):
     monkeypatch.setattr(servicer, "SLOW_CLIENT_S", 0.2)
     async with (
         served(request_timeout_s=3.0) as (_, remote, service, address),

@@ -91,7 +91,7 @@ async def test_a_new_target_by_two_releases():
     assert {result.token_ids for result in results} == {alone.token_ids}
 
 
-async def test_a_new_target_in_place_is_refused_by_name_and_serves_nobody():
+async def test_a_new_target_under_the_same_name_is_refused_and_gets_no_requests():
     with installed(OLD) as old:
         async with client_of(old) as client:
             alone = await client.generate([1, 2, 3], sampling=SHORT)

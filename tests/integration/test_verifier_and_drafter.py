@@ -176,7 +176,7 @@ async def test_one_epoch_never_tosses_its_coins_twice(rule: Rule) -> None:
         (request(committed=(1, 2), max_tokens=2), InvalidRequest, "max_tokens"),
     ],
 )
-async def test_bad_requests_name_field_and_fix_and_disturb_nobody(bad, error, word: str) -> None:
+async def test_bad_requests_are_refused_with_field_and_fix_and_others_continue(bad, error, word: str) -> None:
     target, draft = tabular_pair()
     async with in_process(target, draft) as system:
         running = asyncio.create_task(collect(system.verifier, request("good", temperature=0.0, max_tokens=80)))
@@ -255,7 +255,7 @@ async def test_a_lying_drafter_costs_nothing_but_its_trees(kind: str) -> None:
         assert tokens == greedy_text(target, (1, 2, 3), 40)
 
 
-async def test_a_drafter_with_a_shorter_context_stops_growing_and_the_text_goes_on() -> None:
+async def test_a_drafter_with_a_shorter_context_stops_growing_and_generation_continues() -> None:
     target, _ = tabular_pair()
     draft = TabularModel(5, seed=1, noise=0.3, noise_seed=2, max_positions=24)
     async with in_process(target, draft) as system:
@@ -265,7 +265,7 @@ async def test_a_drafter_with_a_shorter_context_stops_growing_and_the_text_goes_
         await assert_at_rest(system)
 
 
-async def test_vocabularies_that_differ_are_refused_and_the_verifier_serves_alone() -> None:
+async def test_vocabularies_that_differ_are_refused_and_the_verifier_decodes_plainly() -> None:
     target, _ = tabular_pair()
     drafter = drafter_of(TabularModel(6, seed=1))
     async with drafter, verifier_of(target, {"d": drafter}) as verifier:

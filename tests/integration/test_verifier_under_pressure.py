@@ -115,7 +115,7 @@ async def test_cancelling_half_of_them_at_random_moments_leaves_nothing_behind(s
         await assert_nothing_is_held(system)
 
 
-async def test_what_was_said_before_is_not_computed_again_except_for_another_tenant() -> None:
+async def test_cached_prefixes_are_not_computed_again_except_for_another_tenant() -> None:
     first = request("a", tuple(range(5)) * 6, temperature=0.0, tenant="one")
     target, draft = tight_pair(mixed(seed=5))
     async with in_process(target, draft) as system:

@@ -354,6 +354,6 @@ ZIPF = 1.0 / np.arange(1, 31)
 ZIPF /= ZIPF.sum()
 
 
-def test_check_says_why_the_services_do_not_start(capfd):
+def test_check_reports_why_the_services_do_not_start(capfd):
     assert main(["check", "/nowhere"]) == 2
     assert "'/nowhere' is not a folder" in capfd.readouterr().err

@@ -81,7 +81,7 @@ def test_a_tokenizer_comes_without_weights(store, tmp_path):
     assert set(files_of(tmp_path / "m")) == {"config.json", "tokenizer.json"}
 
 
-def test_those_who_ask_at_the_same_time_wait_for_one_download(store, tmp_path, monkeypatch):
+def test_concurrent_callers_wait_for_one_download(store, tmp_path, monkeypatch):
     """The first stands inside its download until the others have come."""
     waiting, began = threading.Barrier(3), threading.Event()
     fetch = module._from_store

@@ -179,7 +179,7 @@ def test_prompts_have_the_stated_length(tokenizer):
     assert max(counts) <= 200
 
 
-def test_the_target_has_learnt(target, held_out_rows):
+def test_the_held_out_loss_of_the_target_is_within_its_bound(target, held_out_rows):
     assert measure.held_out_loss(target, held_out_rows) <= TARGET_LOSS_BOUND
 
 

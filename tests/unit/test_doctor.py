@@ -171,7 +171,7 @@ def test_a_gateway_that_does_not_answer_is_the_only_finding() -> None:
     assert len(found) == 1
 
 
-async def test_looks_at_a_running_gateway_and_says_which_workers_it_cannot_reach() -> None:
+async def test_doctor_reports_workers_of_a_running_gateway_that_it_cannot_reach() -> None:
     async with grpc_serving() as (_, address):
         seen = await system.look(Access(address))
     assert seen.info is not None

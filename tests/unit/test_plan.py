@@ -87,7 +87,7 @@ def test_speed_up_is_that_of_the_services_where_the_drafter_is_near() -> None:
     assert found.with_trees > 3.0
 
 
-def test_trials_that_cost_speed_are_told() -> None:
+def test_trials_that_cost_speed_are_reported() -> None:
     found = forecast(measured(accepted=0, auto=0.9))
     assert found.speedup == pytest.approx(0.9, rel=0.02)
     assert not found.pays
@@ -143,7 +143,7 @@ def test_half_of_the_rejections() -> None:
     assert tokens_with_half_the_rejections(Counter({0: 3}), deepest=3) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
 
 
-def test_acceptance_is_told_by_depth() -> None:
+def test_acceptance_is_reported_by_depth() -> None:
     assert acceptance_by_depth(Run(1, accepted=Counter({0: 1, 1: 1, 3: 2}))) == [0.75, 0.5, 0.5]
     assert acceptance_by_depth(Run(1)) == []
 
@@ -194,7 +194,7 @@ def test_answers_in_one_sentence() -> None:
     assert "but not at temperature 0 with 8 sessions" in answer(forecasts([good, bad], rtts_ms=[0.0]))
 
 
-def test_says_when_the_speed_up_is_that_of_n_grams() -> None:
+def test_plan_reports_when_the_speed_up_is_that_of_n_grams() -> None:
     said = answer(forecasts([measured(accepted=1, auto=1.6, lookup=1.7)], rtts_ms=[0.0]))
     assert said.startswith("Yes, but not for this draft: 1.60 x")
     assert "n-grams of the text alone give 1.70 x" in said
@@ -257,7 +257,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_loaded(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-def test_tells_heads_from_models() -> None:
+def test_heads_are_distinguished_from_models() -> None:
     assert is_head(str(smollm2_head()))
     assert not is_head(str(paths().draft))
     assert not is_head("ngram")

@@ -50,7 +50,7 @@ def planted(nodes: tuple[tuple[int, int], ...], weights: list[int]) -> LivingTre
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['model']}-{c['branching']}-{c['verified']}")
-def test_two_rounds_are_worth_what_the_golden_vectors_say(case: dict) -> None:
+def test_two_rounds_equal_the_golden_vectors(case: dict) -> None:
     p, q = (np.array(case[k]) / sum(case[k]) for k in ("p_weights", "q_weights"))
 
     @cache

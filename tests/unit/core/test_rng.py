@@ -61,7 +61,7 @@ def test_words_of_a_level_are_those_of_its_draw_number_and_none_comes_twice():
     assert len(set(long.tolist())) == len(long)
 
 
-def test_a_token_has_its_noise_whoever_asks():
+def test_the_noise_of_a_token_does_not_depend_on_the_tokens_asked_for():
     whole = target_gumbel(KEY, 12, 1001)
     some = [1000, 3, 2, 0, 777]
     assert target_gumbel(KEY, 12, some).tolist() == whole[some].tolist()

@@ -46,7 +46,7 @@ def test_peers_get_an_address_that_they_can_dial(known, addresses, listens, dial
 
 
 @pytest.mark.parametrize(("addresses", "listens"), [([], "[::]:1"), ([V6], "0.0.0.0:1")])
-def test_a_machine_without_such_an_address_is_told_to_name_one(known, addresses, listens):
+def test_a_machine_without_such_an_address_is_refused_with_the_fix(known, addresses, listens):
     known(*addresses)
     with pytest.raises(ConfigurationError, match="advertise: "):
         advertised(listens)

@@ -54,7 +54,7 @@ def rows_of_ratio_trees(*, beside: bool) -> list[object]:
     return [{node: (row.ids.tolist(), row.weight.tolist()) for node, row in of_tree.items()} for of_tree in rows]
 
 
-def test_who_declares_rows_does_not_pay_for_who_is_matched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matched_rounds_do_not_change_rounds_with_declared_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Atoms] = []
 
     def counted(*given: Any) -> tuple[Atoms, Reduction]:

@@ -26,7 +26,7 @@ def test_max_min_is_fair_and_wastes_nothing_that_is_wanted(wanted: list[int], to
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 9)), max_size=12), st.integers(1, 60))
-def test_dealing_gives_everybody_a_row_and_nobody_too_many(trees, rows: int) -> None:
+def test_dealing_gives_each_a_row_and_none_more_than_it_needs(trees, rows: int) -> None:
     wanted = [want for *_, want in trees]
     shares = fair_shares(wanted, [(verifier, tenant) for verifier, tenant, _ in trees], rows)
     assert all(min(want, 1) <= share <= want for share, want in zip(shares, wanted, strict=True))
@@ -60,7 +60,7 @@ def test_tenants_of_one_verifier_share_alike() -> None:
         ({}, "a", None),
     ],
 )
-def test_a_full_drafter_takes_from_whoever_holds_most(held, asking: str, loser: str | None) -> None:
+def test_a_full_drafter_evicts_from_the_tenant_with_most_trees(held, asking: str, loser: str | None) -> None:
     assert gives_up(held, asking) == loser
 
 

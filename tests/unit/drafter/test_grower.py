@@ -183,14 +183,14 @@ def test_several_trees_share_every_forward() -> None:
     assert {key for key, _ in frames} == {1, 2, 3}
 
 
-def test_the_last_frame_says_that_growth_rests() -> None:
+def test_the_last_frame_has_at_rest() -> None:
     drafter = grower()
     drafter.open(1, opening(1))
     frames = grown(drafter)
     assert [f.at_rest for _, f in frames] == [False] * (len(frames) - 1) + [True]
 
 
-def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
+def test_a_commit_keeps_the_subtree_and_growth_continues_below_it() -> None:
     drafter = grower()
     drafter.open(1, opening(1))
     verifier = replica()

@@ -261,7 +261,7 @@ def test_under_matching_what_no_round_waits_for_is_drawn_in_larger_levels(monkey
 
 @pytest.mark.parametrize(("law", "bonus_key"), [(DraftMode.SAMPLED, BONUS.value), (DraftMode.COUPLED, None)])
 @pytest.mark.parametrize(("pause_s", "grows"), [(0.0, False), (1.9, False), (2.1, True), (60.0, True)])
-def test_growth_goes_on_after_a_round_if_pauses_are_longer_than_two_levels(
+def test_growth_continues_after_a_round_if_pauses_are_longer_than_two_levels(
     law: DraftMode, bonus_key: int | None, pause_s: float, grows: bool
 ) -> None:
     clock = FakeClock()

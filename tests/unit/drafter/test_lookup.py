@@ -91,7 +91,7 @@ def test_a_verifier_can_replay_what_is_streamed_and_every_node_is_chosen(law: Dr
     assert tokens(verifier) == [3, 4, 1, 2, 3, 4, 1, 2]
 
 
-def test_a_commit_keeps_the_subtree_and_growth_goes_on_below_it() -> None:
+def test_a_commit_keeps_the_subtree_and_growth_continues_below_it() -> None:
     drafter, verifier = lookup(), replica()
     drafter.open((0, 1), opening(1))
     for _, frame in grown(drafter):
@@ -195,7 +195,7 @@ def test_a_long_prompt_is_fed_in_pieces_while_others_are_served() -> None:
     assert drafter.idle
 
 
-def test_a_level_is_a_bounded_piece_of_work_and_serves_who_waited_longest() -> None:
+def test_a_level_is_bounded_and_serves_the_trees_that_waited_longest() -> None:
     drafter = lookup()
     for slot in range(20):
         drafter.open((0, slot), opening(slot))

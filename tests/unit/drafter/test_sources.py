@@ -78,7 +78,7 @@ def test_random_tokens_are_a_function_of_seed_and_text() -> None:
 # -- n-gram -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_longest_context_speaks_first_and_frequent_then_late_continuations_lead() -> None:
+def test_continuations_are_ordered_by_context_length_then_frequency_then_recency() -> None:
     source = fed(Ngram(contexts=1), [1, 2, 7, 1, 2, 8, 1, 2, 7, 1, 2, 9, 1, 2])
     assert named(source) == [7, 9, 8]  # twice; then once each, the later one first
     assert named(fed(Ngram(), [2, 1, 7, 3, 1, 8, 4, 1, 8, 5, 1, 7, 6, 1])) == [7, 8]  # twice each, 7 last
@@ -179,7 +179,7 @@ def test_an_inserted_token_is_the_second_guess() -> None:
     assert named(fed(Prediction(PREDICTED), [10, 11, 99])) == [13, 12]
 
 
-def test_a_repeated_passage_goes_on_at_the_nearest_place_ahead() -> None:
+def test_a_repeated_passage_continues_at_the_nearest_later_occurrence() -> None:
     text = [1, 2, 3, 1, 2, 4, 1, 2, 5]
     source = fed(Prediction(text), [1, 2, 3, 9, 9, 1, 2])
     assert named(source)[0] == 4
@@ -242,7 +242,7 @@ def test_other_models_are_no_recipes(spec: str) -> None:
 
 
 @pytest.mark.parametrize("spec", ["ngram:contexts=3", "ngram+ngram:", "recycling:width=0"])
-def test_a_recipe_with_a_mistake_says_what_to_write(spec: str) -> None:
+def test_the_error_of_a_wrong_recipe_has_the_fix(spec: str) -> None:
     with pytest.raises(ValueError, match=r"write (ngram|recycling): or ngram"):
         parse_recipe(spec)
 

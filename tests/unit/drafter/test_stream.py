@@ -55,7 +55,7 @@ def test_frames_of_two_bases_stay_two_in_their_order() -> None:
     assert [g.first_node for g in frame.grows] == [1, 3]
 
 
-async def test_a_verifier_that_takes_nothing_is_not_heard() -> None:
+async def test_a_stream_is_full_while_its_verifier_reads_nothing() -> None:
     stream = Stream(1, capacity=2)
     for slot in range(1000):
         if stream.full:

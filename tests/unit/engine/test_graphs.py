@@ -110,7 +110,7 @@ def test_recorded_steps_give_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_rows_told_by_number_are_those_told_by_a_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_wanted_by_number_equal_those_wanted_by_a_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask would have a device asked how many rows it keeps."""
     expected = session(model_of("llama", None))
     monkeypatch.setattr(batch, "host_can_read", lambda device: False)

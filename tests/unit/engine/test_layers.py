@@ -74,11 +74,11 @@ def test_it_computes_what_the_network_computes(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", OTHERS)
-def test_other_architectures_are_left_alone(kind: str) -> None:
+def test_other_architectures_run_unchanged(kind: str) -> None:
     assert not is_llama(SUPPORTED[kind].network())
 
 
-def test_where_another_scale_or_code_is_at_work_it_is_left_alone() -> None:
+def test_networks_with_another_scale_or_code_run_unchanged() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     assert not is_llama(Family("LlamaConfig", {"rope_parameters": rope}).network())
     network = SUPPORTED["llama"].network()
@@ -88,7 +88,7 @@ def test_where_another_scale_or_code_is_at_work_it_is_left_alone() -> None:
     assert not is_llama(elsewhere(SUPPORTED["llama"].network().config))
 
 
-def test_code_of_somebody_else_is_run_as_it_is() -> None:
+def test_networks_with_changed_modules_run_unchanged() -> None:
     """A short probe does not see all that it may do."""
     changed = SUPPORTED["llama"].network()
     own = type(changed.model.layers[0].self_attn)

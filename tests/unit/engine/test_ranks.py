@@ -48,7 +48,7 @@ class Rank:
         return self._process.poll() is not None
 
 
-def test_ranks_that_cannot_be_told_are_ended() -> None:
+def test_ranks_that_cannot_be_sent_the_end_are_ended() -> None:
     group, rank = Deaf(), Rank()
     with Ranks(group, [rank]):  # type: ignore[arg-type, list-item]  # all that is asked of either
         pass

@@ -63,7 +63,7 @@ async def served(admission, order, name, tokens=0, priority=0):
         await asyncio.sleep(0)
 
 
-async def test_lower_priorities_first_then_who_came_first():
+async def test_lower_priorities_first_then_by_arrival():
     admission, order = Admission(max_num_seqs=1, max_num_queued_reqs=9), []
     async with asyncio.TaskGroup() as group, admission.slot():
         for name, priority in [("a", 1), ("b", 0), ("c", -1), ("d", 0)]:

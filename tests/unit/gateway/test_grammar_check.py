@@ -106,7 +106,7 @@ async def test_a_form_that_does_not_compile_in_time_is_refused(check, monkeypatc
     await check(Form.REGEX, "c")
 
 
-async def test_a_form_that_does_not_compile_says_why(check):
+async def test_the_error_of_a_form_that_does_not_compile_has_the_reason(check):
     with pytest.raises(InvalidGrammar, match="does not compile"):
         await check(Form.REGEX, "(")
     assert check.owner.num_crashes == 0

@@ -182,7 +182,7 @@ async def test_web_pages_cannot_drive_a_gateway_on_loopback():
         ("127.0.0.1:8000", ["--api-keys", "keys.yaml"], None),
     ],
 )
-def test_names_are_checked_where_anybody_on_the_machine_may_call(listen, more, guarded_names):
+def test_host_names_are_checked_on_loopback_without_keys(listen, more, guarded_names):
     settings = GatewaySettings.load(["--model", "tabular:x", "--http-listen", listen, *more], prog="gateway")
     assert settings.http_hosts == guarded_names
 

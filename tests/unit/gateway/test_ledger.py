@@ -196,7 +196,7 @@ def held(process, age_s):
     return age_s < TTL_S
 
 
-async def test_who_computed_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
+async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(redis_url):
     stores = [open_store(redis_url) for _ in range(2)]
     one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))

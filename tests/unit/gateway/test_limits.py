@@ -89,7 +89,7 @@ async def test_choices_are_bounded():
 
 
 @pytest.mark.parametrize("scope", [Scope.PRIORITY, Scope.ADMIN, Scope.GENERATE])
-async def test_who_goes_first_needs_a_scope(scope):
+async def test_priority_needs_a_scope(scope):
     async with serving() as service:
         token = auth._CALLER.set(Caller(name="k", sha256="0" * 64, tenant="t", scopes=[Scope.GENERATE, scope]))
         try:

@@ -149,7 +149,7 @@ def test_a_file_names_several_models(tmp_path):
         GatewaySettings.load([])
 
 
-def test_what_is_told_of_wrong_settings_has_no_secret():
+def test_errors_of_wrong_settings_have_no_secret():
     with pytest.raises(ConfigurationError) as told:
         GatewaySettings.load(["--redis-url", "redis://u:secret@h:1/0"])
     assert "secret" not in str(told.value)

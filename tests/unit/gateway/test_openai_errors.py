@@ -51,7 +51,7 @@ async def test_mistakes_are_not_tried_again(kind, code, more, stream):
         assert refused.value.body["type"] == "invalid_request_error"
 
 
-async def test_what_is_not_served_says_so():
+async def test_paths_that_are_not_served_are_not_found():
     async with package() as (_, client, _):
         for ask in (
             client.embeddings.create(model="demo", input="a"),
@@ -83,7 +83,7 @@ async def test_an_id_that_is_in_use_is_a_mistake_and_not_tried_again():
         await at_rest(service, verifier)
 
 
-async def test_a_full_server_is_tried_again_when_it_says():
+async def test_an_overloaded_server_is_retried_after_retry_after():
     verifier = SpellingVerifier(delay_s=0.02)
     async with package(verifier, max_num_seqs=1, max_num_queued_reqs=0) as (service, client, made):
         first = asyncio.create_task(client.completions.create(**WANTED))
@@ -110,7 +110,7 @@ async def test_what_stays_full_is_a_rate_limit_error():
         await at_rest(service, verifier)
 
 
-async def test_nobody_ready_is_tried_again_and_then_an_internal_server_error():
+async def test_no_ready_verifier_is_retried_and_then_an_internal_server_error():
     verifier = SpellingVerifier()
     async with package(verifier, redispatch_wait_s=0.1) as (_, client, made):
         verifier.up = False

@@ -231,13 +231,13 @@ async def test_logprobs_survive_a_lost_verifier() -> None:
             assert [span.logprob for span in generated.spans] == wanted
 
 
-async def test_a_verifier_that_sends_no_logprobs_is_not_believed() -> None:
+async def test_a_verifier_that_sends_no_logprobs_is_refused() -> None:
     async with serving(SpellingVerifier(spoil=lambda run: [replace(run, logprobs=())])) as service:
         with pytest.raises(Exception, match="logprobs"):
             await collect(service, GenerateRequest("a", logprobs=1))
 
 
-def test_tokens_with_one_text_are_told_apart() -> None:
+def test_tokens_with_equal_texts_are_named_by_id() -> None:
     """Parts of characters, and two tokens that decode alike, go by their ids."""
     texts = {1: "x", 2: "x", 3: "\ufffd", 4: "y"}
 

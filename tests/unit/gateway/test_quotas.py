@@ -31,7 +31,7 @@ def test_no_tenant_gets_more_than_its_rate(asks):
         assert taken <= RATE.size + RATE.tokens_per_s * now + max(0, largest - RATE.size) + 1e-6
 
 
-def test_waiting_as_long_as_was_said_is_enough():
+def test_tokens_are_there_after_the_returned_wait():
     now = 0.0
     buckets = Buckets(lambda: now)
     assert buckets.take("t", 70, RATE) == 0
@@ -65,7 +65,7 @@ async def test_the_bucket_in_redis_is_shared_and_follows_the_same_rule():
             await store.close()
 
 
-async def test_a_tenant_pays_for_what_it_generates_and_is_told_when_to_come_again():
+async def test_a_tenant_is_charged_for_generated_tokens_and_refused_with_retry_after():
     verifier = SpellingVerifier()
     async with serving(verifier, tenant_rate=Rate(1.0, 60.0)) as service:
         ask = GenerateRequest("a", tenant="t", max_tokens=50)

@@ -83,7 +83,7 @@ async def both_ways(chats, **wanted):
     return thoughts, text, usage
 
 
-async def test_thoughts_are_told_apart_in_answers_and_streams():
+async def test_thoughts_are_separated_in_answers_and_streams():
     async with chatting("<think>one, two</think>Three.") as (chats, _):
         thoughts, text, usage = await both_ways(chats)
         assert (thoughts, text) == ("one, two", "Three.")
@@ -118,7 +118,7 @@ async def test_calls_follow_thoughts():
         assert message.tool_calls[0].function.name == "weather"
 
 
-async def test_streams_are_not_resumed_where_thoughts_are_told_apart():
+async def test_streams_are_not_resumed_where_thoughts_are_separated():
     async with chatting("x") as (chats, _):
         with pytest.raises(openai.BadRequestError) as refused:
             await chats.create(model="demo", messages=CHAT, extra_headers={"last-event-id": "3"})

@@ -77,7 +77,7 @@ async def test_max_tokens_default_to_the_rest_of_the_context():
         assert request.deadline_s is not None
 
 
-def test_a_chat_that_is_too_long_is_told_so_by_its_messages():
+def test_a_chat_that_is_too_long_is_refused_with_field_messages():
     request = GenerateRequest(Chat(({"role": "user", "content": "x"},)))
     with pytest.raises(ContextLengthExceeded, match=r"^messages: \d+ tokens leave no room in a context"):
         make_plan(request, (1,) * MODEL.max_positions, MODEL)

@@ -147,7 +147,7 @@ async def test_a_call_that_is_cut_is_incomplete():
         assert '{"city": "Paris"}'.startswith(call.arguments)
 
 
-async def test_an_abort_is_incomplete_and_says_so():
+async def test_an_aborted_response_has_status_incomplete():
     async with real_server(SpellingVerifier(text="word " * 40, delay_s=0.001)) as (service, http):
         service.tokenizer = with_tools()
         async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
@@ -187,7 +187,7 @@ async def test_a_form_of_the_output():
         assert verifier.requests[-1].structure.form is Form.JSON_OBJECT
 
 
-async def test_speculation_is_told_of():
+async def test_speculation_is_reported():
     async with responding() as (responses, _, _):
         told = await both_ways(responses, extra_body={"speculation": "disabled", "seed": 1})
         assert told.metrics["speculative_decoding"]["num_draft_tokens"] == 10
@@ -235,7 +235,7 @@ def test_items_become_messages():
     ]
 
 
-async def test_a_conversation_goes_on_from_a_stored_response():
+async def test_a_conversation_continues_a_stored_response():
     async with responding("<think>hm</think>Yes. " + CALL, reasoning_content=True) as (responses, verifier, _):
         first = await responses.create(model="demo", input="hi", instructions="Once.", tools=[WEATHER])
         assert first.store is True
@@ -254,7 +254,7 @@ async def test_a_conversation_goes_on_from_a_stored_response():
         assert (await responses.retrieve(third.id)).to_dict() == third.to_dict()
 
 
-async def test_a_response_is_stored_unless_the_client_says_no_and_until_it_is_deleted():
+async def test_a_response_is_stored_unless_store_is_false_and_until_it_is_deleted():
     async with responding() as (responses, _, http):
         kept = await responses.create(model="demo", input="hi")
         assert (await responses.retrieve(kept.id)).output_text == "Hello."
@@ -289,7 +289,7 @@ async def test_a_tenant_does_not_find_the_responses_of_another():
 
 
 @pytest.mark.parametrize("options", [{"max_bytes": 100}, {"lifetime_s": 0}])
-async def test_what_cannot_be_stored_says_so(options):
+async def test_a_response_that_is_not_stored_has_store_false(options):
     async with responding(stored=ResponseStore(**options)) as (responses, _, _):
         told = await responses.create(model="demo", input="hi")
         assert told.store is False

@@ -49,7 +49,7 @@ async def rest(service, request):
 
 @pytest.mark.parametrize("tell", [True, False], ids=["told", "untold"])
 @pytest.mark.parametrize("count", [0, 1, 4, 6])
-async def test_another_gateway_goes_on_where_one_stopped(count, tell):
+async def test_another_gateway_continues_where_one_stopped(count, tell):
     verifier = SpellingVerifier(run=2, delay_s=0.005)
     async with two_gateways(verifier) as (_, one, two):
         async with aclosing(one.generate(ask())) as deltas:
@@ -101,7 +101,7 @@ async def test_what_runs_on_the_same_gateway_gives_way():
 
 
 @pytest.mark.parametrize("offset", [0, 5, len(IDS)])
-async def test_a_finished_one_is_told_again_without_a_verifier(offset):
+async def test_a_finished_request_is_replayed_without_a_verifier(offset):
     verifier = SpellingVerifier()
     async with two_gateways(verifier) as (_, one, two):
         first = await collect(one, ask(seed=3))
@@ -115,7 +115,7 @@ async def test_a_finished_one_is_told_again_without_a_verifier(offset):
 
 
 @pytest.mark.parametrize(("options", "words"), [({"stop": ("return",)}, "def f(x): "), ({"max_tokens": 4}, None)])
-async def test_other_endings_are_told_again_too(options, words):
+async def test_other_endings_are_replayed_too(options, words):
     async with two_gateways(SpellingVerifier()) as (_, one, two):
         first = await collect(one, ask(**options))
         await at_rest(one)
@@ -136,7 +136,7 @@ async def test_a_gateway_that_died_with_the_last_token_out_is_finished_by_anothe
         assert len(verifier.requests) == 1
 
 
-async def test_a_client_that_holds_more_than_the_log_is_believed():
+async def test_resume_tokens_of_the_client_may_exceed_the_stored_log():
     """The log is behind by what the gateway had not written when it died; or there is none, for Redis died with it."""
     for known in (0, 3):
         verifier, store = SpellingVerifier(), MemoryStore()
@@ -220,7 +220,7 @@ async def test_an_aborted_one_stays_aborted():
         assert (ids, ending.reason) == ((), FinishReason.ABORTED)
 
 
-async def test_logprobs_come_with_what_is_told_again():
+async def test_replayed_tokens_have_logprobs():
     async with two_gateways(SpellingVerifier()) as (_, one, two):
         first = await collect(one, ask(logprobs=2))
         await asyncio.sleep(0.15)

@@ -71,5 +71,5 @@ def test_a_verifier_that_was_lost_recently_is_chosen_last():
     assert choose([recent], "k").name == "a"
 
 
-def test_what_this_gateway_sent_counts_before_the_verifier_says_so():
+def test_requests_of_this_gateway_count_before_the_verifier_reports_them():
     assert VerifierView("a", True, num_running=1, num_waiting=1, max_sessions=4, num_in_flight=3).load == 0.75

@@ -28,7 +28,7 @@ def test_more_is_found_in_caches_and_first_tokens_come_no_later(trace, pace):
     assert by_held.spread < 1.6
 
 
-def test_one_popular_prefix_does_not_draw_everybody_to_one_verifier(trace):
+def test_one_popular_prefix_does_not_draw_all_requests_to_one_verifier(trace):
     same = [
         replace(one, prompt=(*trace[0].prompt[:256], *one.prompt[256:]), at_s=i * 0.05) for i, one in enumerate(trace)
     ]

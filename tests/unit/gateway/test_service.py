@@ -85,7 +85,7 @@ async def test_one_verifier_that_restarts_is_waited_for():
         )  # as the committed tokens tell: the end token is not among them
 
 
-async def test_nobody_to_continue_is_a_stream_interrupted_after_tokens_and_unavailable_before():
+async def test_no_other_verifier_is_stream_interrupted_after_tokens_and_unavailable_before():
     dying = SpellingVerifier(die_after=lambda r: 5)
     async with serving(dying, redispatch_wait_s=0.1) as service:
         with pytest.raises(Unavailable, match="after 3 tokens: no verifier is ready") as caught:
@@ -217,7 +217,7 @@ async def test_a_deadline_names_its_phase():
         await at_rest(service, verifier)
 
 
-async def test_a_full_queue_refuses_and_running_ones_go_on():
+async def test_a_full_queue_refuses_and_running_requests_continue():
     verifier = SpellingVerifier(delay_s=0.02)
     async with serving(verifier, max_num_seqs=1, max_num_queued_reqs=1) as service:
         results = await asyncio.gather(
@@ -246,7 +246,7 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
         assert (await store.record("one")).output.tokens == IDS[:2]
 
 
-async def test_an_id_may_be_used_again_before_the_store_has_heard_of_its_end():
+async def test_an_id_may_be_used_again_before_its_end_is_stored():
     store = MemoryStore()
     async with serving(store=store) as service:
         for most in (3, 2, 1):
@@ -268,7 +268,7 @@ async def test_a_lease_taken_by_another_gateway_ends_the_generation():
         await at_rest(service, verifier)
 
 
-async def test_a_store_that_dies_stops_nothing():
+async def test_a_store_that_dies_stops_no_request():
     class Dying(MemoryStore):
         dead = False
 
@@ -347,7 +347,7 @@ async def _outcome(service, request):
         return error
 
 
-async def test_a_deadline_says_how_much_there_was():
+async def test_a_deadline_error_has_the_number_of_emitted_tokens():
     async with serving(SpellingVerifier(run=1, delay_s=0.1)) as service:
         with pytest.raises(DeadlineExceeded) as caught:
             await collect(service, GenerateRequest("a", deadline_s=1.0))
@@ -356,7 +356,7 @@ async def test_a_deadline_says_how_much_there_was():
         assert (error.status, error.headers["x-should-retry"]) == (504, "false")
 
 
-async def test_rounds_are_told_while_their_text_is_held_back():
+async def test_rounds_are_reported_while_their_text_is_held_back():
     async with serving() as service:
         request = GenerateRequest("a", stop=(f"{TEXT}!",), trees=True)
         deltas = [delta async for delta in service.generate(request)]

@@ -154,7 +154,7 @@ async def test_health_and_reflection():
 G = generate_pb2
 
 
-def test_who_shall_draft_is_passed_on():
+def test_the_requested_drafter_is_passed_on():
     assert request_from_pb(Request(text="a", speculation=G.Speculation(drafter="cheap"))).speculation.drafter == "cheap"
 
 

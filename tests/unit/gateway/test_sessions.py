@@ -78,7 +78,7 @@ async def test_a_lease_runs_out_and_a_successor_fences_its_holder(store, name):
         await store.begin(name, "c", 5, ABOUT)
 
 
-async def test_an_expired_lease_that_nobody_took_is_taken_back(store, name):
+async def test_an_expired_lease_without_a_new_holder_is_taken_back(store, name):
     lease = await store.begin(name, "a", 0.05, ABOUT)
     await asyncio.sleep(0.1)
     assert await write(store, lease, 0, 1) == 1
@@ -143,7 +143,7 @@ async def test_another_holder_takes_over_what_runs_or_was_interrupted(store, nam
     assert (newer.epoch, record.output.tokens) == (3, (1, 2, 3))
 
 
-async def test_a_finished_one_is_told_and_an_unknown_one_is_empty(store, name):
+async def test_take_over_returns_a_finished_record_and_an_empty_one_for_an_unknown_request(store, name):
     assert await store.take_over(name, "b", 5, "d") == (None, await store.record(name))
     lease = await store.begin(name, "a", 5, ABOUT)
     await write(store, lease, 0, 1, 2, state="finished", finish="x")
@@ -153,7 +153,7 @@ async def test_a_finished_one_is_told_and_an_unknown_one_is_empty(store, name):
     assert (await store.begin(name, "c", 5, ABOUT)).epoch == 2
 
 
-async def test_an_id_is_no_key_to_what_somebody_else_asked(store, name):
+async def test_a_request_is_not_resumed_by_its_id_with_another_digest(store, name):
     lease = await store.begin(name, "a", 5, ABOUT)
     for _ in range(2):
         with pytest.raises(DuplicateRequest, match="asks something else"):
@@ -229,7 +229,7 @@ async def test_a_gateway_starts_without_redis_and_records_its_requests_when_it_i
                 await other.close()
 
 
-async def test_no_password_in_what_an_unreachable_redis_says():
+async def test_errors_of_an_unreachable_redis_have_no_password():
     store = open_store("redis://user:secret@127.0.0.1:1/0", timeout_s=0.5)
     with pytest.raises(StoreUnavailable) as caught:
         await store.ping()
@@ -274,7 +274,7 @@ async def test_poison_is_remembered_for_its_time(store, name):
 
 
 @pytest.mark.parametrize(("num_top", "most"), [(None, 10.5), (0, 37), (5, 176), (20, 600)])
-async def test_a_request_keeps_what_the_page_says(redis_url, name, num_top, most):
+async def test_the_memory_of_a_request_in_redis_is_that_of_the_documentation(redis_url, name, num_top, most):
     """docs/operations/redis.md: bytes of Redis for each token of output."""
     rng, store, num_tokens = random.Random(0), open_store(redis_url), 1000
     lease = await store.begin(name, "h" * 32, 5, ABOUT)

@@ -134,7 +134,7 @@ FRAGMENTS += '{"name":}[]<,; \n\\a'
 
 
 @given(st.sampled_from(CallFormat), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.data())
-def test_a_stream_tells_what_the_whole_tells(form, fragments, data):
+def test_parts_of_a_text_in_pieces_equal_those_of_the_whole_text(form, fragments, data):
     text = "".join(fragments)
     whole = read(parser_of(form), text, [])
     assert read(parser_of(form), text, sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))) == whole
@@ -142,14 +142,14 @@ def test_a_stream_tells_what_the_whole_tells(form, fragments, data):
         assert "".join(whole) == text
 
 
-def test_a_call_is_told_while_it_is_written():
+def test_a_call_is_streamed_while_it_is_generated():
     parser = parser_of(HERMES)
     told = parser.push('<tool_call>{"name": "weather", "arguments": {"ci')
     assert told == [CallPart(0, "weather", ""), CallPart(0, "", '{"ci')]
     assert parser.push('ty": "Pa') == [CallPart(0, "", 'ty": "Pa')]
 
 
-def test_forced_calls_are_told_as_far_as_they_came():
+def test_forced_calls_are_returned_as_far_as_they_came():
     assert read(parser_of(CallFormat.JSON, function="weather"), '{"city":', [2]) == [("weather", '{"city":')]
     assert read(parser_of(CallFormat.JSON, function="weather"), "", []) == [("weather", "")]
     assert read(parser_of(CallFormat.JSON, forced=True), f"[{W}, {C[:-2]}", [9]) == [PARIS, ("clock", "{")]
@@ -288,7 +288,7 @@ async def test_special_tokens_begin_the_calls_of_mistral(monkeypatch):
         assert one == ("", [PARIS], "tool_calls")
 
 
-async def test_calls_that_are_cut_are_told_as_far_as_they_came():
+async def test_calls_that_are_cut_are_returned_as_far_as_they_came():
     cut = len(byte_level().encode(CALL)) - 20
     async with chatting(CALL) as (chats, _):
         text, ((name, arguments),), reason = await both_ways(chats, tools=[WEATHER], max_tokens=cut)

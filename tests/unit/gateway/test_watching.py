@@ -90,7 +90,7 @@ async def test_what_runs_already_and_what_fails():
         assert not service.watching.running
 
 
-async def test_a_slow_watcher_is_told_what_it_missed(monkeypatch):
+async def test_a_slow_watcher_gets_the_number_of_missed_events(monkeypatch):
     monkeypatch.setattr(watching, "MAX_WAITING", 4)
     seen = Watching(lambda: 0.0)
     request = WatchedRequest(seen, "one", "", "", 0.0)

@@ -194,7 +194,7 @@ async def test_repeated_exchanges_count_once():
     np.testing.assert_allclose(audits[1]._drafters[DRAFTER].record.log_product, wealth)
 
 
-async def test_without_redis_the_audit_goes_on():
+async def test_without_redis_the_audit_continues():
     redis = FakeRedis()
     redis.away = True
     audit = audit_of(redis)

@@ -16,7 +16,7 @@ def silent(breaker: Breaker, now_s: float, times: int = MAX_MISSES) -> bool:
     return [breaker.missed(now_s, silent=True) for _ in range(times)][-1]
 
 
-def test_misses_in_a_row_open_it_only_when_nothing_is_heard() -> None:
+def test_misses_in_a_row_open_the_circuit_of_a_silent_drafter_only() -> None:
     breaker = Breaker()
     assert not any(breaker.missed(0.0, silent=False) for _ in range(10 * MAX_MISSES))
     breaker.served()
@@ -54,7 +54,7 @@ def test_the_rest_doubles_until_it_serves_again() -> None:
     assert breaker.until_s - now_s == FIRST_REST_S
 
 
-def test_nonsense_opens_it_for_long() -> None:
+def test_malformed_frames_open_the_circuit_for_long() -> None:
     breaker = Breaker()
     assert [breaker.offended(0.0) for _ in range(MAX_OFFENCES)] == [False] * (MAX_OFFENCES - 1) + [True]
     assert breaker.until_s == LONGEST_REST_S

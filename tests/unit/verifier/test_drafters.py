@@ -150,7 +150,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
     assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
 
 
-def test_a_drafter_that_keeps_offending_is_left_alone() -> None:
+def test_repeated_malformed_frames_open_the_circuit_of_a_drafter() -> None:
     busy = up(link())
     for number in range(3):
         one = session(number)
@@ -163,7 +163,7 @@ def long_ago(unanswered_since_s: float) -> float:
     return unanswered_since_s - 60
 
 
-def test_nobody_is_placed_where_its_trees_are_not_made() -> None:
+def test_no_session_is_placed_on_a_drafter_without_its_draft_mode() -> None:
     chosen = up(link("chosen"))
     chosen.ack = replace(chosen.ack, laws=(DraftMode.TOP_K, DraftMode.GREEDY))
     pool, sampled, greedy = pool_of(chosen), session(1, DraftMode.SAMPLED), session(2, DraftMode.GREEDY)
@@ -180,7 +180,7 @@ def test_nobody_is_placed_where_its_trees_are_not_made() -> None:
     assert (sampled.drafter_name, sampled.next_draft) == ("old", None)  # nor moved there
 
 
-def test_what_a_drafter_says_last_counts() -> None:
+def test_the_last_load_report_of_a_drafter_counts() -> None:
     busy = up(link())
     heard_load(busy, 1, draining=True)
     assert busy.room == 0
@@ -264,7 +264,7 @@ def test_a_move_whose_target_dies_is_forgotten_and_one_whose_source_dies_is_done
     assert (one.draft, one.next_draft) == (coming, None)
 
 
-def test_a_move_to_a_drafter_that_says_nothing_is_given_up() -> None:
+def test_a_move_to_a_silent_drafter_is_abandoned() -> None:
     """Its rounds have the old tree, so none of them waits in vain: without an end of its own the move would never end."""
     pool, _, new, one = moving()
     first = one.draft
@@ -288,7 +288,7 @@ def due(pool: DrafterPool, one: Session) -> None:
     pool.balance([one])
 
 
-def test_one_request_after_another_is_one_session_for_whoever_counts() -> None:
+def test_demand_counts_the_first_session_at_once_and_the_end_of_the_last() -> None:
     """Nobody runs for an instant between them; the count must not be that of the instant until the next look."""
     pool, one = pool_of(up(link("a"))), session(1, law=DraftMode.TOP_K)
     (demand,) = pool.demand.values()

@@ -38,29 +38,29 @@ def test_one_waits_for_another_for_two_thirds_of_a_step() -> None:
     assert waits(soon(0.0), soon(0.041)) == 0.0
 
 
-def test_the_many_do_not_wait_for_one_who_will_wait_for_them() -> None:
+def test_many_rounds_do_not_wait_for_one_that_waits_for_them() -> None:
     assert waits(soon(*[0.0] * 4), soon(0.02)) == 0.0
     assert waits(soon(*[0.0] * 4), soon(0.009)) == 0.009
     assert waits(soon(0.0), soon(*[0.02] * 4)) == 0.02
 
 
-def test_the_last_one_who_is_worth_it_counts() -> None:
+def test_a_round_waits_for_the_last_one_that_is_worth_it() -> None:
     assert waits(soon(0.0), soon(0.01, 0.03, 0.2)) == 0.03
 
 
-def test_where_rows_cost_what_they_cost_alone_nobody_waits() -> None:
+def test_no_round_waits_where_a_shared_step_saves_nothing() -> None:
     assert waits(soon(0.0), soon(0.001), linear) == 0.0
     assert waits(soon(0.0), soon(0.001), lambda rows: 0.0) == 0.0  # nothing is known
 
 
-def test_nobody_waits_for_what_is_overdue_or_matters_less() -> None:
+def test_no_round_waits_for_overdue_or_lower_ranked_rounds() -> None:
     assert waits(soon(0.0), soon(0.0)) == 0.0
     assert waits(soon(0.0), soon(0.02, priority=1)) == 0.0
     assert waits(soon(0.0, priority=1), soon(0.02)) == 0.02
     assert waits([], soon(0.02)) == 0.0
 
 
-def test_nobody_waits_for_what_would_not_fit_into_the_step() -> None:
+def test_no_round_waits_for_rounds_that_would_not_fit_into_the_step() -> None:
     assert waits(soon(0.0), soon(0.01, 0.02), most_rows=18) == 0.02
     assert waits(soon(0.0), soon(0.01, 0.02), most_rows=17) == 0.01
     assert waits(soon(0.0), soon(0.01, 0.02), most_rows=11) == 0.0
@@ -95,7 +95,7 @@ def test_it_waits_no_longer_than_the_other_would() -> None:
     assert decide(tree(1, arrived=5), late).wait_s == pytest.approx(0.01)
 
 
-def test_who_decodes_plainly_waits_for_nobody_and_a_prompt_is_read_at_once() -> None:
+def test_plain_rounds_do_not_wait_and_prompts_are_read_at_once() -> None:
     due = tree(2, arrived=1, due_s=0.02)
     last = SessionView(1, drafting=True, rank=(0, 1))  # without a cap: the last token of its request
     for plain in (SessionView(1), last, tree(1, at_rest=True), tree(1, waited_s=1.0), tree(1, patience_s=0.0)):

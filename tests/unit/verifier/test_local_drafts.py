@@ -96,7 +96,7 @@ def test_a_round_is_planned_once() -> None:
     assert session.local.name == "ngram+recycling"
 
 
-def test_a_round_teaches_the_draft_that_made_its_tree() -> None:
+def test_a_round_updates_the_statistics_of_the_draft_that_made_its_tree() -> None:
     drafts, session = begun()
     assert taken(drafts, session, lookup=1.5) == "ngram+recycling"
     drafts.launch(session, None)

@@ -52,7 +52,7 @@ def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:
     assert memory.admits(session(target, 2, 8), [filled])
 
 
-def test_whoever_is_alone_is_let_in_and_nobody_without_a_slot() -> None:
+def test_a_single_session_is_admitted_and_none_without_a_slot() -> None:
     target = model(tokens=32)
     memory = Memory(target, 8)
     assert memory.admits(session(target, 1, 24), [])

@@ -79,7 +79,7 @@ def test_one_that_queues_is_left_however_little_it_holds() -> None:
     assert moves([view("old", 7, queue_s=0.5), view("new")], most=1, most_urgent=0) == [Move("old", "new")]
 
 
-def test_a_drafter_that_leaves_is_emptied_first_onto_whoever_has_room() -> None:
+def test_sessions_of_a_leaving_drafter_move_first_to_drafters_with_room() -> None:
     views = [view("leaving", 5, leaving=True), view("a", 14), view("b", 15)]
     steps = moves(views, most=2, most_urgent=8)
     assert [step.source for step in steps] == ["leaving"] * 3
@@ -87,7 +87,7 @@ def test_a_drafter_that_leaves_is_emptied_first_onto_whoever_has_room() -> None:
     assert after(views, steps) == {"leaving": 2, "a": 16, "b": 16}
 
 
-def test_who_leaves_gets_nothing() -> None:
+def test_sessions_of_a_leaving_drafter_stay_where_no_other_has_room() -> None:
     assert moves([view("a", 5, leaving=True), view("b", 3, room=0, leaving=True)], most=2, most_urgent=8) == []
 
 

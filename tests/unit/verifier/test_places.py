@@ -49,7 +49,7 @@ def places() -> tuple[Slots, CountedSlots]:
     return Slots(slots, slots), slots  # type: ignore[arg-type]  # all that is asked of either
 
 
-def test_places_are_given_in_order_and_nobody_overtakes_one_who_does_not_fit() -> None:
+def test_slots_are_given_in_order_and_none_overtakes_one_that_does_not_fit() -> None:
     here, slots = places()
     first, large, small = session(1), session(2, prompt=18), session(3)
     for one in (first, large, small):
@@ -113,7 +113,7 @@ def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed(
     assert not slots.open_slots
 
 
-def test_one_whom_the_model_will_not_take_costs_nobody_else() -> None:
+def test_a_session_that_the_model_refuses_fails_no_other() -> None:
     here, slots = places()
     bad, good = session(1), session(2)
     plain_open = slots.open

@@ -36,7 +36,7 @@ class Pool:
 
 @pytest.mark.parametrize("came_to_rest", [False, True])
 @pytest.mark.parametrize("heard", [False, True])
-def test_what_arrives_while_a_step_runs_teaches_nothing(heard: bool, came_to_rest: bool) -> None:
+def test_growth_that_arrives_while_a_step_runs_changes_no_statistics(heard: bool, came_to_rest: bool) -> None:
     """Growth of that time may be kept for the next round. Whether it came to rest depends on its values, and what is learned decides
     that round's cap (algorithms.md 6.1, L2)."""
     wanted = VerifierRequest("r", (1, 2), stopping=Stopping(9))
@@ -99,7 +99,7 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     return rounds, session, draft
 
 
-def test_kept_nodes_are_launched_at_once_where_more_is_far_and_their_drafter_is_told() -> None:
+def test_kept_nodes_are_launched_at_once_where_growth_is_slow_and_the_drafter_gets_the_budget() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
     assert rounds.patience_s(session) == 0.0
     assert rounds.budget(session, draft) == 4
@@ -118,7 +118,7 @@ def test_growth_that_has_begun_is_waited_for_whatever_was_kept() -> None:
     assert rounds.patience_s(session) > 0.06
 
 
-def test_a_round_launched_with_what_was_kept_tells_nothing_of_later_nodes() -> None:
+def test_a_round_launched_with_kept_nodes_is_no_observation_of_later_nodes() -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
     assert rounds.budget(session, draft) == 4
     rounds.on_launch(session, 4)

@@ -94,7 +94,7 @@ def test_prefill_takes_what_rounds_leave_and_at_least_its_floor() -> None:
     assert decide(SessionView(9, prefill_left=25), waiting(1, arrived=8), rows=6, chunk=3, floor=3).prefill == ((9, 3),)
 
 
-def test_who_has_waited_longest_goes_first_so_that_nobody_is_left_out() -> None:
+def test_rounds_that_have_waited_longest_run_first() -> None:
     waited = dict.fromkeys(range(7), 0.0)
     rounds = dict.fromkeys(waited, 0)
     for _ in range(14):
@@ -130,7 +130,7 @@ def test_rows_that_fit_into_held_blocks_cost_none() -> None:
     assert decide(SessionView(1, room=1), SessionView(2, room=0, rank=(0, 1)), **full).decode == (1,)
 
 
-def test_who_lacks_blocks_preempts_the_worst_ranked_first() -> None:
+def test_a_round_that_lacks_blocks_preempts_the_worst_ranked_first() -> None:
     views = [
         waiting(1, arrived=8, rank=(0, 1), room=1, blocks=3),
         SessionView(2, prefill_left=9, rank=(0, 2), blocks=1),
@@ -142,13 +142,13 @@ def test_who_lacks_blocks_preempts_the_worst_ranked_first() -> None:
     assert decide(*rest, block_size=4, free_blocks=2).verify == ((1, 8),)
 
 
-def test_nobody_preempts_a_better_rank_and_who_finds_no_room_waits_with_its_tree() -> None:
+def test_a_better_rank_is_never_preempted_and_a_round_without_room_waits_with_its_tree() -> None:
     better = SessionView(1, rank=(0, 1), room=1, blocks=5)
     worse = waiting(2, arrived=8, rank=(0, 2), blocks=5)
     assert decide(better, worse, block_size=4, free_blocks=0) == Plan(decode=(1,))
 
 
-def test_nobody_is_preempted_in_vain() -> None:
+def test_no_session_is_preempted_without_a_use() -> None:
     views = [SessionView(1, rank=(0, 1)), waiting(2, rank=(0, 2), blocks=0), SessionView(3, rank=(0, 3), room=1)]
     assert decide(*views, block_size=4, free_blocks=0) == Plan(decode=(3,))
 
@@ -221,7 +221,7 @@ def test_a_step_never_needs_more_than_there_is(
 
 @settings(deadline=None)
 @given(SOME, RANKS, st.integers(1, 30), st.integers(0, 8), st.integers(0, 3))
-def test_whoever_wants_to_go_on_can_once_nobody_better_waits(
+def test_preemption_always_ends_in_a_step(
     views: list[SessionView], ranks: list[int], rows: int, free: int, shared: int
 ) -> None:
     """No deadlock: preempting what the plan says always ends in a step, whatever part of the blocks turns out to be shared."""

@@ -14,7 +14,7 @@ from verifier_service.drafter_link import SILENT_S, Link
 from verifier_service.stall_clock import StallClock
 
 
-def test_a_drafter_that_is_silent_is_left_alone_and_then_tried_again() -> None:
+def test_the_circuit_of_a_silent_drafter_opens_and_is_probed_later() -> None:
     busy, one = up(link()), session()
     opened(busy, one)
     for _ in range(20):

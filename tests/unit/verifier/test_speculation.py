@@ -117,7 +117,7 @@ def test_the_size_of_a_round_is_fixed_by_past_rounds_alone() -> None:
     assert one.begin_round(1, 3)[1] <= 3
 
 
-def test_one_session_at_a_time_tries_trees_and_another_goes_on_when_it_ends() -> None:
+def test_one_session_at_a_time_tries_trees_and_another_continues_when_it_ends() -> None:
     controller = SpeculationController(StepTime(FLAT))
     one = controller.of("bad")
     rounds(controller, one, 100, accepted=0, wait=0.05)

@@ -119,7 +119,7 @@ ONES = st.builds(One, tenant=st.sampled_from("abc"), priority=st.integers(-1, 1)
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(ONES, st.sampled_from(["push", "front", "pop"])), max_size=30))
-def test_everybody_who_stays_is_served_once(moves: list[tuple[One, str]]) -> None:
+def test_each_request_that_is_not_cancelled_gets_one_slot(moves: list[tuple[One, str]]) -> None:
     waiting: WaitingLine = WaitingLine()
     came, left = [], []
     for one, move in moves:

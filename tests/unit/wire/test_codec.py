@@ -139,7 +139,7 @@ def test_an_error_names_the_field(message, field):
         ({"law": 1, "sampling": generate_pb2.Sampling(n=1)}, "sampling"),
     ],
 )
-def test_an_open_that_cannot_be_read_is_named_and_the_frame_goes_on(wrong, field):
+def test_an_open_that_cannot_be_read_is_rejected_and_the_rest_of_the_frame_is_read(wrong, field):
     frame = from_pb(
         drafter_pb2.ToDrafter(opens=[drafter_pb2.Open(slot=7, **wrong)], closes=[drafter_pb2.Close(slot=3)])
     )

@@ -1,6 +1,6 @@
-"""A hundred thousand frames that no honest peer sends. They may cost the peer's own slots their trees, and nobody anything else.
+"""A hundred thousand malformed frames of one peer. They may break trees of this peer's own slots, and have no other effect.
 
-The texts are the oracle: greedy ones, and seeded ones under coupled noise, are functions of the target alone, whatever a drafter sends.
+Texts are compared with those without a drafter: greedy ones, and seeded ones under coupled noise, are functions of the target alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.mischief import Mischief, SpoiledVerifier, spoiled_drafter
+from support.malformed_frames import CorruptingVerifier, FrameCorruptor, corrupting_drafter
 from support.services import collect, drafter_of, request, tabular_pair, until, verifier_of
 from support.tabular import perturbed
 
@@ -37,9 +37,9 @@ from verifier_service.service import VerifierService
 WISHES = (
     {"temperature": 0.0},
     {"rule": Rule.MATCH, "law": DraftMode.COUPLED, "seed": 5},
-    {"temperature": 1.0},  # sampled: its text has no oracle here, its rows are the richest frames
+    {"temperature": 1.0},  # sampled: its text is not compared; its frames have the most fields
 )
-GROWTH_BYTES = 3 << 20  # of a verifier's or drafter's memory while it is sent nonsense
+GROWTH_BYTES = 3 << 20  # of a verifier's or drafter's memory while it is sent malformed frames
 GROWTH_RATIO = 1.1  # the same, of the whole process as the system sees it
 SESSIONS = 6
 TOKENS = 40  # of each
@@ -48,7 +48,7 @@ NODES = 8  # of a tree
 
 @pytest.fixture(autouse=True)
 def no_quarantine(monkeypatch) -> None:
-    """Or the mischief would be over after three frames."""
+    """Or the corruptor would be over after three frames."""
     for limit in ("MAX_OFFENCES", "MAX_MISSES"):
         monkeypatch.setattr(verifier_service.circuit_breaker, limit, 1 << 60)
     monkeypatch.setattr(verifier_service.drafter_link, "MAX_MISSES", 1 << 60)
@@ -57,7 +57,7 @@ def no_quarantine(monkeypatch) -> None:
 
 
 class Memory:
-    """What was allocated since a moment, with the modules that did it."""
+    """Memory that was allocated since the start of the measurement."""
 
     def __init__(self) -> None:
         tracemalloc.start(6)
@@ -69,7 +69,7 @@ class Memory:
         return tracemalloc.get_traced_memory()[0]
 
     def stop(self) -> None:
-        """It has not grown."""
+        """Asserts that it has not grown."""
         growth = self._now() - self._start
         tracemalloc.stop()
         assert growth < GROWTH_BYTES
@@ -81,7 +81,7 @@ def resident_bytes() -> int:
 
 
 class Most:
-    """The largest that each size was, looked at after every frame."""
+    """The largest value of each size, read after every frame."""
 
     def __init__(self) -> None:
         self.seen: Counter[str] = Counter()
@@ -97,7 +97,7 @@ class Most:
         trees = [draft.tree for draft in link.drafts.values()]
         self.note(
             drafts=len(trees),
-            outbox=len(link.send_buffer),
+            send_buffer=len(link.send_buffer),
             nodes=max((len(tree.nodes) for tree in trees), default=0),
             remembered=max((len(tree._spine) for tree in trees), default=0),
         )
@@ -136,7 +136,7 @@ async def texts_without_drafters() -> list[list[int]]:
 
 
 async def served(verifier, wanted: list[list[int]], names: itertools.count, *, over) -> int:
-    """Sessions one after another in several tasks until `over`; every text that has an oracle is right. Rounds with trees."""
+    """The number of rounds with trees of sessions that several tasks run until `over`. Their texts are compared with `wanted`."""
 
     async def one_after_another() -> int:
         rounds = 0
@@ -153,38 +153,38 @@ async def served(verifier, wanted: list[list[int]], names: itertools.count, *, o
     return sum(await asyncio.gather(*(one_after_another() for _ in range(SESSIONS))))
 
 
-async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
+async def check_corrupting_drafter(num_frames: int, seed: int) -> None:
     wanted = await texts_without_drafters()
     target, draft = tabular_pair(slots=SESSIONS)
-    mischief = Mischief(seed, most=num_frames)
+    corruptor = FrameCorruptor(seed, most=num_frames)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         honest = await enter(drafter_of(perturbed(target, 0.8, 2), incarnation=1, capacity=SESSIONS // 2))
-        mad = await enter(drafter_of(draft, incarnation=2, capacity=SESSIONS))
-        address = await enter(spoiled_drafter(mad, mischief))
-        drafters = {"honest": honest, "mad": await enter(RemoteDrafter(address))}
+        corrupting = await enter(drafter_of(draft, incarnation=2, capacity=SESSIONS))
+        address = await enter(corrupting_drafter(corrupting, corruptor))
+        drafters = {"honest": honest, "corrupting": await enter(RemoteDrafter(address))}
         verifier = await enter(verifier_of(target, drafters, draft_wait_ms=20))
-        witness = next(link for link in verifier.pool.links if link.name == "honest")
+        honest_link = next(link for link in verifier.pool.links if link.name == "honest")
         orphans: list[str] = []
-        orphan = witness.orphan
+        orphan = honest_link.orphan
 
         def noted(slot: int, reason: str):
             orphans.append(reason)
             return orphan(slot, reason)
 
-        witness.orphan = noted  # type: ignore[method-assign]
+        honest_link.orphan = noted  # type: ignore[method-assign]
         await until(lambda: len(verifier.pool.up) == 2)
         names = itertools.count()
-        await served(verifier, wanted, names, over=lambda: mischief.num_sent > num_frames // 3)
+        await served(verifier, wanted, names, over=lambda: corruptor.num_sent > num_frames // 3)
         memory, most = Memory(), Most()
         most.watch_verifier(verifier)
-        rounds = await served(verifier, wanted, names, over=lambda: mischief.over)
+        rounds = await served(verifier, wanted, names, over=lambda: corruptor.over)
         memory.stop()
-        assert mischief.num_sent >= num_frames
+        assert corruptor.num_sent >= num_frames
         assert rounds > 0
-        assert orphans == []  # the neighbour's sessions noticed nothing
+        assert orphans == []  # sessions of the other drafter are not affected
         assert 0 < most.seen["drafts"] <= SESSIONS
-        assert most.seen["outbox"] <= 3 * SESSIONS
+        assert most.seen["send_buffer"] <= 3 * SESSIONS
         assert most.seen["nodes"] <= NODES
         assert most.seen["remembered"] <= TOKENS
         assert all(len(link.send_buffer) == len(link.drafts) == 0 for link in verifier.pool.links)
@@ -192,10 +192,10 @@ async def a_drafter_out_of_its_mind(num_frames: int, seed: int) -> None:
         verifier.model.check_idle()
 
 
-async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
+async def check_corrupting_verifier(num_frames: int, seed: int) -> None:
     wanted = await texts_without_drafters()
     target, draft = tabular_pair(slots=3 * SESSIONS)
-    mischief = Mischief(seed, most=num_frames)
+    corruptor = FrameCorruptor(seed, most=num_frames)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         drafter = await enter(drafter_of(draft, capacity=3 * SESSIONS))
@@ -203,18 +203,18 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         honest = await enter(verifier_of(target, {"d": await enter(RemoteDrafter(server.address))}))
-        mad = await enter(
+        corrupting = await enter(
             verifier_of(
-                tabular_pair(slots=SESSIONS)[0], {"d": SpoiledVerifier(server.address, mischief)}, draft_wait_ms=10
+                tabular_pair(slots=SESSIONS)[0], {"d": CorruptingVerifier(server.address, corruptor)}, draft_wait_ms=10
             )
         )
-        await until(lambda: honest.pool.up and mad.pool.up)
-        nonsense = asyncio.create_task(served(mad, wanted, itertools.count(), over=lambda: mischief.over))
-        await until(lambda: mischief.num_sent > num_frames // 3 or nonsense.done(), 600)
+        await until(lambda: honest.pool.up and corrupting.pool.up)
+        corrupted = asyncio.create_task(served(corrupting, wanted, itertools.count(), over=lambda: corruptor.over))
+        await until(lambda: corruptor.num_sent > num_frames // 3 or corrupted.done(), 600)
         memory, most = Memory(), Most()
         most.watch_drafter(drafter)
-        rounds = await served(honest, wanted, itertools.count(), over=lambda: mischief.over or nonsense.done())
-        await nonsense  # raises what went wrong there
+        rounds = await served(honest, wanted, itertools.count(), over=lambda: corruptor.over or corrupted.done())
+        await corrupted  # raises its errors
         memory.stop()
         assert rounds > 0
         assert 0 < most.seen["trees"] <= drafter.capacity
@@ -222,27 +222,27 @@ async def a_verifier_out_of_its_mind(num_frames: int, seed: int) -> None:
         assert most.seen["mailbox"] <= 2 * (MAX_UNAPPLIED + 1)
         assert most.seen["unsent"] <= MAX_UNSENT * (drafter.capacity + 1) + MAX_UNAPPLIED
         assert most.seen["nodes"] <= MAX_NODES
-        await mad.pool.__aexit__()
+        await corrupting.pool.__aexit__()
         await until(lambda: not drafter.grower.trees)
         drafter.grower.model.check_idle()
 
 
-async def test_a_drafter_out_of_its_mind_harms_its_own_slots_only() -> None:
-    await a_drafter_out_of_its_mind(3000, seed=1)
+async def test_malformed_frames_of_a_drafter_affect_its_own_slots_only() -> None:
+    await check_corrupting_drafter(3000, seed=1)
 
 
-async def test_a_verifier_out_of_its_mind_harms_its_own_trees_only() -> None:
-    await a_verifier_out_of_its_mind(400, seed=2)
+async def test_malformed_frames_of_a_verifier_affect_its_own_trees_only() -> None:
+    await check_corrupting_verifier(400, seed=2)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [11, 12])
-async def test_a_drafter_out_of_its_mind_for_long(seed: int) -> None:
-    await a_drafter_out_of_its_mind(100_000, seed)
+async def test_many_malformed_frames_of_a_drafter(seed: int) -> None:
+    await check_corrupting_drafter(100_000, seed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-async def test_a_verifier_out_of_its_mind_for_long() -> None:
-    await a_verifier_out_of_its_mind(20_000, seed=13)
+async def test_many_malformed_frames_of_a_verifier() -> None:
+    await check_corrupting_verifier(20_000, seed=13)

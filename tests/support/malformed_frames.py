@@ -1,6 +1,6 @@
-"""A peer that sends malformed, late, duplicated, reordered and foreign frames: honest ones, spoiled on their way as bytes.
+"""A peer that sends malformed, late, duplicated, reordered and foreign frames: those of a correct peer, changed before they are sent.
 
-Everything is drawn from one seed, which is printed: a run that found something can be had again.
+All changes follow from one seed, which is printed, so that a run can be repeated.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ NUMBERS = (0, 1, 2, 7, 255, 256, 65535, 2**24, 2**31, 2**32 - 1)
 SESSION = "/rootward.v1.Drafter/Session"
 
 
-class Mischief:
-    """`spoil(frame)`: what is sent instead of an honest frame. About a third of what goes out is as it was."""
+class FrameCorruptor:
+    """`corrupt(frame)` returns the frames that are sent in place of a correct one. About a third of all frames are unchanged."""
 
     def __init__(self, seed: int, *, most: int) -> None:
-        print(f"mischief: seed {seed}")
+        print(f"frame corruption: seed {seed}")
         self.num_sent, self.most = 0, most
         self._random = random.Random(seed)
         self._held: list[Message] = []  # sent later, out of order
         self._kinds: dict[str, Callable[[Message], list[Message | bytes]]] = {
-            "honest": lambda m: [m],
+            "unchanged": lambda m: [m],
             "again": lambda m: [m, m],
             "late": self._late,
             "foreign": lambda m: [m, self._foreign(m)],
@@ -42,15 +42,15 @@ class Mischief:
 
     @property
     def over(self) -> bool:
-        """So many frames were sent that the rest is honest."""
+        """`most` frames were sent; further ones stay unchanged."""
         return self.num_sent >= self.most
 
-    def spoil(self, message: Message) -> list[bytes]:
+    def corrupt(self, message: Message) -> list[bytes]:
         if self.over:
             return [message.SerializeToString()]
         sent: list[Message | bytes] = []
         for _ in range(self._random.choice((1, 1, 2, 8))):
-            kind = self._random.choice((*self._kinds, "honest", "honest"))
+            kind = self._random.choice((*self._kinds, "unchanged", "unchanged"))
             sent += self._kinds[kind](message)
         self.num_sent += len(sent)
         return [m if isinstance(m, bytes) else m.SerializeToString() for m in sent]
@@ -63,7 +63,7 @@ class Mischief:
         return list(out)
 
     def _items(self, message: Message) -> list[Message]:
-        """The messages within: opens, commits, grows, …, the handshake left alone."""
+        """The messages within: opens, commits, grows, …, without the handshake."""
         items = []
         for field, value in message.ListFields():
             if field.message_type is not None and field.name not in ("hello", "ack", "load"):
@@ -77,7 +77,7 @@ class Mischief:
         return other
 
     def _scalars(self, message: Message) -> Message:
-        """One number of every item becomes another."""
+        """Changes one number of every item."""
         other = copied(message)
         for item in self._items(other):
             names = [f.name for f in item.DESCRIPTOR.fields if f.type in (f.TYPE_UINT32, f.TYPE_UINT64, f.TYPE_FIXED64)]
@@ -87,7 +87,7 @@ class Mischief:
         return other
 
     def _columns(self, message: Message) -> Message:
-        """One column of every item is filled anew, cut or made longer."""
+        """Fills one column of every item with random bytes, perhaps of another length."""
         other = copied(message)
         for item in self._items(other):
             holders = [item] + (
@@ -101,7 +101,7 @@ class Mischief:
         return other
 
     def _flipped(self, message: Message) -> bytes:
-        """Some bytes of the frame change: it may not even be one any more. Rarely, for it may end the stream."""
+        """Flips some bits, after which the frame may not even parse. Rarely, because that may end the stream."""
         data = bytearray(message.SerializeToString())
         if data and self._random.random() < 0.05:
             for _ in range(self._random.randint(1, 3)):
@@ -114,8 +114,8 @@ def copied(message: Message) -> Message:
 
 
 @asynccontextmanager
-async def spoiled_drafter(drafter: Drafter, mischief: Mischief) -> AsyncIterator[str]:
-    """A server at the returned address: an honest drafter whose frames are spoiled on their way out."""
+async def corrupting_drafter(drafter: Drafter, corruptor: FrameCorruptor) -> AsyncIterator[str]:
+    """A server at the returned address: a drafter whose outgoing frames are corrupted."""
 
     async def session(messages: AsyncIterator[bytes], _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
         async with aclosing(drafter.session(_parsed(messages, drafter_pb2.ToDrafter))) as frames:  # type: ignore[type-var]
@@ -124,7 +124,7 @@ async def spoiled_drafter(drafter: Drafter, mischief: Mischief) -> AsyncIterator
                 if frame.ack is not None:
                     yield message.SerializeToString()
                     continue
-                for data in mischief.spoil(message):
+                for data in corruptor.corrupt(message):
                     yield data
 
     server = grpc.aio.server()
@@ -139,21 +139,21 @@ async def spoiled_drafter(drafter: Drafter, mischief: Mischief) -> AsyncIterator
         await server.stop(0)
 
 
-class SpoiledVerifier:
-    """`ports.Drafter` for a verifier whose frames are spoiled on their way to the drafter at `address`."""
+class CorruptingVerifier:
+    """`ports.Drafter` for a verifier whose frames to the drafter at `address` are corrupted."""
 
-    def __init__(self, address: str, mischief: Mischief) -> None:
-        self._address, self._mischief = address, mischief
+    def __init__(self, address: str, corruptor: FrameCorruptor) -> None:
+        self._address, self._corruptor = address, corruptor
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncIterator[FromDrafter]:
-        async def spoiled() -> AsyncIterator[bytes]:
+        async def corrupted() -> AsyncIterator[bytes]:
             async for frame in inbound:
                 message = to_pb(frame)
-                for data in [message.SerializeToString()] if frame.hello else self._mischief.spoil(message):
+                for data in [message.SerializeToString()] if frame.hello else self._corruptor.corrupt(message):
                     yield data
 
         async with grpc.aio.insecure_channel(self._address) as channel:
-            call = channel.stream_stream(SESSION)(spoiled())
+            call = channel.stream_stream(SESSION)(corrupted())
             try:
                 async for data in call:
                     yield from_pb(drafter_pb2.FromDrafter.FromString(data))
