@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from drafter_service.growth_loop import DrafterService, Key, without_model
@@ -20,10 +20,8 @@ from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.host import ask_for_huge_pages
 from rootward.ports import LanguageModel, ModelInfo
-from rootward.telemetry import configure_logging
-from rootward.tracing import configure_tracing
 from rootward.wire.channel import DRAFTING
-from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
+from rootward.wire.process import Admin, admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 
 # Of a draft model a few nodes are worth most one below the other; beyond that a draft forward costs more than a wider step. A head is less
@@ -155,6 +153,7 @@ def load_head(settings: DrafterSettings) -> LanguageModel:
 
 
 async def serve(settings: DrafterSettings) -> None:
+    ask_for_huge_pages()
     async with admin_port(settings.admin_listen) as admin:
         await _serve(settings, admin)
 
@@ -196,16 +195,7 @@ async def in_registry(
         yield beat
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    async def run() -> None:
-        settings = DrafterSettings.load(argv, prog="rootward serve drafter")
-        configure_logging("drafter", settings.log_level, settings.log_json)
-        configure_tracing("drafter", settings.tracing_endpoint, settings.tracing_share)
-        ask_for_huge_pages()
-        await serve(settings)
-
-    return run_service("drafter", run)
-
+main = service_main("drafter", DrafterSettings, serve)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

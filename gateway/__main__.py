@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -24,13 +23,11 @@ from gateway.tokenizer import load_tokenizer
 from gateway.watching import Watching
 from rootward.addresses import is_loopback
 from rootward.discovery.sources import open_sources
-from rootward.telemetry import configure_logging
-from rootward.tracing import configure_tracing
 from rootward.wire.auth import BytesInFlight
 from rootward.wire.channel import public
 from rootward.wire.clients import RemoteVerifier
 from rootward.wire.http_server import HttpServer
-from rootward.wire.process import admin_port, announce, run_service, until_stopped
+from rootward.wire.process import admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 
 READY_POLL_S = 0.2
@@ -141,17 +138,7 @@ async def _drain(models: Models, limit_s: float, readiness: asyncio.Task[None]) 
     await models.drain(limit_s)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 after a drain, 2 for wrong settings."""
-
-    async def run() -> None:
-        settings = GatewaySettings.load(argv, prog="rootward serve gateway")
-        configure_logging("gateway", settings.log_level, settings.log_json)
-        configure_tracing("gateway", settings.tracing_endpoint, settings.tracing_share)
-        await serve(settings)
-
-    return run_service("gateway", run)
-
+main = service_main("gateway", GatewaySettings, serve)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

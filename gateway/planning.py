@@ -14,7 +14,6 @@ from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 
 MAX_STOPS = 16
-MAX_STOP_IDS = 1024
 MAX_STOP_CHARACTERS = 1024
 MAX_BAD_WORD_CHARACTERS = 64
 MAX_ID_CHARACTERS = 128
@@ -87,13 +86,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
     check_ids("token_ids", prompt, model.vocab_size)
     check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
-    _check_at_most("stop_token_ids", len(request.stop_token_ids), MAX_STOP_IDS, "ids")
-    check_ids("stop_token_ids", request.stop_token_ids, model.vocab_size)
-    check_ids("logit_bias", [token for token, _ in request.sampling.logit_bias], model.vocab_size)
-    check_ids("allowed_token_ids", request.sampling.allowed_token_ids, model.vocab_size)
-    check_ids("bad_words", [token for run in request.sampling.bad_sequences for token in run], model.vocab_size)
     prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
-    check_ids("prediction", prediction, model.vocab_size)
     speculation = request.speculation
     warnings: tuple[str, ...] = ()
     if request.seed is not None:  # it asks for a reproducible text: coupled drafts, unless the client names another way
@@ -121,6 +114,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
             trees=request.trees,
             tenant=request.tenant,
         )
+        first.check_tokens(model.vocab_size, model.eos_ids)
     stop_ids = frozenset(request.stop_token_ids).union(() if request.ignore_eos else model.eos_ids)
     return Plan(request, first, stop_ids, warnings)
 

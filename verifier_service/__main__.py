@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -17,10 +16,8 @@ from rootward.engine.grammar import Grammars, vocabulary_of
 from rootward.engine.threads import on_passing_thread
 from rootward.host import ask_for_huge_pages
 from rootward.redis_client import open_redis
-from rootward.telemetry import configure_logging
-from rootward.tracing import configure_tracing
 from rootward.wire.clients import RemoteDrafter
-from rootward.wire.process import Admin, admin_port, announce, run_service, until_stopped
+from rootward.wire.process import Admin, admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
 from verifier_service.audit import TIMEOUT_S
 from verifier_service.metrics import Metrics
@@ -48,6 +45,7 @@ def registry_entry(verifier: VerifierService, settings: VerifierSettings, addres
 
 
 async def serve(settings: VerifierSettings) -> None:
+    ask_for_huge_pages()
     async with admin_port(settings.admin_listen) as admin:
         if settings.node_rank > 0:
             log.info("follows", machine=settings.node_rank, nnodes=settings.nnodes, master=settings.master_addr)
@@ -111,16 +109,7 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         await until_stopped(server, verifier.drain, settings.shutdown_timeout_s, ended=[verifier.ended, lost])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    async def run() -> None:
-        settings = VerifierSettings.load(argv, prog="rootward serve verifier")
-        configure_logging("verifier", settings.log_level, settings.log_json)
-        configure_tracing("verifier", settings.tracing_endpoint, settings.tracing_share)
-        ask_for_huge_pages()
-        await serve(settings)
-
-    return run_service("verifier", run)
-
+main = service_main("verifier", VerifierSettings, serve)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

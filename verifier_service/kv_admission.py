@@ -21,7 +21,7 @@ from rootward.errors import (
     Unavailable,
 )
 from rootward.ports import LanguageModel, ModelInfo
-from verifier_service.session import Event, Session, check_tokens
+from verifier_service.session import Event, Session
 from verifier_service.settings import VerifierSettings
 
 
@@ -182,7 +182,10 @@ class Admission:
         if num_queued >= self._settings.max_num_queued_reqs:
             raise Overloaded(f"queue holds {num_queued} requests, its limit", retry_after_s=1.0)
         info, asked = self._info, request.stopping.max_tokens
-        check_tokens(request, info.vocab_size, info.eos_ids)
+        try:
+            request.check_tokens(info.vocab_size, info.eos_ids)
+        except ValueError as error:
+            raise InvalidRequest.from_message(str(error)) from error
         if len(request.committed) >= asked:
             raise InvalidRequest("max_tokens", asked, "is not above the number of committed tokens")
         if len(request.prompt) + asked > info.max_positions:  # the KV cache holds any session of that length

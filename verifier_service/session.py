@@ -8,7 +8,7 @@ text, state and output the methods of `Session`; `kv_slot` the slots (`kv_admiss
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from verifier_service.head_drafts import TextFeatures
     from verifier_service.local_drafts import LocalDraft
 
-MAX_STOPS = 1024  # token ids that may end one generation
 CHAIN_LENGTH, COPIES = 4, (2, 2, 2)  # of the trees for a rule that only they can be verified by
 MATCHED = (DraftMode.TOP_K, DraftMode.COUPLED)  # trees that only the target's own tokens may decide
 
@@ -416,28 +415,3 @@ def check_drafter(wanted: str, known: Sequence[str]) -> None:
 def number_of(name: str) -> int:
     """64 bits that stand for a name."""
     return int.from_bytes(blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
-
-
-def check_tokens(request: VerifierRequest, vocab_size: int, eos_ids: Iterable[int]) -> None:
-    """Every id must be a row of the model's embedding, and some token must always be allowed."""
-    sampling, stopping = request.sampling, request.stopping
-    if len(stopping.stop_token_ids) > MAX_STOPS:
-        raise InvalidRequest("stop_token_ids", len(stopping.stop_token_ids), f"ids are more than {MAX_STOPS}")
-    for name, ids in (
-        ("prompt", (*request.prompt, *request.committed)),
-        ("prediction", request.prediction),
-        ("stop_token_ids", stopping.stop_token_ids),
-        ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
-        ("allowed_token_ids", sampling.allowed_token_ids),
-        ("bad_words", tuple(token for run in sampling.bad_sequences for token in run)),
-    ):
-        if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-            bad = next(t for t in ids if not 0 <= t < vocab_size)
-            raise InvalidRequest(name, bad, f"is no token of a vocabulary of {vocab_size}")
-    stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_ids)}
-    last = {run[-1] for run in sampling.bad_sequences}
-    if last and len(last | stops) >= vocab_size:
-        raise InvalidRequest("bad_words", len(last), "leave no token")
-    allowed = set(sampling.allowed_token_ids)
-    if stopping.min_tokens and (allowed <= stops if allowed else len(stops) >= vocab_size):
-        raise InvalidRequest("min_tokens", stopping.min_tokens, "leaves no token, for all allowed ones end the text")

@@ -7,6 +7,7 @@ These types are used by gateway, verifier and drafter and are independent of tex
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -16,6 +17,7 @@ from rootward.values import TokenLogprob as TokenLogprob
 
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
+MAX_STOP_IDS = 1024
 MAX_BAD, MAX_BAD_TOKENS = 256, 32
 MAX_NAME = 256  # characters of a tenant, a salt, a pool
 MAX_FORM = 1 << 18  # characters of a schema, expression or grammar
@@ -319,6 +321,31 @@ class VerifierRequest:
         _require(named, "tenant", self.tenant[:32], f"is no text of at most {MAX_NAME} characters")
         salted = len(self.cache_salt) <= MAX_NAME and is_text(self.cache_salt)
         _require(salted, "cache_salt", self.cache_salt[:32], f"is no text of at most {MAX_NAME} characters")
+
+    def check_tokens(self, vocab_size: int, eos_ids: Collection[int]) -> None:
+        """ValueError unless every id is a token of the model and some token is always allowed. eos_ids: those of the model."""
+        sampling, stopping = self.sampling, self.stopping
+        num_stops = len(stopping.stop_token_ids)
+        _require(num_stops <= MAX_STOP_IDS, "stop_token_ids", num_stops, f"ids are more than {MAX_STOP_IDS}")
+        for name, ids in (
+            ("prompt", (*self.prompt, *self.committed)),
+            ("prediction", self.prediction),
+            ("stop_token_ids", stopping.stop_token_ids),
+            ("logit_bias", tuple(token for token, _ in sampling.logit_bias)),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", tuple(token for run in sampling.bad_sequences for token in run)),
+        ):
+            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+                unknown = next(token for token in ids if not 0 <= token < vocab_size)
+                fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
+                _require(False, name, unknown, fix)
+        stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_ids)}
+        last = {run[-1] for run in sampling.bad_sequences}
+        _require(not last or len(last | stops) < vocab_size, "bad_words", len(last), "leave no token")
+        allowed = set(sampling.allowed_token_ids)
+        ends_only = allowed <= stops if allowed else len(stops) >= vocab_size
+        fix = "leaves no token, for all allowed ones end the text"
+        _require(not (stopping.min_tokens and ends_only), "min_tokens", stopping.min_tokens, fix)
 
     def _beside_structure(self) -> tuple[tuple[str, bool], ...]:
         """Parameters that could leave no allowed token, with a complete or an incomplete structure."""

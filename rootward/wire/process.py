@@ -20,7 +20,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -31,11 +31,15 @@ from starlette.routing import Route
 
 from rootward.errors import ConfigurationError
 from rootward.metrics import VllmNames
+from rootward.process_settings import ProcessSettings
+from rootward.telemetry import configure_logging
+from rootward.tracing import configure_tracing
 from rootward.wire.http_server import HttpServer
 from rootward.wire.server import RpcServer
 
 Drain = Callable[[], Awaitable[object]]
 Question = Callable[[], bool]
+S = TypeVar("S", bound=ProcessSettings)
 
 
 class Admin:
@@ -126,6 +130,23 @@ def run_service(role: str, main: Callable[[], Coroutine[Any, Any, None]]) -> int
         logging.getLogger(role).exception("ended by an internal error")
         return 1
     return 0
+
+
+def service_main(
+    role: str, settings_type: type[S], serve: Callable[[S], Coroutine[Any, Any, None]]
+) -> Callable[[Sequence[str] | None], int]:
+    """The `main` of a service: takes its command line (None: that of the process), and returns the exit code."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        async def run() -> None:
+            settings = settings_type.load(argv, prog=f"rootward serve {role}")
+            configure_logging(role, settings.log_level, settings.log_json)
+            configure_tracing(role, settings.tracing_endpoint, settings.tracing_share)
+            await serve(settings)
+
+        return run_service(role, run)
+
+    return main
 
 
 def announce(role: str, address: str) -> None:

@@ -22,7 +22,7 @@ from rootward.core.requests import (
 )
 from rootward.core.tree import root_only
 from rootward.errors import InvalidRequest
-from verifier_service.session import TRANSITIONS, Event, Session, State, check_tokens, choose_rule
+from verifier_service.session import TRANSITIONS, Event, Session, State, choose_rule
 
 EOS = 9
 
@@ -141,9 +141,9 @@ def test_a_form_that_cannot_be_followed_aborts() -> None:
     ],
 )
 def test_tokens_must_exist_and_one_must_be_left(sampling: Sampling, stopping: Stopping, word: str) -> None:
-    with pytest.raises(InvalidRequest, match=word):
-        check_tokens(VerifierRequest("r", (1, 2), sampling, stopping), 10, (EOS,))
-    check_tokens(VerifierRequest("r", (1, 2), Sampling(allowed_token_ids=(EOS,)), Stopping(9, (), True, 1)), 10, (EOS,))
+    with pytest.raises(ValueError, match=word):
+        VerifierRequest("r", (1, 2), sampling, stopping).check_tokens(10, (EOS,))
+    VerifierRequest("r", (1, 2), Sampling(allowed_token_ids=(EOS,)), Stopping(9, (), True, 1)).check_tokens(10, (EOS,))
 
 
 def rule_of(temperature: float = 1.0, default: DraftMode = DraftMode.SAMPLED, **wish) -> tuple[Rule, DraftMode]:
