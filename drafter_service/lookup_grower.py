@@ -1,8 +1,8 @@
-"""All living trees of a drafter without a model: looked up in what was seen before.
+"""Trees of a drafter without a model, looked up in text that was seen before. The interface is that of `grower.Grower`.
 
-The same commands as `grower.Grower`. A level: feed texts to their sources, a bounded piece at a time; where a text is complete, draw
-the best paths up to the cap of the tree and say that it is at rest. Every node is chosen, a deterministic function of the text, so any law
-can be served: matching takes it as it is, ratio tests under one-hot laws.
+A level gives each waiting text to its source, at most `chunk` tokens at a time. Once the source has the whole text, the tree gets its best
+paths up to its cap, and is at rest until the next commit. Nodes are deterministic functions of the text, so any rule may verify them:
+matching as it is, ratio tests under one-hot draft distributions. Draws of i.i.d. copies are not served.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from rootward.core.requests import DraftMode
 from rootward.demand import DrafterDemand
 from rootward.ports import ModelInfo
 
-K = TypeVar("K")  # what names a slot of a stream
+K = TypeVar("K")  # key of a tree: a stream and a slot on it
 
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
-TREES_PER_LEVEL = 8  # one tree takes well below a millisecond; commits wait no longer than this
+TREES_PER_LEVEL = 8  # bounds the time that commits wait: a tree takes well below a millisecond
 
-Sources = Callable[[Open, Successors], Source]  # for a new text; what the texts of its group share
+Sources = Callable[[Open, Successors], Source]  # (message, memory of its group) → source of a new text
 
 
 @dataclass(slots=True, eq=False)
 class LookupTree:
-    """One slot of one stream. `pending`: committed tokens that the source has not been fed yet."""
+    """The tree of one session. pending: committed tokens that its source has not read yet. at_rest: the last frame was sent."""
 
     open: Open
     tree: LivingTree
@@ -40,18 +40,16 @@ class LookupTree:
     shape: Shape
     pending: list[int]
     arrived_s: float
-    at_rest: bool = False  # and said so
+    at_rest: bool = False
 
 
 class LookupGrower(Generic[K]):
-    """Trees by key. info.max_positions: longest text that is taken on; a text costs about 0.6 kB per token.
+    """Trees by key. info.max_positions: longest text that is accepted; a text takes about 0.6 kB of memory per token.
 
-    group: texts of one group, tenant and cache salt share a memory; keys of one group must have one vocabulary.
+    group: group of a key; texts of one group, tenant and cache salt share a memory, so all of a group must have one vocabulary.
     """
 
-    modes: tuple[DraftMode, ...] = tuple(
-        mode for mode in DraftMode if mode is not DraftMode.IID
-    )  # copies are drawn, and here all is chosen
+    modes: tuple[DraftMode, ...] = tuple(mode for mode in DraftMode if mode is not DraftMode.IID)
 
     def __init__(
         self,
@@ -69,10 +67,10 @@ class LookupGrower(Generic[K]):
         self.trees: dict[K, LookupTree] = {}
         self._sources, self._memories, self._group = sources, Memories(), group
 
-    # -- what a verifier says -----------------------------------------------------------------------------------------
+    # -- messages of a verifier ---------------------------------------------------------------------------------------
 
     def open(self, key: K, message: Open) -> Reject | None:
-        """Start a tree; the answer is a Reject when it cannot be taken."""
+        """Start a tree. Returns a Reject if it is refused."""
         if key in self.trees:
             return Reject(message.slot, "slot is open already; use a new number")
         try:
@@ -84,7 +82,7 @@ class LookupGrower(Generic[K]):
         if len(message.prefix) > self.info.max_positions:
             return Reject(
                 message.slot,
-                f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are held here, "
+                f"prefix of {len(message.prefix)} tokens; texts of at most {self.info.max_positions} are accepted, "
                 "see --max-model-len",
             )
         cap = message.caps[0]
@@ -106,7 +104,7 @@ class LookupGrower(Generic[K]):
         return None
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
-        """The truth advanced. The answer: nothing, or a resync request."""
+        """Append committed tokens. Returns a NeedSync if they do not continue the text that is held."""
         growing = self.trees.get(key)
         if growing is None:
             return [NeedSync(message.slot, 0, 0)]
@@ -129,7 +127,7 @@ class LookupGrower(Generic[K]):
         return all(growing.at_rest for growing in self.trees.values())
 
     def level(self) -> list[tuple[K, Grow]]:
-        """Grow the trees that have waited longest; the frames they make."""
+        """Grow the trees that have waited longest. Returns their frames."""
         waiting = [(key, growing) for key, growing in self.trees.items() if not growing.at_rest]
         waiting.sort(key=lambda item: item[1].arrived_s)
         frames: list[tuple[K, Grow]] = []
@@ -143,7 +141,7 @@ class LookupGrower(Generic[K]):
         growing.source.extend(growing.pending[: self.chunk])
         del growing.pending[: self.chunk]
         if growing.pending:
-            growing.arrived_s = start_s  # a long prompt lets the others go first
+            growing.arrived_s = start_s  # other texts come before the rest of a long one
             return None
         first = growing.tree.next_id
         extend_tree(growing.tree, growing.source, growing.shape)
@@ -152,7 +150,7 @@ class LookupGrower(Generic[K]):
 
 
 def _frame(growing: LookupTree, first: int, start_s: float) -> Grow:
-    """The nodes from `first` on, and that there will be no more."""
+    """The last frame of a tree before the next commit, with its nodes from `first` on."""
     tree = growing.tree
     records = [tree.nodes[node] for node in range(first, tree.next_id)]
     return Grow(

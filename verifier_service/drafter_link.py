@@ -93,7 +93,7 @@ class Link:
         self.latency_s = self.gain = 0.0
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
-        self._load, self._load_s, self._own_at_report = Load(), 0.0, 0
+        self._load, self._load_s, self._num_own_at_report = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
 
@@ -102,7 +102,7 @@ class Link:
     @property
     def used(self) -> int:
         """Its sessions of all verifiers: its last report, corrected by the sessions that this verifier opened and closed since."""
-        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._own_at_report)
+        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._num_own_at_report)
 
     def supports(self, law: DraftMode) -> bool:
         """Whether its stream is open and it grows trees of this draft mode."""
@@ -149,7 +149,7 @@ class Link:
         """Start a tree for the session on this drafter."""
         assert self.ack is not None
         slot, self._next_slot = self._next_slot, self._next_slot + 1
-        message = self._opening(slot, session, shape)
+        message = self._open_message(slot, session, shape)
         node_cap, ahead_cap = message.caps
         tree = LivingTree(
             len(session.tokens),
@@ -179,7 +179,7 @@ class Link:
         rows = session.features.before(len(session.tokens), num_tokens)
         return None if rows is None else Features(rows, self.ack.head.int8)
 
-    def _opening(self, slot: int, session: Session, shape: Shape) -> Open:
+    def _open_message(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
         assert session.law is not None
         request = session.request
@@ -287,12 +287,12 @@ class Link:
                         self._receive(frame)
             except ServiceError as error:
                 log.debug("drafter_stream_ended", drafter=self.name, error=str(error))
-            except MalformedFrame as error:  # not of one tree but of the stream
-                self._offend(None, str(error))
+            except MalformedFrame as error:  # of the stream, not of one tree
+                self._on_malformed(None, str(error))
             except Exception:  # no failure of a drafter may end the verifier
                 log.exception("drafter_link_failed", drafter=self.name)
             finally:
-                self._lost()
+                self._on_stream_end()
             attempt = 0 if time.monotonic() - start_s > STABLE_STREAM_S else attempt
             retry_s = backoff_s(attempt, FIRST_RETRY_S, MAX_RETRY_S, self.name, self._hello().incarnation)
             await asyncio.sleep(REFUSED_S if self.refusal else retry_s)
@@ -309,19 +309,19 @@ class Link:
         if frame.grows or frame.need_syncs or frame.rejects:  # a heartbeat answers nothing
             self.unanswered_since_s = None
         if frame.ack is not None:
-            self._greet(frame.ack)
+            self._on_ack(frame.ack)
         if frame.load is not None:
-            self._load, self._load_s, self._own_at_report = frame.load, time.monotonic(), len(self.drafts)
+            self._load, self._load_s, self._num_own_at_report = frame.load, time.monotonic(), len(self.drafts)
             self.draining = frame.load.draining
         for need in frame.need_syncs:
             self.orphan(need.slot, "lost step")
         for reject in frame.rejects:
-            self._rejected(reject)
+            self._on_reject(reject)
         for grow in frame.grows:
-            self._grow(grow)
+            self._on_grow(grow)
         self._on_growth()
 
-    def _greet(self, ack: HelloAck) -> None:
+    def _on_ack(self, ack: HelloAck) -> None:
         if self.ack is not None:
             raise MalformedFrame("ack: a second one on this stream")
         self.refusal = ack.refusal
@@ -331,8 +331,9 @@ class Link:
         self.ack, self.draining, self._full_until_s, self._num_refusals = ack, False, 0.0, 0
         log.info("drafter_up", drafter=self.name, incarnation=ack.incarnation)
 
-    def _rejected(self, reject: Reject) -> None:
-        """For now: others were refused as well, and must not all come back at once. For good: context or vocabulary do not fit."""
+    def _on_reject(self, reject: Reject) -> None:
+        """A tree was refused: with a time, until then, jittered so that refused verifiers do not all retry at once; without one for good,
+        because context or vocabulary do not fit."""
         draft = self.orphan(reject.slot, reject.reason)
         if not reject.retry_after_ms:
             if draft is not None:
@@ -345,7 +346,7 @@ class Link:
             self._num_refusals += 1
         self._full_until_s = max(self._full_until_s, until_s)
 
-    def _grow(self, grow: Grow) -> None:
+    def _on_grow(self, grow: Grow) -> None:
         draft = self.drafts.get(grow.slot)
         if draft is None:
             self._metrics.discarded("closed")
@@ -354,7 +355,7 @@ class Link:
         try:
             received = draft.tree.receive(grow)
         except MalformedFrame as error:
-            self._offend(grow.slot, str(error))
+            self._on_malformed(grow.slot, str(error))
             return
         self._metrics.grew(received, grow.draft_us)
         if draft.tree.broken:
@@ -363,16 +364,16 @@ class Link:
         self.breaker.grew()
         current = grow.base_len == draft.tree.length
         if current and draft.committed_s is not None:
-            self._time(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
-        self._paced(draft, before, current=current)
-        if not draft.has_growth:  # what it was asked for last it has taken
+            self._record_latency(draft, grow.queue_us / 1e6, grow.draft_us / 1e6)
+        self._record_pace(draft, before, current=current)
+        if not draft.has_growth:  # the last tree that it was sent was accepted
             self._num_refusals = 0
         draft.has_growth, draft.unanswered_since_s, draft.misses = True, None, 0
         draft.at_rest = grow.at_rest and current
 
-    def _paced(self, draft: Draft, before: int, *, current: bool) -> None:
-        """Growth that a round could verify; `before` nodes were there. Its pace is that of nodes that are waited for: after those
-        a drafter draws more at a time."""
+    def _record_pace(self, draft: Draft, before: int, *, current: bool) -> None:
+        """Record the times of growth that a round may verify; the tree had `before` nodes. Only nodes that a round waits for count:
+        later ones are drawn several at a time."""
         now_s, more = time.monotonic(), len(draft.tree) - before
         if not more:
             return
@@ -382,16 +383,16 @@ class Link:
             self.pace.on_first_growth(now_s - draft.rerooted_s)
         draft.last_growth_s, draft.has_current_growth = now_s, draft.has_current_growth or current
 
-    def _time(self, draft: Draft, queued_s: float, computed_s: float) -> None:
-        """The first growth since a commit."""
+    def _record_latency(self, draft: Draft, queued_s: float, computed_s: float) -> None:
+        """Record the latency of the first growth after a commit."""
         assert draft.committed_s is not None
         latency_s = time.monotonic() - draft.committed_s
         self._metrics.answered(latency_s, queued_s + computed_s)
         self.latency_s += (MEMORY if self.latency_s else 1.0) * (latency_s - self.latency_s)
         draft.committed_s, draft.queued_s = None, queued_s
 
-    def _offend(self, slot: int | None, why: str) -> None:
-        """Quarantine the slot, if it is one slot's fault; repeated offences quarantine the drafter."""
+    def _on_malformed(self, slot: int | None, why: str) -> None:
+        """A malformed frame: orphan its tree, if it names one; repeated ones open the circuit."""
         log.warning("malformed_frame", drafter=self.name, error=why)
         self._metrics.discarded("malformed")
         if slot is not None:
@@ -399,10 +400,10 @@ class Link:
         if self.breaker.offended(time.monotonic()):
             self._open_circuit("quarantine")
 
-    def _lost(self) -> None:
+    def _on_stream_end(self) -> None:
         if self.ack is not None:
             log.warning("drafter_down", drafter=self.name, sessions=len(self.drafts))
-        self.ack, self.unanswered_since_s, self._load, self._own_at_report = None, None, Load(), 0
+        self.ack, self.unanswered_since_s, self._load, self._num_own_at_report = None, None, Load(), 0
         for slot in list(self.drafts):
             self.orphan(slot, "stream lost")
         self.send_buffer.clear()

@@ -40,7 +40,7 @@ log = structlog.get_logger("verifier")
 
 
 class EngineLoop:
-    """`live`: sessions that run or wait, by request id; `wake`: set when something has happened that the next step may depend on."""
+    """live: sessions that run or wait, by request id. wake: set by every event that the next step may depend on."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EngineLoop:
         try:
             while True:
                 await self.step()
-                await asyncio.sleep(0)  # let streams and links breathe between steps
+                await asyncio.sleep(0)  # streams and links run between steps
         except Exception as error:
             log.exception("engine_ended")
             for session in list(self.live.values()):
@@ -124,18 +124,18 @@ class EngineLoop:
             self.slots.preempt(plan.preempt)
 
     def prepare(self) -> None:
-        """Take in what has happened since the last step: deadlines, sessions that ended, free KV slots, drafters with room."""
+        """Apply the events since the last step: deadlines, ended sessions, free KV slots, drafters with room."""
         now_s = asyncio.get_running_loop().time()
         for session in self.live.values():
             if session.deadline_s is not None and session.deadline_s <= now_s and not session.done:
                 session.out.put_nowait(session.late())
                 session.end()
-        for session in self.slots.sweep():
+        for session in self.slots.release_done():
             self.pool.close(session, "ended")
             session.statistics.forget_session(session.number)
             self.local.gone(session)
             self.runner.forget(session.number)
-        entered = self.slots.fill(self.abort)
+        entered = self.slots.admit(self.abort)
         for session in entered:
             self.rounds.start_round_timer(session)
         if entered:
@@ -307,6 +307,6 @@ class EngineLoop:
         session.out.put_nowait(committed)
 
     def abort(self, session: Session, error: Exception) -> None:
-        """Our failure, not the request's: another verifier (or this one, a moment later) may take it on from what is committed."""
+        """End a session after an internal error. Another verifier, or this one later, may continue from its committed tokens."""
         if not session.done:
             session.hand_back(f"internal error in the engine: {type(error).__name__}")

@@ -1,9 +1,9 @@
-"""Requests that are let in, the queue for KV slots and blocks, and sessions that hold them.
+"""Admission of requests, and the KV slots and blocks of sessions.
 
-Admission    checks a request, fences its epoch, bounds the queue
-Memory       KV blocks as numbers: held, wanted, free
-WaitingLine  the queue: by priority, preempted sessions first, then tenants in turn
-Slots        sessions with a KV slot; those that wait for one; those that had to give theirs up
+Admission     checks requests, fences their epochs, bounds the queue
+Memory        KV blocks as numbers: held, wanted, free
+WaitingQueue  sessions without a slot: by priority, preempted ones first, then tenants in turn
+Slots         sessions with a slot; those that wait for one; preempted ones
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slots:
         self.model, self.memory = model, memory
         self.running: dict[int, Session] = {}
         self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
-        self._waiting = WaitingLine()
+        self._waiting = WaitingQueue()
         self._away: dict[int, Session] = {}  # preempted ones: they wait, and may still hold a tree at a drafter
 
     @property
@@ -40,7 +40,7 @@ class Slots:
         return len(self._waiting)
 
     def gauges(self) -> dict[str, float]:
-        """What is worth watching, by the names of serving.md."""
+        """Values of the metrics with these names."""
         total, free = self.model.num_blocks, self.model.num_free_blocks
         return {
             "num_requests_running": float(len(self.running)),
@@ -56,17 +56,18 @@ class Slots:
 
     @property
     def num_fresh(self) -> int:
-        """Requests that wait and have not run yet: what the length of the queue is counted by."""
+        """Sessions that wait and have never had a slot; the limit of the queue applies to them."""
         return self._waiting.num_fresh
 
     def forget(self, session: Session) -> None:
-        """It has ended; if it waits it waits no longer."""
+        """Remove an ended session from the queue."""
         self._waiting.discard(session)
 
-    def fill(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
-        """Give the next in line a place while slots and blocks suffice. Nobody overtakes one for whom there is no room yet.
+    def admit(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
+        """Give slots to waiting sessions in the order of the queue, while slots and blocks suffice. Returns them. A session for which there
+        is no room is not overtaken.
 
-        failed(session, error): the model would not take it; that costs the one session.
+        failed: called with a session that the model refused, and the error; other sessions go on.
         """
         entered = []
         running = self.running.values()
@@ -79,10 +80,10 @@ class Slots:
             try:
                 session.kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
-                failed(session, error)  # one that was preempted stays away until `sweep`: it may hold a tree
+                failed(session, error)  # a preempted one stays in `_away` until `release_done`: it may hold a tree
                 continue
             self._away.pop(session.number, None)
-            # Of a text that begins alike, or its own before it was preempted.
+            # From a text with the same prefix, or from its own before it was preempted.
             session.fed = self.model.length(session.kv_slot)
             if session.num_cached is None:
                 session.num_cached = min(session.fed, len(session.request.prompt))
@@ -94,19 +95,19 @@ class Slots:
         return entered
 
     def preempt(self, numbers: Iterable[int]) -> None:
-        """These give their KV to others; what is committed is computed again. Round, cap and the tree that waits stay as they are:
-        memory decides this, but whether a tree still waits depends on its values (docs/decisions/0005)."""
+        """Take slots and blocks from these sessions, which wait again and will recompute the KV of their text. Round and tree stay: memory
+        decides on preemption, but whether a tree is still waiting depends on its values (docs/decisions/0005)."""
         for number in numbers:
             session = self._leave(number)
             session.on(Event.PREEMPT)
             if session.local is not None:
-                session.local.drop()  # it comes back with prefill, and has no rows for a tree that was planned before
+                session.local.drop()  # planned before the prefill that it needs now
             self._away[number] = session
             self._waiting.push(session, preempted=True)
             self.num_preemptions += 1
 
-    def sweep(self) -> list[Session]:
-        """Take their KV from those that are done; returns them and any that were done while they had none."""
+    def release_done(self) -> list[Session]:
+        """Free the slots of ended sessions. Returns these and the preempted sessions that have ended."""
         ended = [self._leave(s.number) for s in list(self.running.values()) if s.done]
         gone = [s for s in self._away.values() if s.done]
         for session in gone:
@@ -145,9 +146,8 @@ class Memory:
         return -length % self.block_size, self._blocks(length)
 
     def admits(self, session: Session, running: Iterable[Session]) -> bool:
-        """Whether there is a slot, and blocks for all its text and one tree beside what the running ones were let in with.
-
-        Whoever is alone is let in: one session at its longest always fits (`ports.LanguageModel`)."""
+        """Whether there is a slot, and blocks for its text and one tree beside those that running sessions may still take. A single
+        session is always admitted: the longest one fits (`ports.LanguageModel`)."""
         others = list(running)
         if not self._model.num_free_slots:
             return False
@@ -155,7 +155,7 @@ class Memory:
         return not others or self._wanted(session) <= self.free_blocks - promised
 
     def _wanted(self, session: Session) -> int:
-        """Blocks of its text so far and of one round on top."""
+        """Blocks of its text so far and of one round."""
         wish = session.request.speculation.num_draft_tokens or self._num_draft_tokens
         nodes = min(wish, self._num_draft_tokens) if session.law is not None else 0
         return self._blocks(len(session.tokens) + nodes)
@@ -176,7 +176,7 @@ class Admission:
         self._epochs: OrderedDict[str, tuple[int, int]] = OrderedDict()  # and the seed of the newest attempt
 
     def check(self, request: VerifierRequest, *, num_queued: int, closed: str) -> None:
-        """Raises what speaks against the request. closed: why nothing at all is let in, "" if it is not so."""
+        """The ServiceError of a request that is refused. closed: why all requests are refused; "": they are not."""
         if closed:
             raise Unavailable(closed, retry_after_s=1.0)
         if num_queued >= self._settings.max_num_queued_reqs:
@@ -188,7 +188,7 @@ class Admission:
             raise InvalidRequest.from_message(str(error)) from error
         if len(request.committed) >= asked:
             raise InvalidRequest("max_tokens", asked, "is not above the number of committed tokens")
-        if len(request.prompt) + asked > info.max_positions:  # the KV cache holds any session of that length
+        if len(request.prompt) + asked > info.max_positions:  # the longest that the KV cache is made for
             raise ContextLengthExceeded(
                 "max_tokens",
                 asked,
@@ -197,8 +197,8 @@ class Admission:
             )
 
     def fence(self, request: VerifierRequest, rule: Rule) -> None:
-        """An epoch lower than one seen is refused; a higher one ends the older attempt (protocol.md 3). The same one again would toss
-        the same coins, of whose verdicts a drafter may have heard (algorithms.md 9); matching tosses none."""
+        """Refuse an epoch that is lower than the last one; a higher one ends the older attempt (protocol.md 3). An equal one with the same
+        seed would use the same coins, of whose verdicts a drafter may know (algorithms.md 9); matching uses none."""
         seen, seed = self._epochs.get(request.request_id, (0, 0))
         live = self.live.get(request.request_id)
         if request.epoch < seen:
@@ -211,26 +211,27 @@ class Admission:
             )
         if live is not None:
             live.end()
-            live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} moved on to epoch {request.epoch}"))
+            live.out.put_nowait(StaleEpoch(f"request {request.request_id!r} is driven under epoch {request.epoch}"))
         self._epochs[request.request_id] = request.epoch, request.seed
         self._epochs.move_to_end(request.request_id)
         if len(self._epochs) > MAX_EPOCHS_REMEMBERED:
             self._epochs.popitem(last=False)
 
     def forget(self, session: Session) -> None:
-        """Its generation has ended; its epoch is remembered."""
+        """Remove an ended session. Its epoch stays known."""
         if self.live.get(session.request.request_id) is session:
             del self.live[session.request.request_id]
 
 
-class WaitingLine:
-    """Who gets the next slot: the lowest priority; of those the preempted, by arrival; then the tenant with the fewest running sessions, of
-    several the one that was served longest ago; then by arrival. Those that are `done` are passed over and not counted."""
+class WaitingQueue:
+    """Sessions that wait for a slot. The next one has the lowest priority value; of equal ones, preempted sessions come first, by arrival;
+    then sessions of the tenant with the fewest running ones, then of the tenant that was served longest ago, then by arrival.
+    Ended sessions are skipped and not counted."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Session] = {}  # by number
         self._preempted: set[int] = set()
-        self._served: dict[str, int] = {}  # by tenant that waits: when it was served last, counted in services
+        self._served: dict[str, int] = {}  # by tenant that waits: number of the slot that it got last
         self._num_served = 0
 
     def __len__(self) -> int:
@@ -238,7 +239,7 @@ class WaitingLine:
 
     @property
     def num_fresh(self) -> int:
-        """Those that have never had a slot."""
+        """Sessions that have never had a slot."""
         return sum(not one.done for number, one in self._waiting.items() if number not in self._preempted)
 
     def push(self, one: Session, *, preempted: bool = False) -> None:
@@ -247,12 +248,12 @@ class WaitingLine:
             self._preempted.add(one.number)
 
     def discard(self, one: Session) -> None:
-        """It waits no longer."""
+        """Remove a session."""
         self._waiting.pop(one.number, None)
         self._preempted.discard(one.number)
 
     def head(self, running: Iterable[Session] = ()) -> Session | None:
-        """The next one, beside those that run."""
+        """The next session; `running` have slots. None: none waits."""
         held = Counter(one.tenant for one in running)
 
         def order(one: Session) -> tuple[int, ...]:
@@ -263,7 +264,7 @@ class WaitingLine:
         return min((one for one in self._waiting.values() if not one.done), key=order, default=None)
 
     def pop(self, one: Session) -> None:
-        """It gets a slot."""
+        """Remove a session that gets a slot."""
         self.discard(one)
         self._num_served += 1
         tenants = {other.tenant for other in self._waiting.values()}

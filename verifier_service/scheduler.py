@@ -1,16 +1,16 @@
-"""What the next engine step does: a pure function of values (protocol.md 1.3).
+"""The decision about the next engine step: a pure function of values (protocol.md 1.3).
 
 Per session: PREFILL a chunk, VERIFY the tree that has arrived, DECODE one token, or WAIT for growth; one forward may hold all of them.
-Under ratio tests the values, the probabilities and the size of the arrived tree must not decide how much of it is verified. What is
-decided here looks at the number of arrived nodes only to stop waiting and to count rows and blocks, and then everything that has
-arrived, up to a cap fixed when the round began, is verified (a stopping time of the draws); DECODE happens only when nothing has
-arrived or the cap is 0. A cap that followed the load while a tree waits would cut nodes because they did not bring their tree to rest
-earlier (exact error up to 0.1). So whoever finds no room in a step *waits*, tree and cap as they are: for another step if rows are
-short, for its KV to be computed again if blocks are.
+Under ratio tests the tokens, the probabilities and the size of the arrived tree must not decide how much of it is verified. This module
+reads the number of arrived nodes only to stop waiting and to count rows and blocks. A round then verifies all nodes that have arrived,
+up to a maximum fixed when it began (a stopping time of the draws), and DECODE happens only if none has arrived or the maximum is 0. A
+maximum that followed the load while a tree waits would cut nodes because they did not bring their tree to rest earlier (exact error up
+to 0.1). So a session for which a step has no room *waits* with its tree and its maximum: for another step if rows are short, for its KV
+to be computed again if blocks are.
 
-    rows     sessions that have waited longest go first; prefill takes what they leave, never less than a floor, never more than a chunk
-    blocks   who lacks some preempts sessions of worse rank, the worst first; so the best-ranked session can always go on
-    company  sessions with trees wait for others that are nearly ready, where sharing a step saves more than that (`gathering_s`)
+    rows      sessions that have waited longest come first; prefill takes the rest, at least a floor and at most a chunk
+    blocks    a session that lacks blocks preempts those of worse rank, the worst first; so the best-ranked session always continues
+    gathering sessions with trees wait for others that are nearly ready, where sharing a step saves more time (`gathering_s`)
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Plan:
     decode: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     wait_s: float | None = None
-    held: bool = False  # somebody is ready, and waits for others
+    held: bool = False  # a session is ready, and waits for others
 
     @property
     def launches(self) -> tuple[tuple[int, int], ...]:
@@ -104,8 +104,8 @@ class Plan:
 
 
 def schedule(views: Sequence[SessionView], limits: Limits) -> Plan:
-    """The next step. Empty while a session is ready or filling only if one of better rank waits for its tree, or if it waits for company;
-    neither for ever."""
+    """The next step. Empty while a session is ready or filling only if one of better rank waits for its tree, or if it waits for others;
+    both end."""
     filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
     rounds = [v for v in views if not v.prefill_left]
     ready = sorted((v for v in rounds if _launches(v)), key=lambda v: (-v.waited_s, v.rank))

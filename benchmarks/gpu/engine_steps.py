@@ -1,7 +1,8 @@
-"""Engine on a device: is it right, and what does a step cost by number of rows?
+"""Check of the engine on a device: errors of its logits, and the time of a step by its rows.
 
-Right: logits of a ragged batch of trees against the CPU in float32. Cost: median milliseconds of one forward of the target with n rows
-of a tree, for one and for several sessions, next to the floor (weight bytes / measured copy bandwidth). No rpc layer needed.
+Errors: logits of a ragged batch of trees, against those of the CPU in float32. Times: median milliseconds of one forward of the target with
+n rows of a tree, for one and for several sessions, beside the lower bound (bytes of weights / measured bandwidth of a copy). The services
+are not needed.
 
     python -m benchmarks.gpu.engine_steps --device cuda --dtype bfloat16 --model FOLDER --out steps.json
 """
@@ -24,7 +25,7 @@ from rootward.ports import COMMITTED, Rows
 COLUMNS = ("sessions", "rows", "ms", "floor_ms")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXT = 256
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}  # of the logits: what rounding may do
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}  # relative error of the logits that rounding explains
 
 
 def tree_rows(slot: int, num_rows: int, vocab: int, seed: int) -> Rows:

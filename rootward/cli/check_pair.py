@@ -1,4 +1,4 @@
-"""`rootward check-pair TARGET DRAFT`: can this draft model draft for this target model?"""
+"""`rootward check-pair TARGET DRAFT`: whether the draft model can draft for the target model."""
 
 from __future__ import annotations
 

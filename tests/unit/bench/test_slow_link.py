@@ -1,4 +1,4 @@
-"""The test link: what arrives, when, and how much may be under way."""
+"""`SlowLink`: order and times of arrival, loss, and the bytes that may be in flight."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_jitter_and_loss_delay_and_never_reorder() -> None:
     assert times == sorted(times)
     assert min(times) >= 0.01
     assert max(times) > 0.01 + 0.02  # some were lost
-    assert arrivals(on, [10] * 50) == arrivals(on, [10] * 50)  # a seed says it all
+    assert arrivals(on, [10] * 50) == arrivals(on, [10] * 50)  # equal seeds, equal times
 
 
 def test_a_larger_chunk_is_lost_more_often() -> None:
@@ -73,7 +73,7 @@ async def test_bytes_pass_in_order_and_are_counted() -> None:
         writer.close()
 
 
-async def test_a_cut_is_noticed_and_the_next_connection_works() -> None:
+async def test_a_cut_ends_connections_and_the_next_connection_works() -> None:
     async with echo() as address, SlowLink(address) as link:
         reader, writer = await asyncio.open_connection(*link.address.split(":"))
         writer.write(b"x")
@@ -87,7 +87,7 @@ async def test_a_cut_is_noticed_and_the_next_connection_works() -> None:
         writer.close()
 
 
-async def test_a_sender_that_is_faster_than_the_link_feels_it() -> None:
+async def test_a_sender_that_is_faster_than_the_link_is_blocked() -> None:
     slow = Conditions(delay_s=60.0, window_bytes=4096)  # nothing arrives while this test runs
     async with echo() as address, SlowLink(address, slow) as link:
         _, writer = await asyncio.open_connection(*link.address.split(":"))

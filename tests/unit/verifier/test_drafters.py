@@ -155,7 +155,7 @@ def test_repeated_malformed_frames_open_the_circuit_of_a_drafter() -> None:
     for number in range(3):
         one = session(number)
         opened(busy, one)
-        busy._offend(one.draft.slot, "nonsense")
+        busy._on_malformed(one.draft.slot, "nonsense")
     assert busy.room == 0
 
 
@@ -193,7 +193,7 @@ def test_a_lost_link_leaves_its_sessions_to_others() -> None:
         one, busy = session(), up(link())
         opened(busy, one)
         tree = one.draft.tree
-        busy._lost()
+        busy._on_stream_end()
         assert one.draft.link is None  # what has arrived is verified once more
         assert one.draft.tree is tree
         assert one.draft.at_rest
@@ -253,12 +253,12 @@ def test_a_move_makes_before_it_breaks() -> None:
 def test_a_move_whose_target_dies_is_forgotten_and_one_whose_source_dies_is_done() -> None:
     pool, old, new, one = moving()
     first = one.draft
-    new._lost()
+    new._on_stream_end()
     pool.commit(one, (1,))
     assert (one.draft, one.next_draft) == (first, None)
     pool, old, new, one = moving()
     coming = one.next_draft
-    old._lost()
+    old._on_stream_end()
     assert one.draft.at_rest  # an orphan: what has arrived is verified once more
     pool.commit(one, (1,))
     assert (one.draft, one.next_draft) == (coming, None)

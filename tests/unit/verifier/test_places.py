@@ -54,13 +54,13 @@ def test_slots_are_given_in_order_and_none_overtakes_one_that_does_not_fit() -> 
     first, large, small = session(1), session(2, prompt=18), session(3)
     for one in (first, large, small):
         here.wait(one)
-    assert here.fill(lost) == [first]
+    assert here.admit(lost) == [first]
     assert (here.num_waiting, len(slots.open_slots)) == (2, 1)
     first.end()
-    assert here.sweep() == [first]
-    assert here.fill(lost) == [large]
+    assert here.release_done() == [first]
+    assert here.admit(lost) == [large]
     slots.room = 3
-    assert here.fill(lost) == [small]
+    assert here.admit(lost) == [small]
 
 
 def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
@@ -69,7 +69,7 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     one, two, three = (session(n, prompt=10) for n in (1, 2, 3))
     for some in (one, two, three):
         here.wait(some)
-    here.fill(lost)
+    here.admit(lost)
     two.fed, two.round.max_nodes = 2, 7
     draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
     here.preempt([2])
@@ -79,7 +79,7 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     assert (two.round.max_nodes, two.draft) == (7, draft)
     assert here.gauges()["num_preemptions_total"] == 1
     slots.known = 8
-    assert here.fill(lost) == [two]
+    assert here.admit(lost) == [two]
     assert (two.prefill_left, two.round.max_nodes, two.draft) == (1, 7, draft)
     assert here.gauges()["prefix_cache_hits_total"] == 8
 
@@ -96,7 +96,7 @@ def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
         tree=Snapshot.__new__(Snapshot),
     )
     here.wait(one)
-    here.fill(lost)
+    here.admit(lost)
     here.preempt([1])
     assert one.local.num_nodes == 0
 
@@ -105,11 +105,11 @@ def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed(
     here, slots = places()
     one = session(1)
     here.wait(one)
-    here.fill(lost)
+    here.admit(lost)
     here.preempt([1])
     one.end()
-    assert here.sweep() == [one]
-    assert here.sweep() == here.fill(lost) == []
+    assert here.release_done() == [one]
+    assert here.release_done() == here.admit(lost) == []
     assert not slots.open_slots
 
 
@@ -130,7 +130,7 @@ def test_a_session_that_the_model_refuses_fails_no_other() -> None:
     def failed(one: Session, error: Exception) -> None:
         one.end()
 
-    assert here.fill(failed) == [good]
+    assert here.admit(failed) == [good]
     assert bad.done
     assert bad.kv_slot is None
 
@@ -139,7 +139,7 @@ def test_one_whom_the_model_will_not_take_back_is_handed_out_for_its_tree_to_be_
     here, slots = places()
     one = session(1)
     here.wait(one)
-    here.fill(lost)
+    here.admit(lost)
     here.preempt([1])
 
     def open_(tokens, *, salt: str) -> int:
@@ -150,6 +150,6 @@ def test_one_whom_the_model_will_not_take_back_is_handed_out_for_its_tree_to_be_
     def failed(one: Session, error: Exception) -> None:
         one.end()
 
-    assert here.fill(failed) == []
-    assert here.sweep() == [one]
-    assert here.sweep() == []
+    assert here.admit(failed) == []
+    assert here.release_done() == [one]
+    assert here.release_done() == []

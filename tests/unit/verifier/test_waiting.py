@@ -9,7 +9,7 @@ from itertools import count
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verifier_service.kv_admission import WaitingLine
+from verifier_service.kv_admission import WaitingQueue
 
 NUMBERS = count()
 
@@ -22,20 +22,20 @@ class One:
     number: int = field(default_factory=lambda: next(NUMBERS))
 
 
-def line(*ones: One) -> WaitingLine:
-    waiting: WaitingLine = WaitingLine()
+def line(*ones: One) -> WaitingQueue:
+    waiting: WaitingQueue = WaitingQueue()
     for one in ones:
         waiting.push(one)
     return waiting
 
 
-def served(waiting: WaitingLine, running=()) -> One:
+def served(waiting: WaitingQueue, running=()) -> One:
     one = waiting.head(running)
     waiting.pop(one)
     return one
 
 
-def drained(waiting: WaitingLine) -> list[One]:
+def drained(waiting: WaitingQueue) -> list[One]:
     return [served(waiting) for _ in range(len(waiting))]
 
 
@@ -120,7 +120,7 @@ ONES = st.builds(One, tenant=st.sampled_from("abc"), priority=st.integers(-1, 1)
 @settings(deadline=None)
 @given(st.lists(st.tuples(ONES, st.sampled_from(["push", "front", "pop"])), max_size=30))
 def test_each_request_that_is_not_cancelled_gets_one_slot(moves: list[tuple[One, str]]) -> None:
-    waiting: WaitingLine = WaitingLine()
+    waiting: WaitingQueue = WaitingQueue()
     came, left = [], []
     for one, move in moves:
         if move == "pop":
