@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verifier_service.speculation import SIZES, RoundResult, SpeculationController, StepTime
+from verifier_service.speculation import RoundResult, SpeculationController
+from verifier_service.step_time import SIZES, StepTime
 
 ROUNDS = 1000
 SEEDS = 4

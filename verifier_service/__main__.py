@@ -24,7 +24,7 @@ from verifier_service.metrics import Metrics
 from verifier_service.service import VerifierService
 from verifier_service.servicer import VerifierServicer
 from verifier_service.settings import VerifierSettings
-from verifier_service.speculation import measure
+from verifier_service.step_time import measure
 from verifier_service.target import follow_target, load_local_head, target_model
 
 log = structlog.get_logger("verifier")

@@ -36,11 +36,11 @@ from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
 from verifier_service.circuit_breaker import MAX_MISSES, Breaker
+from verifier_service.draft_pace import DraftPace
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import DrafterView
 from verifier_service.send_buffer import SendBuffer
 from verifier_service.session import Draft, Session, number_of
-from verifier_service.speculation import DraftPace
 from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")

@@ -34,7 +34,7 @@ from verifier_service.runner import Chunk, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, SessionView, schedule
 from verifier_service.session import Event, Session
 from verifier_service.settings import VerifierSettings
-from verifier_service.speculation import StepTime
+from verifier_service.step_time import StepTime
 
 log = structlog.get_logger("verifier")
 

@@ -30,7 +30,7 @@ class SessionView:
     drafting      a drafter holds a tree for it
     arrived       live nodes below the root
     at_rest       the drafter has said that nothing more will come before the next commit
-    waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`speculation.launch_time`)
+    waited_s      time since the last commit;  patience_s  when waiting for more of its tree stops to pay (`draft_pace.launch_time`)
     max_nodes     most nodes to verify, fixed when the round began
     target_nodes  nodes with which a tree is not waited for any longer, if there are fewer than max_nodes
     local         nodes of the tree that stands in for plain decoding when nothing has arrived

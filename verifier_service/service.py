@@ -31,7 +31,7 @@ from verifier_service.metrics import Metrics
 from verifier_service.runner import Runner
 from verifier_service.session import Session, check_drafter, choose_rule
 from verifier_service.settings import VerifierSettings
-from verifier_service.speculation import StepTime
+from verifier_service.step_time import StepTime
 
 log = structlog.get_logger("verifier")
 

@@ -39,7 +39,8 @@ from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError, Unavailable
 from rootward.tracing import INVALID_SPAN, Span
-from verifier_service.speculation import DraftPace, Statistics
+from verifier_service.draft_pace import DraftPace
+from verifier_service.speculation import Statistics
 
 if TYPE_CHECKING:
     from verifier_service.drafter_link import Link

@@ -15,16 +15,13 @@ past rounds, clocks and load only, never at a tree that has arrived, and hold fo
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from rootward.ports import LanguageModel, Rows
+from verifier_service.step_time import SIZES, StepTime
 
-SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240)  # numbers of nodes that are compared
-MEASURED = tuple(size + 1 for size in SIZES if size <= 64)  # rows of the steps that are measured at start
 ENTER = 1.03  # goodput over that of plain decoding at which speculation begins
 LEAVE = 0.98  # and below which it ends
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
@@ -36,171 +33,11 @@ TRIAL_SHARE = 0.01  # of the time of plain decoding, of all sessions of a step, 
 TRIAL_MEMORY = 16  # rounds that what is known of a node counts for at most when a trial begins
 
 MEMORY = 0.01  # weight of the newest round in the acceptance of a node
-QUICK_MEMORY = 0.1  # in what differs between sizes, and in the time that the engine waits for a draft
+QUICK_MEMORY = 0.1  # the same in the time that the engine waits for a draft
 FIRST_ACCEPTANCE = 0.5  # of the first node, while nothing is known
 DECAY = 0.85  # of a node's acceptance against that of the node before, while nothing is known
 PRIOR_ROUNDS = 4  # that such an expectation counts for
 MAX_KINDS = 256  # of rounds that are remembered: requests choose some of what tells them apart
-PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
-SETTLED = 8  # steps after trees begin or end in which the speed changes because of that, not because of what else runs on the machine
-LARGEST_SURPRISE = 1.0  # of the logarithm of a step's seconds: one that was held up counts as e times too slow
-
-
-class StepTime:
-    """Seconds of an engine step by its number of rows; never falling.
-
-    log seconds = what was measured for that size + speed of the machine. What else runs on a machine changes its speed within seconds,
-    what a size costs beside another one hardly changes. So a step of the same size as the one before corrects the speed, and a step of
-    another size corrects mostly what is known of that size.
-
-    Plain steps have a speed of their own: a drafter on the same machine takes its share of it only while trees are grown.
-    """
-
-    def __init__(self, measured: Mapping[int, float] | None = None) -> None:
-        """measured: seconds by number of rows."""
-        self._log = {rows: math.log(max(seconds, 1e-9)) for rows, seconds in sorted((measured or {}).items())}
-        self._changes = dict.fromkeys(self._log, 0)
-        self._speed = {True: 0.0, False: 0.0}  # logarithm, of plain steps and of those with trees
-        self._num_steps = {True: 0, False: 0}
-        self._last = 0  # size of the step before
-        self._last_plain, self._num_alike = False, 0  # whether that was plain, and how many like it came in a row
-        self._rows: list[int] = []
-        self._seconds: list[float] = []
-        self._fit()
-
-    @property
-    def known(self) -> bool:
-        return bool(self._log)
-
-    @property
-    def speed(self) -> float:
-        """Time of a step with trees of this machine now, over that when its sizes were measured."""
-        return math.exp(self._speed[False])
-
-    def seconds(self, rows: int, *, plain: bool = False) -> float:
-        """Expected seconds of a step; 0 while nothing is known. Linear between known sizes, and beyond the largest one."""
-        at, speed = bisect_left(self._rows, rows), math.exp(self._speed[plain])
-        if not at or len(self._rows) == 1:
-            return self._seconds[0] * speed if self._rows else 0.0
-        at = min(at, len(self._rows) - 1)
-        (low, high), (fast, slow) = self._rows[at - 1 : at + 1], self._seconds[at - 1 : at + 1]
-        return (fast + (slow - fast) * (rows - low) / (high - low)) * speed
-
-    def add(self, rows: int, seconds: float, *, plain: bool = False) -> None:
-        """A step of so many rows took so long. `plain`: without a draft node."""
-        size, value = _bucket(rows), math.log(max(seconds, 1e-9))
-        if size not in self._log:
-            self._log[size] = math.log(self.seconds(size, plain=plain)) - self._speed[plain] if self.known else value
-            self._log = dict(sorted(self._log.items()))
-            self._changes[size] = 0
-        surprise = value - self._log[size] - self._speed[plain]
-        surprise = min(LARGEST_SURPRISE, max(-LARGEST_SURPRISE, surprise))
-        self._num_alike = self._num_alike + 1 if plain == self._last_plain else 1
-        self._num_steps[plain] += 1
-        if size != self._last and plain == self._last_plain and self._last:
-            self._changes[size] += 1
-            self._log[size] += max(QUICK_MEMORY, 1.0 / (self._changes[size] + 1)) * surprise
-            surprise *= 0.5
-        change = max(2 * QUICK_MEMORY, 1.0 / self._num_steps[plain]) * surprise
-        self._speed[plain] += change
-        if self._num_alike > SETTLED or not self._num_steps[not plain]:
-            self._speed[not plain] += change
-        self._last, self._last_plain = size, plain
-        self._fit()
-
-    def _fit(self) -> None:
-        """Isotonic regression: neighbours of which the larger one seems cheaper share their mean."""
-        pools: list[tuple[float, int]] = []
-        for value in self._log.values():
-            pools.append((value, 1))
-            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-                (a, n), (b, m) = pools[-2:]
-                pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
-        self._rows = list(self._log)
-        self._seconds = [math.exp(value) for value, count in pools for _ in range(count)]
-
-
-def _bucket(rows: int) -> int:
-    """The nearest of the sizes whose cost is learned: one for every number of nodes of a single session."""
-    at = bisect_left(SIZES, rows - 1)
-    if at == len(SIZES):
-        return 1 << round(math.log2(rows))
-    return 1 + min(SIZES[max(0, at - 1)], SIZES[at], key=lambda nodes: abs(nodes + 1 - rows))
-
-
-def measure(
-    model: LanguageModel,
-    sizes: Sequence[int] = MEASURED,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    warm_up: int = 2,
-    least_repeats: int = 3,
-    limit_s: float = 0.5,
-) -> StepTime:
-    """Medians over steps of these sizes, in turn, on a slot of the idle model: repeated until limit_s has passed."""
-    slot = model.open()
-    most = model.info.max_positions if model.info.supports_trees else 1
-    found: dict[int, list[float]] = {rows: [] for rows in sizes if rows <= most}
-    begun_s = clock()
-    try:
-        for turn in range(warm_up + 25):
-            if turn >= warm_up + least_repeats and clock() - begun_s > limit_s:
-                break
-            for rows, seconds in found.items():
-                start_s = clock()
-                logits = model.forward([Rows.chain(slot, 0, [0] * rows)])
-                float(logits.reshape(-1)[0])  # a device works on after the call returns
-                if turn >= warm_up:
-                    seconds.append(clock() - start_s)
-                model.release(slot)
-    finally:
-        model.close(slot)
-    return StepTime({rows: sorted(seconds)[len(seconds) // 2] for rows, seconds in found.items()})
-
-
-@dataclass(slots=True)
-class DraftPace:
-    """How fast a drafter answers. first_s: from a commit to the first growth below its root; node_s: from one node to the next."""
-
-    first_s: float = 0.0
-    node_s: float = 0.0
-
-    def on_first_growth(self, seconds: float) -> None:
-        """The first growth since a commit came after so long."""
-        self.first_s += (PACE_MEMORY if self.first_s else 1.0) * (seconds - self.first_s)
-
-    def on_more_growth(self, seconds: float, nodes: int) -> None:
-        """So many nodes more, so long after those before."""
-        self.node_s += (PACE_MEMORY if self.node_s else 1.0) * (seconds / nodes - self.node_s)
-
-
-def launch_time(
-    arrived: int, since_s: float, *, tokens: Sequence[float], verify_s: float, next_s: float, node_s: float
-) -> float:
-    """When to launch a round with `arrived` nodes, the last of which came since_s after the commit, if no more arrive.
-
-    A round with n nodes that is launched t after the commit gives E(n) / (t + verify_s) tokens a second; waiting pays while a later moment
-    promises more. The number of arrived nodes may end the wait, a stopping time of the draws, since all of them are verified then, up to
-    a limit that was fixed before; to verify fewer, or to decode plainly instead, would be biased (algorithms.md 6.1, L2).
-
-    tokens: expected with 0, 1, ..., target_nodes nodes. next_s, node_s: when the next node is due, and each one after it. All times in
-    seconds after the commit. Returns since_s where nothing that is due is worth its wait; else the moment after which even the best of it
-    would not have been. With no nodes the pace is not asked: a drafter that was slow once must not be given up.
-    """
-    target_nodes = len(tokens) - 1
-    if arrived >= target_nodes:
-        return since_s
-    if not arrived:
-        return (since_s + verify_s) * tokens[target_nodes] / tokens[0] - verify_s
-    best, rate = arrived, tokens[arrived] / (since_s + verify_s)
-    due_s = max(since_s, next_s)
-    for nodes in range(arrived + 1, target_nodes + 1):
-        if (promised := tokens[nodes] / (due_s + verify_s)) > rate:
-            best, rate = nodes, promised
-        due_s += node_s
-    if best == arrived:
-        return since_s
-    return (since_s + verify_s) * tokens[best] / tokens[arrived] - verify_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from support.shared_bonus import error as error_with_guesses
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import ROOT, LivingTree
 from rootward.core.requests import DraftMode
+from verifier_service.draft_pace import launch_time
 from verifier_service.scheduler import Limits, SessionView, schedule
-from verifier_service.speculation import launch_time
 
 EXACT, SEEN = 1e-11, 1e-4
 TOKENS, VERIFY_S, LEVEL_S = (1.0, 1.5, 2.2, 2.4), 1.0, 0.2  # one kept node is worth waiting with, two are not

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.speculation import DraftPace, launch_time
+from verifier_service.draft_pace import DraftPace, launch_time
 
 TOKENS = (1.0, 1.7, 2.2, 2.5, 2.7, 2.8, 2.85, 2.9, 2.95)
 seconds = st.floats(0.0, 1.0)

@@ -9,11 +9,13 @@ from support.services import verifier_settings
 
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode, Stopping, VerifierRequest
+from verifier_service.draft_pace import DraftPace
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
 from verifier_service.scheduler import Plan
 from verifier_service.session import Draft, Session
-from verifier_service.speculation import DraftPace, RoundResult, Statistics, StepTime
+from verifier_service.speculation import RoundResult, Statistics
+from verifier_service.step_time import StepTime
 
 
 class Pool:

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from benchmarks.controller_simulation import SCENARIOS, share_of_best
 from rootward.engine.tabular import TabularModel
-from verifier_service.speculation import (
-    MAX_KINDS,
-    PROBE_EVERY,
-    SIZES,
-    RoundResult,
-    SpeculationController,
-    Statistics,
-    StepTime,
-    measure,
-)
+from verifier_service.speculation import MAX_KINDS, PROBE_EVERY, RoundResult, SpeculationController, Statistics
+from verifier_service.step_time import SIZES, StepTime, measure
 
 FLAT = dict.fromkeys((1, 2, 3, 5, 9, 17, 33, 65), 0.05)
 SEEDS = 2
