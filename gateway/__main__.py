@@ -106,7 +106,7 @@ async def _models(settings: GatewaySettings, store: Store, stack: AsyncExitStack
             tokenizer,
             Upstreams(
                 {},
-                sources=[source for _, source in found],
+                sources=found,
                 dial=partial(RemoteVerifier, tls=settings.client_tls),
                 tokenizer_hash=tokenizer.content_hash,
             ),

@@ -20,7 +20,7 @@ import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import takewhile
@@ -28,6 +28,7 @@ from itertools import takewhile
 import structlog
 
 from rootward.core.requests import VerifierRequest
+from rootward.discovery.polling import follow
 from rootward.engine.prefix_keys import chain, first_key
 from rootward.errors import RootwardError
 from rootward.ports import Discovery, ModelInfo, Peer, Verifier, VerifierInfo
@@ -258,7 +259,7 @@ class Upstreams:
         self,
         verifiers: Mapping[str, Verifier],
         *,
-        sources: Sequence[Discovery] = (),
+        sources: Sequence[tuple[str, Discovery]] = (),
         dial: Callable[[str], RemoteVerifier] = RemoteVerifier,
         tokenizer_hash: str = "",
         poll_s: float = 1.0,
@@ -266,7 +267,7 @@ class Upstreams:
     ):
         self._upstreams = {name: Upstream(name, verifier) for name, verifier in verifiers.items()}
         self._sources, self._dial = sources, dial
-        self._found: dict[int, tuple[Peer, ...]] = {}  # by the number of the source
+        self._found: Mapping[str, tuple[str, Peer]] = {}  # by address, as discovery lists them now
         self._dialled: dict[str, RemoteVerifier] = {}
         self._tokenizer_hash = tokenizer_hash  # of the gateway's own tokenizer; "" = not compared
         self._poll_s, self._timeout_s = poll_s, timeout_s
@@ -329,32 +330,24 @@ class Upstreams:
         """Follow the sources and poll every verifier, until cancelled; then close the connections that it has made."""
         try:
             async with asyncio.TaskGroup() as group:
-                for number, source in enumerate(self._sources):
-                    group.create_task(self._follow(number, source))
+                group.create_task(follow(self._sources, self._reconcile))
                 await self._poll_forever()
         finally:
             for verifier in self._dialled.values():
                 await verifier.close()
 
-    async def _follow(self, number: int, source: Discovery) -> None:
-        async with aclosing(source.watch()) as changes:
-            async for peers in changes:
-                self._found[number] = peers
-                self._note_found()
-
-    def _note_found(self) -> None:
+    def _reconcile(self, found: Mapping[str, tuple[str, Peer]]) -> None:
         """Connect to new verifiers, and send no more requests to those that leave or have gone."""
-        peers = {peer.address: peer for found in self._found.values() for peer in found}
-        for address in peers.keys() - self._upstreams.keys():
+        self._found = found
+        for address in found.keys() - self._upstreams.keys():
             self._dialled[address] = self._dial(address)
             self._upstreams[address] = Upstream(address, self._dialled[address])
             self._hurry.set()
         for address in self._dialled:
-            self._upstreams[address].listed = address in peers and not peers[address].leaving
+            self._upstreams[address].listed = address in found and not found[address][1].leaving
 
     async def _drop_gone(self) -> None:
-        known = {peer.address for found in self._found.values() for peer in found}
-        for address in [a for a in self._dialled if a not in known and not self._upstreams[a].num_in_flight]:
+        for address in [a for a in self._dialled if a not in self._found and not self._upstreams[a].num_in_flight]:
             del self._upstreams[address]
             await self._dialled.pop(address).close()
 

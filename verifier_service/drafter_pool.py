@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 import structlog
@@ -21,6 +21,7 @@ from rootward.backoff import jittered
 from rootward.core.frames import Hello
 from rootward.core.requests import BEST_FIRST, DraftMode, DraftStrategy
 from rootward.demand import VerifierDemand
+from rootward.discovery.polling import follow
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.circuit_breaker import CircuitState
 from verifier_service.drafter_link import Link, Shape
@@ -36,7 +37,6 @@ MAX_MOVES = 2  # per interval, to balance load
 MAX_URGENT_MOVES = 8  # per interval, while a drafter leaves
 MIN_TREE_AGE_S = 1.0  # younger trees are not moved to balance load
 MIN_TOKENS_LEFT = 8  # a session with fewer tokens to come is not moved: the prefill would not pay
-DISCOVERY_RETRY_S = 1.0  # pause after discovery has failed
 
 Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
 Budget = Callable[[Session, Draft], int | None]
@@ -73,7 +73,6 @@ class DrafterPool:
         for link in self.links:
             link.pool = pools[0]
         self.num_moves = 0
-        self._found: dict[int, tuple[Peer, ...]] = {}  # by source
         self._known = set(self._fixed)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of links, by name
         self._following: list[asyncio.Task[None]] = []
@@ -83,10 +82,7 @@ class DrafterPool:
         for link in self.links:
             self._tasks[link.name] = asyncio.create_task(link.run(), name=f"drafter {link.name}")
         self._following = [asyncio.create_task(self._stall_clock.run(), name="stall clock")]
-        self._following += [
-            asyncio.create_task(self._follow(number, discovery), name=f"drafters of {pool}")
-            for number, (pool, discovery) in enumerate(self._sources)
-        ]
+        self._following.append(asyncio.create_task(follow(self._sources, self._reconcile), name="discovery"))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -134,23 +130,8 @@ class DrafterPool:
 
     # -- discovery -------------------------------------------------------------------------------------------------------
 
-    async def _follow(self, number: int, discovery: Discovery) -> None:
-        while True:
-            try:
-                async with aclosing(discovery.watch()) as changes:
-                    async for peers in changes:
-                        self._found[number] = peers
-                        self._reconcile()
-            except Exception:  # without discovery the verifier keeps the drafters that it has
-                log.exception("discovery_failed", source=number)
-            await asyncio.sleep(DISCOVERY_RETRY_S)
-
-    def _reconcile(self) -> None:
+    def _reconcile(self, found: Mapping[str, tuple[str, Peer]]) -> None:
         """Link all drafters that discovery lists. One that is no longer listed gets no new sessions and is dropped when it is empty."""
-        found: dict[str, tuple[str, Peer]] = {}
-        for number in sorted(self._found, reverse=True):  # an address in several pools is assigned to the first
-            for peer in self._found[number]:
-                found[peer.address] = (self._sources[number][0], peer)
         known = {link.name: link for link in self.links}
         for address, (pool, peer) in found.items():
             link = known.get(address) or self._add(address)

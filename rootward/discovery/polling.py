@@ -1,15 +1,19 @@
-"""`ports.Discovery` for sources that have to be asked: DNS, the registry, the Kubernetes API."""
+"""`ports.Discovery` for sources that have to be asked (DNS, the registry, the Kubernetes API), and the peers of several sources."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 
 import structlog
 
 from rootward.clock import Clock, SystemClock
-from rootward.ports import Peer
+from rootward.ports import Discovery, Peer
 
 log = structlog.get_logger("discovery")
+
+RETRY_S = 1.0  # pause after an unexpected error of a source
 
 
 class PolledDiscovery:
@@ -50,3 +54,29 @@ class PolledDiscovery:
                     known = found
                     yield found
             await self._clock.sleep(self._every_s)
+
+
+async def follow(
+    sources: Sequence[tuple[str, Discovery]], changed: Callable[[Mapping[str, tuple[str, Peer]]], None]
+) -> None:
+    """Follow all sources, given as (pool, discovery), until cancelled.
+
+    changed: called after every change, with the pool and the peer of each address; an address of several pools is in the first of them.
+    After an unexpected error of a source its last answer holds, and it is followed again.
+    """
+    answers: dict[int, tuple[Peer, ...]] = {}  # by number of the source
+
+    async def one(number: int, discovery: Discovery) -> None:
+        while True:
+            try:
+                async with aclosing(discovery.watch()) as answered:
+                    async for answers[number] in answered:
+                        last_first = sorted(answers.items(), reverse=True)
+                        changed({peer.address: (sources[n][0], peer) for n, peers in last_first for peer in peers})
+            except Exception:
+                log.exception("discovery_failed", source=number)
+            await asyncio.sleep(RETRY_S)
+
+    async with asyncio.TaskGroup() as group:
+        for number, (_, discovery) in enumerate(sources):
+            group.create_task(one(number, discovery))

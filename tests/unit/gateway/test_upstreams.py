@@ -46,7 +46,7 @@ async def discovering(*sources, delay_s=0.0):
         made[address] = Dialled(delay_s=delay_s)
         return made[address]
 
-    upstreams = Upstreams({}, sources=sources, dial=dial, poll_s=0.02)
+    upstreams = Upstreams({}, sources=[("default", source) for source in sources], dial=dial, poll_s=0.02)
     service = GatewayService(
         byte_level(), upstreams, MemoryStore(), settings=GatewaySettings(model="demo"), served_model="demo"
     )
