@@ -392,7 +392,7 @@ def with_model(hello: Hello, info: ModelInfo) -> Terms:
 
 
 def without_model(hello: Hello, info: ModelInfo) -> Terms:
-    """Terms of a look-up drafter: it takes on the verifier's vocabulary, since it proposes tokens of the texts that it received."""
+    """Terms of a look-up drafter: it accepts every vocabulary, because it proposes tokens of the verifier's own texts."""
     as_target = replace(
         info,
         vocab_size=hello.vocab_size,

@@ -1,16 +1,18 @@
-"""Answers of the HTTP API, for `/openapi.json`: the fields that clients may rely on. More fields come where a request asks for them.
+"""Answers of the HTTP API: the fields that clients may rely on, for `/openapi.json`. More fields come where a request asks for them.
 
-Answers themselves are plain dicts (`gateway.answers`), so that no token waits for validation.
+Answers with tokens are plain dicts (`gateway.answers`), so that no token waits for validation.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gateway.requests import VERIFICATIONS
 from gateway.schemas import Count
 from rootward.core.requests import FinishReason
+from rootward.values import ModelInfo
 
 
 class Object(BaseModel):
@@ -159,17 +161,23 @@ class ModelExtras(Object):
 
 class ModelCard(Object):
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: Count
-    owned_by: str
+    owned_by: str = "rootward"
     root: str
-    parent: None
+    parent: None = None
     max_model_len: Count
     rootward: ModelExtras
 
+    @classmethod
+    def of(cls, name: str, model: ModelInfo, created: int) -> Self:
+        """name: the one that clients use; created: seconds since 1970."""
+        extras = ModelExtras(tree=model.supports_trees, verification=list(VERIFICATIONS))
+        return cls(id=name, created=created, root=model.name, max_model_len=model.max_positions, rootward=extras)
+
 
 class ModelList(Object):
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: Annotated[list[ModelCard], Field(min_length=1)]
 
 
@@ -231,5 +239,5 @@ class ResponseEvent(Object):
 
 class DeletedResponse(Object):
     id: str
-    object: Literal["response"]
-    deleted: Literal[True]
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True

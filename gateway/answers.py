@@ -14,7 +14,7 @@ import rootward
 from gateway.choices import Tally
 from gateway.detokenizer import REPLACEMENT, Output, Span, text_of
 from gateway.reasoning import OPEN, ThoughtParser
-from gateway.requests import VERIFICATIONS, Delta, Ending, GenerateRequest
+from gateway.requests import Delta, Ending, GenerateRequest
 from gateway.schemas import GenerationBody
 from gateway.service import GatewayService
 from gateway.tokenizer import CHARACTERS_PER_TOKEN, Tokenizer
@@ -354,19 +354,6 @@ def speculation_object(stats: SpeculationStats) -> Json:
         "mean_acceptance_length": stats.mean_acceptance_length,
         "draft_acceptance_rate": rate,
         "block_efficiency": stats.block_efficiency,
-    }
-
-
-def model_card(name: str, model: ModelInfo, created: int) -> Json:
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "rootward",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.max_positions,
-        "rootward": {"tree": model.supports_trees, "verification": list(VERIFICATIONS)},
     }
 
 

@@ -22,7 +22,7 @@ from starlette.types import Scope
 
 import rootward
 from gateway import answer_schemas, response_schemas, schemas
-from gateway.answers import Answer, ChatAnswer, CompletionAnswer, model_card
+from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
 from gateway.http_errors import error_response, http_error, invalid_body, json_response
 from gateway.models import Models
@@ -144,23 +144,23 @@ def build_app(
         found = await responses.find(tenant(request.headers), response_id)
         return json_response(found.answer)
 
-    @app.delete("/v1/responses/{response_id}", responses=_answers(answer_schemas.DeletedResponse))
-    async def delete_response(request: Request, response_id: str) -> Response:
-        """Forgets a stored answer."""
+    @app.delete("/v1/responses/{response_id}")
+    async def delete_response(request: Request, response_id: str) -> answer_schemas.DeletedResponse:
+        """Deletes a stored answer."""
         await responses.delete(tenant(request.headers), response_id)
-        return json_response({"id": response_id, "object": "response", "deleted": True})
+        return answer_schemas.DeletedResponse(id=response_id)
 
-    @app.get("/v1/models", responses=_answers(answer_schemas.ModelList))
-    async def list_models() -> Response:
+    @app.get("/v1/models")
+    async def list_models() -> answer_schemas.ModelList:
         """The models served."""
-        cards = [model_card(s.served_model, s.model, created) for s in models.listed()]
-        return json_response({"object": "list", "data": cards})
+        cards = [answer_schemas.ModelCard.of(s.served_model, s.model, created) for s in models.listed()]
+        return answer_schemas.ModelList(data=cards)
 
-    @app.get("/v1/models/{name:path}", responses=_answers(answer_schemas.ModelCard))
-    async def model(name: str) -> Response:
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> answer_schemas.ModelCard:
         """One model."""
         service = models.of(name)
-        return json_response(model_card(service.served_model, service.model, created))
+        return answer_schemas.ModelCard.of(service.served_model, service.model, created)
 
     @app.post("/tokenize", responses=_answers(answer_schemas.Tokens))
     async def tokenize(request: Request, body: schemas.TokenizeRequest) -> Response:
@@ -197,24 +197,22 @@ def build_app(
         status = (200, "ready") if models.ready else (503, "not ready")
         return json_response({"status": status[1]}, status=status[0])
 
-    @app.get("/load", responses=_answers(answer_schemas.Load))
-    async def load() -> Response:
+    @app.get("/load")
+    async def load() -> answer_schemas.Load:
         """How busy the gateway is. `server_load` is vLLM's name of the requests in it."""
         load = models.load
-        return json_response(
-            {
-                "server_load": load.num_running + load.num_waiting,
-                "num_running": load.num_running,
-                "num_waiting": load.num_waiting,
-                "max_num_seqs": load.max_sessions,
-                "draining": load.draining,
-            }
+        return answer_schemas.Load(
+            server_load=load.num_running + load.num_waiting,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            max_num_seqs=load.max_sessions,
+            draining=load.draining,
         )
 
-    @app.get("/version", responses=_answers(answer_schemas.Version))
-    async def version() -> Response:
+    @app.get("/version")
+    async def version() -> answer_schemas.Version:
         """Of the gateway."""
-        return json_response({"version": rootward.__version__})
+        return answer_schemas.Version(version=rootward.__version__)
 
     @app.get("/tokenizer_info", include_in_schema=False)
     async def tokenizer_info(model: str = "") -> Response:

@@ -443,7 +443,7 @@ class GenerationBody(CommonFields):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options", "given", "without 'stream': true; leave it out")
         if self.return_trees and not self.stream:
-            raise InvalidRequest("return_trees", True, "without 'stream': true; trees are told as they are verified")
+            raise InvalidRequest("return_trees", True, "without 'stream': true; trees are sent as they are verified")
         old, new = self.max_tokens, self.max_completion_tokens
         if old is not None and new is not None and old != new:
             raise InvalidRequest("max_tokens", old, f"disagrees with max_completion_tokens {new}; send one of them")

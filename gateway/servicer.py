@@ -68,7 +68,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
             if request.response.trees:
-                fix = "is for GenerateStream; trees are told as they are verified"
+                fix = "is for GenerateStream; trees are sent as they are verified"
                 raise UnsupportedParameter("response.trees", True, fix)
             service = self._models.of(request.model)
             wanted = _request(service, request, context)

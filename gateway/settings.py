@@ -94,7 +94,7 @@ class GatewaySettings(ProcessSettings):
     )
     reasoning_content: bool = Field(
         False,
-        description="what chat models write between <think> and </think> first is told apart, as reasoning_content",
+        description="text that chat models write between <think> and </think> first is returned apart, as reasoning_content",
     )
     tool_call_format: ToolCallFormat = Field("auto", description=_TOOL_CALL_FORMAT)
     response_lifetime_s: float = Field(
@@ -191,7 +191,7 @@ class GatewaySettings(ProcessSettings):
 
     @property
     def http_hosts(self) -> frozenset[str] | None:
-        """The only host names that requests may have, for a server that is open to everybody on this machine; None = any."""
+        """The only host names that requests may have, for a server without keys on loopback; None = any."""
         if self.api_keys is not None or not is_loopback(self.http_listen):
             return None
         return LOCAL_HOSTS | {self.http_listen.rpartition(":")[0].strip("[]")}

@@ -75,7 +75,7 @@ class Rounds:
 
     @property
     def possible(self) -> int:
-        """Nodes that a round may verify now, if its request asks for no fewer and goes on for long enough."""
+        """Nodes that a round may verify now, if its request does not limit them and is not about to end."""
         return min(self.settings.num_draft_tokens, self.nodes)
 
     def most(self, session: Session) -> int:

@@ -216,7 +216,7 @@ class VerifierService:
             self._wake.set()
 
     async def _matcher(self, request: VerifierRequest, deadline_s: float | None) -> TreeMatcher | None:
-        """Compiling a form takes time: only for a request that would be let in, and it counts as queued meanwhile."""
+        """The matcher of a requested form. It is compiled for requests that pass the checks, which count as queued meanwhile."""
         if request.structure is None:
             return None
         self._check(request)

@@ -44,7 +44,7 @@ class VerifierServicer(verifier_pb2_grpc.VerifierServicer):
             async for run in runs:
                 feed.put(request.number, run)
                 finished = run.finish is not None
-            if not finished:  # whoever reads the feed would wait for more
+            if not finished:  # the reader of the feed would wait for more
                 raise Unavailable("the generation ended without a finish")
 
     async def Feed(self, request: verifier_pb2.FeedRequest, context: Context) -> AsyncIterator[verifier_pb2.FeedFrame]:

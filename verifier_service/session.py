@@ -223,12 +223,12 @@ class Session:
             self.on(Event.FINISH)
 
     def hand_back(self, why: str) -> None:
-        """Another verifier may take it on from what is committed."""
+        """End it, so that another verifier can continue from its committed tokens."""
         self.finish(FinishReason.ABORTED)
         self.out.put_nowait(Unavailable(why, retry_after_s=1.0))
 
     def late(self) -> DeadlineExceeded:
-        """What its caller is told once the deadline has passed."""
+        """The error of a session whose deadline has passed."""
         phase = "queue" if self.kv_slot is None else "prefill" if self.prefill_left else "decode"
         return DeadlineExceeded(f"deadline of {self.request.deadline_s} s passed", metadata={"phase": phase})
 

@@ -32,7 +32,7 @@ def drain(
 ) -> None:
     """Have a gateway refuse new requests, let running ones end, and end itself. Prints how many are running, and does not wait.
 
-    Needs an admin key where the gateway has keys. Requests that it ends go on at another gateway, if their clients know one.
+    Needs an admin key where the gateway has keys. Requests that it ends continue at another gateway, if their clients know one.
     """
     with open_client(url, api_key) as client:
         typer.echo(f"{client.drain(timeout_s=timeout_s)} running")

@@ -164,7 +164,7 @@ class AsyncClient:
     async def drain(self, *, timeout_s: float = 0.0) -> int:
         """Have the gateway refuse new requests, let running ones end, and end itself; returns how many are running. Does not wait.
 
-        timeout_s: running requests are ended after this time (0: the gateway's `shutdown_timeout_s`); their clients go on elsewhere.
+        timeout_s: running requests are ended after this time (0: the gateway's `shutdown_timeout_s`); clients resume them elsewhere.
         Where the gateway has keys this needs one with the scope "admin". ValueError if the target names several gateways.
         """
         if len(self._connection.addresses) > 1:

@@ -110,10 +110,10 @@ class Group:
         if self.leads:
             self.broadcast(Probed(report=report))
             return report
-        told = self.receive()
-        if not isinstance(told, Probed):
-            raise RuntimeError(f"rank 0 is out of step: it sent {told.do!r} while the model is loaded")
-        return told.report
+        message = self.receive()
+        if not isinstance(message, Probed):
+            raise RuntimeError(f"rank 0 is out of step: it sent {message.do!r} while the model is loaded")
+        return message.report
 
     def mark_lost(self) -> None:
         with suppress(InvalidStateError):  # noticed twice: by its process and by a step
@@ -180,12 +180,12 @@ class LeadingPass:
 def follow(own: ForwardPass | LeadingPass, group: Group) -> None:
     """Another rank than 0: run the forwards of rank 0 until it sends `Done`. RuntimeError if it is gone."""
     while True:
-        told = group.receive()
-        if isinstance(told, Done):
+        message = group.receive()
+        if isinstance(message, Done):
             return
-        if isinstance(told, Probed):
+        if isinstance(message, Probed):
             raise RuntimeError("rank 0 is out of step: it loads its model once more")
-        getattr(own, told.do)(*told.arguments())
+        getattr(own, message.do)(*message.arguments())
 
 
 def check_shape(config: Any, size: int) -> None:
