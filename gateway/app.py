@@ -24,7 +24,7 @@ import rootward
 from gateway import answer_schemas, response_schemas, schemas
 from gateway.answers import Answer, ChatAnswer, CompletionAnswer
 from gateway.auth import tenant
-from gateway.http_errors import error_response, http_error, invalid_body, json_response
+from gateway.http_errors import error_response, invalid_body, json_response, not_served
 from gateway.models import Models
 from gateway.planning import check_name
 from gateway.response_answers import ResponseAnswer
@@ -32,7 +32,7 @@ from gateway.stored_responses import ResponseStore
 from gateway.streaming import GenerationResponse
 from gateway.tools import MARKS, CallFormat, CallParser, Tools, call_format_of
 from rootward.core.requests import Structure
-from rootward.errors import InvalidRequest, NotFound, ServiceError, UnsupportedParameter
+from rootward.errors import InvalidRequest, ServiceError, UnsupportedParameter
 
 PAGE = Path(__file__).parent / "page"
 PAGE_HEADERS = {  # no sources but this server, no inline scripts
@@ -283,7 +283,6 @@ async def _refused(request: Request, error: Exception) -> Response:
             fix = "bytes are no JSON, or nested too deeply; send a JSON object"
             error = InvalidRequest("body", request.headers.get("content-length"), fix)
         else:
-            fix = "is not served; GET /openapi.json lists what is" if error.status_code == 404 else error.detail
-            refusal = http_error(NotFound(f"{request.method} {request.url.path}: {fix}"))
-            return json_response(refusal.body, status=error.status_code, headers=headers)
+            refusal = not_served(error, method=request.method, path=request.url.path)
+            return json_response(refusal.body, status=refusal.status, headers=headers | refusal.headers)
     return error_response(error, headers, path=request.url.path)

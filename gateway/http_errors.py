@@ -10,6 +10,7 @@ from typing import Any
 
 import orjson
 import structlog
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from rootward.errors import DeadlineExceeded, InvalidRequest, ServiceError, Unauthenticated, UnsupportedParameter
@@ -62,6 +63,7 @@ _NAMES_AT = {
         "response_format.json_schema.schema": "text.format.schema",
     }
 }
+_METHOD_NOT_ALLOWED = (405, "invalid_request_error", "method_not_allowed")
 _NOT_FOUND = (404, "invalid_request_error", "not_found")  # of a path, a response or a drafter, not of a model
 _BUG = (500, "internal_server_error", "internal_error")
 
@@ -108,6 +110,14 @@ def http_error(error: Exception, *, path: str = "") -> HttpError:
     if message.startswith(f"{field}:"):
         message = param + message[len(field) :]
     return HttpError(kind[0], _body(message, kind, param or None), _headers(error))
+
+
+def not_served(error: HTTPException, *, method: str, path: str) -> HttpError:
+    """The response to a request whose path or method no endpoint has."""
+    kind, fix = _NOT_FOUND, "is not served; GET /openapi.json lists what is"
+    if error.status_code == 405:
+        kind, fix = _METHOD_NOT_ALLOWED, f"is not served; use {(error.headers or {}).get('Allow', 'another method')}"
+    return HttpError(error.status_code, _body(f"{method} {path}: {fix}", kind, None), dict(error.headers or {}))
 
 
 def _body(message: str, kind: tuple[int, str, str], param: str | None) -> dict[str, object]:

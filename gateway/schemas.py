@@ -61,6 +61,12 @@ def only(*served: str, fix: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _not_stored(value: bool) -> bool:
+    if value:
+        raise refused("is not supported here; send false, or use /v1/responses, which stores answers", unsupported=True)
+    return value
+
+
 def check_belongs(name: str, value: object, *, to: str, kind: str) -> None:
     """Refuses a value that is given beside another type than the one it belongs to."""
     if value and kind != to:
@@ -94,6 +100,8 @@ def _listed(value: object) -> object:
 WHOLE = BeforeValidator(_whole)  # written after the bounds, so that these are in the JSON schema
 Number = Annotated[float, AllowInfNan(False)]
 Count = Annotated[int, Field(ge=0), WHOLE]
+# Lower numbers are refused where a request is planned, 0 too unless an echo asks for it: one message for all.
+MaxTokens = Annotated[int, Field(json_schema_extra={"minimum": 0}), WHOLE]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]  # no BeforeValidator: there may be hundreds of thousands in a body
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -403,14 +411,13 @@ class GenerationBody(CommonFields):
         "length_penalty": (1,),
         "use_beam_search": (False,),
         "spaces_between_special_tokens": (True,),
-        "store": (False,),
         "service_tier": ("auto", "default"),
     }
 
     stream_options: StreamOptions | None = None
     stream_interval: Annotated[int, Field(ge=0, le=MAX_STREAM_INTERVAL), WHOLE] = 0
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=128), WHOLE] = 1
     repetition_penalty: Annotated[Number, Field(gt=0, le=100)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
@@ -436,6 +443,7 @@ class GenerationBody(CommonFields):
     structured_outputs: StructuredOutputs | None = None
     request_id: str = ""
     metadata: dict[str, Any] = {}  # a label, as `user`
+    store: Annotated[bool, AfterValidator(_not_stored)] = False
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerationBody:

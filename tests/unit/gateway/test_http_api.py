@@ -3,6 +3,7 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from itertools import product
 
 import httpx
 import pytest
@@ -291,8 +292,31 @@ async def test_models_health_version_and_metrics():
         for path, ready in [("/health", 503), ("/health/live", 200), ("/health/ready", 503)]:
             assert (await client.get(path)).status_code == ready
         assert (await client.get("/nowhere")).status_code == 404
-        assert (await client.get("/v1/completions")).status_code == 405
-        assert "error" in (await client.get("/v1/completions")).json()
+        wrong = await client.post("/v1/models")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
+        assert wrong.json()["error"]["code"] == "method_not_allowed"
+        assert (await client.get("/nowhere")).json()["error"]["code"] == "not_found"
+
+
+async def test_too_few_tokens_have_one_message() -> None:
+    async with api() as (_, client):
+        for field, most in product(("max_tokens", "max_completion_tokens"), (0, -1)):
+            refused = await client.post("/v1/completions", json={"prompt": "a", field: most})
+            assert refused.status_code == 400
+            told = refused.json()["error"]
+            assert (told["param"], told["code"]) == ("max_tokens", "invalid_value")
+            assert told["message"] == f"max_tokens: {most} is below 1; ask for at least one token"
+
+
+async def test_store_names_the_endpoint_that_stores() -> None:
+    async with api() as (_, client):
+        for harmless in (False, None):
+            body = {"prompt": "a", "max_tokens": 2, "store": harmless}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        chat = {"messages": [{"role": "user", "content": "a"}], "store": True}
+        refused = (await client.post("/v1/chat/completions", json=chat)).json()["error"]
+    assert (refused["param"], refused["code"]) == ("store", "unsupported_parameter")
+    assert "/v1/responses" in refused["message"]
 
 
 async def test_an_echo_is_the_prompt_in_front_of_the_text():
