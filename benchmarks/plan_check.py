@@ -5,8 +5,8 @@
     python -m benchmarks.plan_check --report FOLDER                                               # the table of all results in a folder
 
 `rootward serve all` runs the pair. As many sessions as the load send the prompts of the plan again and again through the gateway, without
-speculation and with `auto`, in turns; counted are the tokens that arrive in a window of time. Prompts are in the prefix cache after the
-first turn. All else that the services do is in the measurement: the controller learns, tries other sizes, and waits.
+speculation and with `auto`, in turns; counted are the tokens that arrive in a window of time. All that the services do is in the
+measurement: prompts are read, and the controller learns, tries other sizes, and waits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rootward import demo
 from rootward.cli.serve import address_of, services_running, url_of
 from rootward.client import AsyncClient
 from rootward.plan.__main__ import prompts_of, service_flags
-from rootward.plan.measurement import AUTO, PLAIN, LoadGenerator
+from rootward.plan.measurement import AUTO, LEARNING_ROUNDS, PLAIN, LoadGenerator
 
 LOADS = (1, 4, 8)
 GOAL = 0.15
@@ -46,11 +46,13 @@ async def measured(given: argparse.Namespace, address: str, url: str) -> list[di
             await generator.write_answers(temperature, load=max(given.loads))
             for load in given.loads:
                 here = {"load": load, "temperature": temperature}
-                await generator.run(**here, speculation=AUTO, seconds=given.warm_up)
+                await generator.run(
+                    **here, speculation=AUTO, seconds=given.warm_up, series=given.repetitions, rounds=LEARNING_ROUNDS
+                )
                 rates: dict[str, list[float]] = {name: [] for name in MODES}
-                for _ in range(given.repetitions):
+                for repetition in range(given.repetitions):
                     for name, wish in MODES.items():
-                        run = await generator.run(**here, speculation=wish, seconds=given.window)
+                        run = await generator.run(**here, speculation=wish, seconds=given.window, series=repetition)
                         rates[name].append(run.rate)
                 shown = {name: [round(rate, 1) for rate in values] for name, values in rates.items()}
                 print(temperature, load, shown, flush=True)

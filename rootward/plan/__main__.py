@@ -100,6 +100,7 @@ def _measured(given: argparse.Namespace) -> list[Measured]:
                         loads=loads_up_to(given.load),
                         most_nodes=given.nodes,
                         lookup=lookup_beside(given.draft),
+                        drafter=NGRAM if given.draft == NGRAM else "",
                         seconds=given.seconds,
                         done=lambda share: progress.update(task, completed=share),
                     )

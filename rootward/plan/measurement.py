@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from random import Random
 from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,7 +22,11 @@ TURNS = 2  # of the kinds of decoding, for each temperature and load
 AUTO, PLAIN = Speculation(mode="auto"), Speculation(mode="disabled")
 SIZES = (2, 4, 8, 16, 32, 64, 128)  # nodes of the trees that are measured, and the most that a round may have
 NUM_ANSWERS = 8  # that are written beforehand at each temperature
-LEAST_TOKENS = 8  # that each session must have sent before a window ends, however slow the machine is
+LEAST_ROUNDS = 8  # of each session before a window ends, however slow the machine is
+LEARNING_ROUNDS = (
+    128  # of each session before `auto` is measured: the controller begins to know what each size is worth
+)
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, are spread evenly
 SETTLE_S = 0.1  # until the services have freed what was cancelled
 SCRAPE_TIMEOUT_S = 10.0
 Done = Callable[[float], None]  # told the share that is done, in [0, 1]
@@ -131,8 +134,9 @@ class LoadGenerator:
     """Sends prompts (token ids) from as many sessions as asked for, again and again.
 
     A window begins anywhere in the texts, not with their beginnings, in which n-grams find nothing: the first request of a session goes on
-    with a part of an answer that was written before (`write_answers`). Each window has a cache salt of its own, so that no drafts are
-    looked up in the answers of an earlier window to the same prompts.
+    with a part of an answer that was written before (`write_answers`). The places are spread evenly, so that about as many prompts are read
+    in each window, and are the same in all windows of a series. Each window has a cache salt of its own, so that no drafts are looked up in
+    the answers of an earlier window to the same prompts.
 
     admin: HTTP address of the verifier's metrics, "": unknown.
     """
@@ -147,9 +151,8 @@ class LoadGenerator:
         first_seed: int = 0,
     ) -> None:
         self._client, self._prompts, self._max_tokens, self._admin = client, prompts, max_tokens, admin
-        self._numbers = count(first_seed)
+        self._first_seed, self._windows = first_seed, count()
         self._answers: dict[float, list[tuple[int, ...]]] = {}
-        self._random = Random(first_seed)
 
     async def write_answers(self, temperature: float, *, load: int) -> None:
         """Answers to the first prompts, `load` at a time."""
@@ -158,22 +161,42 @@ class LoadGenerator:
         found = await self._client.generate_many(prompts, at_once=load, sampling=sampling)
         self._answers[temperature] = [one.token_ids for one in found]
 
-    async def run(self, *, load: int, temperature: float, speculation: Speculation, seconds: float) -> Run:
-        """All sessions run from the beginning of the window to its end. The first failure of a request is raised."""
+    async def run(
+        self,
+        *,
+        load: int,
+        temperature: float,
+        speculation: Speculation,
+        seconds: float,
+        series: int,
+        rounds: int = LEAST_ROUNDS,
+    ) -> Run:
+        """All sessions run from the beginning of the window to its end, for these seconds and at least so many rounds each. Windows of the
+        same series send the same requests. The first failure of a request is raised."""
         arrived: list[Arrival] = []
         begun = asyncio.Semaphore(0)
-        salt = f"window {next(self._numbers)}"
+        salt = f"window {self._first_seed} {next(self._windows)}"
+        first_number = self._first_seed + series * load
         try:
             async with asyncio.TaskGroup() as group:
                 sessions = [
-                    group.create_task(self._session(temperature, speculation, salt, arrived=arrived, begun=begun))
-                    for _ in range(load)
+                    group.create_task(
+                        self._session(
+                            count(first_number + i, load),
+                            temperature=temperature,
+                            speculation=speculation,
+                            salt=salt,
+                            arrived=arrived,
+                            begun=begun,
+                        )
+                    )
+                    for i in range(load)
                 ]
                 for _ in sessions:
                     await begun.acquire()
                 engine_before, begun_s, first = await self._engine_time(), time.perf_counter(), len(arrived)
                 await asyncio.sleep(seconds)
-                while sum(len(one.accepted) for one in arrived[first:]) < LEAST_TOKENS * load:
+                while len(arrived) - first < rounds * load:
                     await asyncio.sleep(seconds / 4)
                 ended_s, engine = time.perf_counter(), await self._engine_time() - engine_before
                 for session in sessions:
@@ -187,18 +210,20 @@ class LoadGenerator:
 
     async def _session(
         self,
+        numbers: Iterable[int],
+        *,
         temperature: float,
         speculation: Speculation,
         salt: str,
-        *,
         arrived: list[Arrival],
         begun: asyncio.Semaphore,
     ) -> None:
-        """Requests one after the other; `begun` is released once, with the first token."""
-        prompt, max_tokens = self._begun_text(temperature)
+        """Requests with these numbers one after the other; `begun` is released once, with the first token."""
         is_first = True
-        while True:
-            number = next(self._numbers)
+        for number in numbers:
+            prompt, max_tokens = self._prompts[number % len(self._prompts)], self._max_tokens
+            if is_first:
+                prompt, max_tokens = self._begun_text(number, temperature)
             sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
             async with self._client.stream(
                 prompt, sampling=sampling, speculation=speculation, cache_salt=salt
@@ -209,13 +234,12 @@ class LoadGenerator:
                     if is_first:
                         begun.release()
                         is_first = False
-            prompt, max_tokens = self._prompts[number % len(self._prompts)], self._max_tokens
 
-    def _begun_text(self, temperature: float) -> tuple[Sequence[int], int]:
+    def _begun_text(self, number: int, temperature: float) -> tuple[Sequence[int], int]:
         """A prompt with a part of its answer, and how many tokens may follow."""
         answers = self._answers[temperature]
-        chosen = self._random.randrange(len(answers))
-        length = self._random.randrange(max(1, len(answers[chosen])))
+        chosen = number % len(answers)
+        length = int(number * GOLDEN % 1.0 * len(answers[chosen]))
         return [*self._prompts[chosen], *answers[chosen][:length]], self._max_tokens - length
 
     async def _engine_time(self) -> EngineTime:
@@ -229,11 +253,12 @@ async def measure(
     loads: Sequence[int],
     most_nodes: int,
     lookup: Speculation | None,
+    drafter: str,
     seconds: float,
     done: Done,
 ) -> list[Measured]:
-    """lookup: what asks for drafts from n-grams alone, None: not measured; seconds: of all windows together, shared alike by the
-    temperatures and loads."""
+    """lookup: what asks for drafts from n-grams alone, None: not measured; drafter: by whom trees of fixed sizes are grown ("": by any
+    drafter, but not by look-up); seconds: of all windows together, shared alike by the temperatures and loads."""
     sizes = [*(size for size in SIZES if size < most_nodes), most_nodes]
     pairs = [(temperature, load) for temperature in temperatures for load in loads]
     # In a turn plain decoding and speculation have two windows each, every other kind has one; the controller learns for one window.
@@ -244,21 +269,33 @@ async def measure(
             await generator.write_answers(temperature, load=max(loads))
 
         async def run(
-            speculation: Speculation, windows: int = 1, *, temperature: float = temperature, load: int = load
+            speculation: Speculation,
+            turn: int,
+            *,
+            windows: int = 1,
+            rounds: int = LEAST_ROUNDS,
+            temperature: float = temperature,
+            load: int = load,
         ) -> Run:
-            wanted = windows * window_s
-            return await generator.run(load=load, temperature=temperature, speculation=speculation, seconds=wanted)
+            return await generator.run(
+                load=load,
+                temperature=temperature,
+                speculation=speculation,
+                seconds=windows * window_s,
+                series=turn,
+                rounds=rounds,
+            )
 
         trees = {size: Run(load) for size in sizes}
         one = Measured(temperature, load, Run(load), Run(load), Run(load) if lookup is not None else None, trees)
-        await run(AUTO)
+        await run(AUTO, TURNS, rounds=LEARNING_ROUNDS)
         for turn in range(TURNS):
-            one.plain.add(await run(PLAIN, 2))
-            one.auto.add(await run(AUTO, 2))
+            one.plain.add(await run(PLAIN, turn, windows=2))
+            one.auto.add(await run(AUTO, turn, windows=2))
             if lookup is not None and one.lookup is not None:
-                one.lookup.add(await run(lookup))
+                one.lookup.add(await run(lookup, turn))
             for size in sizes:
-                trees[size].add(await run(Speculation(mode="required", num_draft_tokens=size)))
+                trees[size].add(await run(Speculation(mode="required", num_draft_tokens=size, drafter=drafter), turn))
             done((i + (turn + 1) / TURNS) / len(pairs))
         found.append(one)
     return found

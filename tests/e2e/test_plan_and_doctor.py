@@ -56,6 +56,20 @@ def acceptance(report: dict[str, Any], temperature: float) -> float:
     return sum(found) / len(found)
 
 
+def test_plan_of_look_up() -> None:
+    pair, small = (
+        demo.paths(),
+        ["--load", "1", "--nodes", "4", "--tokens", "48", "--seconds", "4", "--temperatures", "0"],
+    )
+    code, out, err = command("plan", str(pair.target), "ngram", *small, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert {one["rtt_ms"] for one in report["forecasts"]} == {0.0}
+    (one,) = report["measured"]
+    assert one["lookup_tokens_per_s"] is None
+    assert all(1.0 < trees["tokens_per_round"] <= 1 + trees["nodes"] for trees in one["trees"])
+
+
 def test_plan_of_a_draft_head() -> None:
     """Its forward counts as drafting, and it is at no distance."""
     smollm2 = Path.home() / ".cache/rootward/models/SmolLM2-135M-Instruct.gguf"
