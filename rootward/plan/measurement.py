@@ -23,9 +23,7 @@ AUTO, PLAIN = Speculation(mode="auto"), Speculation(mode="disabled")
 SIZES = (2, 4, 8, 16, 32, 64, 128)  # nodes of the trees that are measured, and the most that a round may have
 NUM_ANSWERS = 8  # that are written beforehand at each temperature
 LEAST_ROUNDS = 8  # of each session before a window ends, however slow the machine is
-LEARNING_ROUNDS = (
-    128  # of each session before `auto` is measured: the controller begins to know what each size is worth
-)
+LEARNING_ROUNDS = 128  # of each session before `auto` is measured, in which the controller learns the value of sizes
 GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, are spread evenly
 SETTLE_S = 0.1  # until the services have freed what was cancelled
 SCRAPE_TIMEOUT_S = 10.0
