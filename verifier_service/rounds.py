@@ -40,7 +40,7 @@ class Rounds:
         self._held_until_s = math.inf  # the end of the wait for others that has begun; infinite: none has
 
     def count(self, max_rows: int) -> None:
-        """Who shares the rows of a step: sessions whose round has begun, or may. Looked up once a step."""
+        """Count the sessions that share the rows of a step: those whose round has begun or may begin. Called once a step."""
         begun = [
             s for s in self._running.values() if not s.done and (s.round.max_nodes is not None or not s.prefill_left)
         ]
@@ -119,8 +119,8 @@ class Rounds:
         return max(0.0, draft.rerooted_s + LATE * takes_s - now_s)
 
     def budget(self, session: Session, draft: Draft) -> int | None:
-        """Nodes that the drafter should grow for the round that has begun. What is launched with the nodes that were kept leaves the
-        drafter the whole round for what comes after it."""
+        """Nodes that the drafter should grow for the round that has begun. A round that is launched with its kept nodes needs no others, so
+        the drafter has all of its time for the next one."""
         target_nodes, kept = session.round.target_nodes, len(draft.tree)
         if not target_nodes or not kept or session.required or self._launch_s(session, draft, 0.0) > 0.0:
             return target_nodes
@@ -129,8 +129,8 @@ class Rounds:
         return min(kept, session.round.max_nodes or 0)
 
     def _launch_s(self, session: Session, draft: Draft, since_s: float) -> float:
-        """What was kept is launched by the rule. Where growth below the root has begun, enough nodes are waited for: so many that the
-        last ones are worth their time, and would not stay so if nobody ever saw them."""
+        """Seconds after the commit at which the round is launched. Kept nodes are launched by the rule of `launch_time`. Once growth below
+        the root has begun, the round waits for all target nodes: otherwise the acceptance of the last ones would never be observed."""
         target_nodes = session.round.target_nodes
         tokens = session.statistics.tokens(target_nodes)
         verify_s = self.controller.step_time.seconds(self.load * (target_nodes + 1)) or self.settings.draft_wait_s
@@ -174,7 +174,7 @@ class Rounds:
             current.tree_ready_at = self._idle_s
 
     def planned(self, step: Plan, now_s: float) -> None:
-        """What comes next: sessions that wait for others do so until a moment that later news does not put off."""
+        """Note the plan of the next step. Sessions that wait for others do so until a time that later plans may not postpone."""
         if not step.held:
             self._held_until_s = math.inf
         elif step.wait_s is not None:
@@ -185,7 +185,7 @@ class Rounds:
         return self._held_until_s - now_s
 
     def idle(self, seconds: float) -> None:
-        """Nothing was launched for so long."""
+        """The engine was idle for so long."""
         self._idle_s += seconds
 
     def ended(self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float = 0.0) -> bool:
