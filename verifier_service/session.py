@@ -2,8 +2,8 @@
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
 text, state and output the methods of `Session`; `kv_slot` the slots (`kv_admission`); `draft` and `next_draft` the `DrafterPool`;
-`local_drafts` the `LocalDrafts`; `round` the `Rounds`. With two writers: `fed` (slots, too), `drafter_name` (pool and local drafts); `features`
-is the engine loop's.
+`local_drafts` the `LocalDrafts`; `round` the `Rounds`; `features` the `EngineLoop`. Two fields have two writers: `fed` (the slots, too) and
+`drafter_name` (the pool and the local drafts).
 """
 
 from __future__ import annotations

@@ -33,7 +33,12 @@ def parser() -> argparse.ArgumentParser:
         help="most nodes of a round, as --num-draft-tokens of the verifier (default 16)",
     )
     add("--tokens", type=int, default=128, help="of each answer (default 128)")
-    add("--seconds", type=float, default=100.0, help="of measuring; start, loading and 128 rounds of learning for each load come on top (default 100)")
+    add(
+        "--seconds",
+        type=float,
+        default=100.0,
+        help="of measuring; start, loading and learning (128 rounds a load) not included",
+    )
     add("--threads", type=int, help="CPU threads of each model (default: the cores, as `serve all` shares them out)")
     add("--device", default="cpu", help="torch device (default cpu)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
