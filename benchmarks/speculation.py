@@ -3,8 +3,9 @@
 Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
 controller, in shuffled order. `--against` adds the controller of another checkout of this repository, in processes of its own:
 
-    python -m benchmarks.speculation                                # the demo pair
-    python -m benchmarks.speculation --width 12992 --against /path  # an inflated target (300 M parameters), two controllers
+    python -m benchmarks.speculation                                   # the demo pair
+    python -m benchmarks.inflate --size 300M --out TARGET              # a target of 300 M parameters that writes the same texts
+    python -m benchmarks.speculation --target TARGET --out RESULT.json
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from benchmarks.inflate import save_inflated
-from benchmarks.results import described
+from benchmarks.results import described, markdown_table, save
 from benchmarks.services import generated, service
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
@@ -36,9 +36,8 @@ CONTROLLER, OTHER = "controller", "other controller"
 def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="speculation", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--width", type=int, help="of the layers of an inflated target (default: the demo's target as it is)"
+        "--target", type=Path, default=demo.paths().target, help="of the demo's draft (default: the demo's)"
     )
-    parser.add_argument("--layers", type=int, default=24, help="of the inflated target")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 16], help="fixed numbers of nodes")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -48,7 +47,7 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="of a target")
     parser.add_argument("--against", type=Path, help="absolute path of another checkout of this repository")
     parser.add_argument("--verifier", nargs="*", default=[], metavar="NAME=VALUE", help="verifier settings")
-    parser.add_argument("--work", type=Path, help="keep the inflated target here")
+    parser.add_argument("--out", type=Path, help="JSON file for the result")
     return parser.parse_args(argv)
 
 
@@ -125,14 +124,11 @@ async def started(
     return Client(remote, options.tokens)
 
 
-async def measure(options: argparse.Namespace, work: Path) -> None:
+async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Medians by temperature and decoding mode."""
     paths = demo.paths()
-    target = paths.target
-    if options.width:
-        target = work / f"{options.layers}-{options.width}"
-        if not target.exists():
-            save_inflated(paths.target, target, options.layers, options.width)
-    models = target, paths.draft
+    models = options.target, paths.draft
+    rows: list[dict[str, Any]] = []
     encode = Tokenizer.from_file(str(paths.target / "tokenizer.json")).encode
     texts = [tuple(encode(prompt, add_special_tokens=False).ids[-128:]) for prompt in demo.prompts()]
     async with AsyncExitStack() as stack:
@@ -160,22 +156,42 @@ async def measure(options: argparse.Namespace, work: Path) -> None:
                         found[name].add(*result)
                     await asyncio.sleep(0.05)
                 if repetition >= 0:
-                    report(temperature, found)
+                    print(f"T = {temperature:g}, {repetition + 1} repetitions")
+                    print_table(summary(temperature, found))
+            rows += summary(temperature, found)
+    return rows
 
 
-def report(temperature: float, found: dict[str, Measured]) -> None:
-    """Print medians of tokens per second. The best fixed mode is the fastest of plain decoding and the fixed numbers of nodes."""
+def summary(temperature: float, found: dict[str, Measured]) -> list[dict[str, Any]]:
+    """Median tokens per second of each mode. The best fixed mode is the fastest of plain decoding and the fixed numbers of nodes."""
     rate = {name: statistics.median(one.rates) for name, one in found.items()}
     best = max(value for name, value in rate.items() if name not in (CONTROLLER, OTHER))
-    print(f"T = {temperature:g}\n{'':18} tokens/s  tokens/pass  of best fixed")
-    for name, one in found.items():
-        print(f"{name:18} {rate[name]:8.1f}  {one.tokens / one.passes:11.2f}  {rate[name] / best:13.2f}", flush=True)
+    return [
+        {
+            "temperature": temperature,
+            "mode": name,
+            "tokens_per_s": rate[name],
+            "tokens_per_pass": one.tokens / one.passes,
+            "of_best_fixed": rate[name] / best,
+        }
+        for name, one in found.items()
+    ]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    cells = [
+        [row["mode"], *(f"{row[name]:.2f}" for name in ("tokens_per_s", "tokens_per_pass", "of_best_fixed"))]
+        for row in rows
+    ]
+    print(markdown_table(["mode", "tokens/s", "tokens a pass", "of best fixed"], cells), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = options_of(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(options, options.work or Path(folder)))
+    rows = asyncio.run(measure(options))
+    if options.out is not None:
+        used = {"target": options.target.name, "sessions": options.sessions, "repetitions": options.repetitions}
+        save(options.out, {**used, "tokens": options.tokens, "rows": rows})
     return 0
 
 

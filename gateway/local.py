@@ -25,7 +25,7 @@ import structlog
 
 from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
-from rootward.demo import paths
+from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
 from rootward.host import available_cores
 from rootward.telemetry import configure_logging
@@ -213,10 +213,24 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
             await asyncio.gather(*deployment.runs, return_exceptions=True)
 
 
+def with_models(settings: LocalSettings) -> LocalSettings:
+    """The settings with both models named. By default SmolLM2 and its draft head in the verifier, or the shipped pair where SmolLM2 was
+    not fetched; a model alone has no draft model."""
+    if not settings.model and not settings.draft_model and smollm2().is_file():
+        log.info("default_model", model=str(smollm2()), other="--model demo: the shipped pair")
+        head = shlex.join(["--local-draft", f"head:{smollm2_head()}"])
+        found = {"model": str(smollm2()), "draft_model": "none", "verifier_flags": f"{head} {settings.verifier_flags}"}
+    elif settings.model in ("", "demo"):
+        pair = paths()
+        found = {"model": str(pair.target), "draft_model": settings.draft_model or str(pair.draft)}
+    else:
+        found = {"draft_model": settings.draft_model or "none"}
+    return settings.model_copy(update=found)
+
+
 def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Deployment:
-    pair = paths()
-    target, draft = settings.model or str(pair.target), settings.draft_model or str(pair.draft)
-    name = settings.served_model_name
+    settings = with_models(settings)
+    target, draft, name = settings.model, settings.draft_model, settings.served_model_name
     if target.endswith(".gguf"):
         from rootward.engine.checkpoint import local_model  # imports torch
 

@@ -203,14 +203,18 @@ class GatewaySettings(ProcessSettings):
 
 
 class LocalSettings(ServiceSettings):
-    """Rootward on one machine: Redis, drafter, verifier and gateway as processes on loopback. Default: the demo pair."""
+    """Rootward on one machine: Redis, drafter, verifier and gateway as processes on loopback. Default: SmolLM2 with its draft head, if
+    `make demo` has fetched it, else the shipped pair."""
 
     model: str = Field(
-        "", description="target model: folder, hub name, GGUF file or tabular:… (default: the demo target)"
+        "",
+        description="target model: folder, hub name, GGUF file, tabular:… or demo, the shipped pair "
+        "(default: SmolLM2-135M-Instruct if `make demo` has fetched it, else demo)",
     )
     draft_model: str = Field(
         "",
-        description="draft model, or head:FOLDER (default: the demo draft; none: no drafters, drafts are n-grams of the text)",
+        description="draft model, head:FOLDER, or none: no drafters, drafts are n-grams of the text "
+        "(default: none with --model, else that of the default model)",
     )
     num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
     num_threads: int | None = Field(

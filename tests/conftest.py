@@ -25,6 +25,7 @@ SLOW = (  # beginnings of "file::test"
     "interpreted/",
     "e2e/test_demo_pair_served.py",
     "e2e/test_documented_commands.py",
+    "e2e/test_documented_services.py",
     "e2e/test_fuzz.py",
     "e2e/test_lm_eval.py",
     "e2e/test_many_streams.py",

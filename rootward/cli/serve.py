@@ -52,7 +52,8 @@ SERVICES = {
     "all": Program(
         "gateway.local",
         ("gateway", "worker"),
-        "Redis, drafter, verifier and gateway as processes on this machine; by default with the demo pair.",
+        "Redis, drafter, verifier and gateway as processes on this machine; by default with SmolLM2, if `make demo` has fetched it, or the "
+        "shipped pair.",
         parser="gateway.settings:LocalSettings.parser",
     ),
     "gateway": Program(

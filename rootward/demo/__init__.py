@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rootward.errors import ConfigurationError
+from rootward.host import user_cache
 
+SMOLLM2 = "SmolLM2-135M-Instruct"
 _HERE = Path(__file__).resolve().parent
 
 
@@ -23,6 +25,11 @@ class DemoPaths(NamedTuple):
 def paths() -> DemoPaths:
     """Where the target model and the draft model lie, each a complete Hugging Face folder."""
     return DemoPaths(target=_HERE / "target", draft=_HERE / "draft")
+
+
+def smollm2() -> Path:
+    """Path of the GGUF file of SmolLM2-135M-Instruct in the user's cache. `make demo` fetches it; until then it does not exist."""
+    return user_cache() / "models" / f"{SMOLLM2}.gguf"
 
 
 def smollm2_head() -> Path:

@@ -1,5 +1,5 @@
-"""Commands of README and of the guides. Requests, programs and what looks at a gateway are run against the demo pair; what starts services,
-measures for minutes, downloads, installs or deploys is not run: its options are parsed by the program that it calls."""
+"""Commands of README and of the guides. Requests, programs and what looks at a gateway are run against the demo pair; of the others the
+options are parsed by the program that they call. Those of README and quick start run in `test_documented_services.py` too."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import typer
 from packaging.requirements import Requirement
+from support.documented import ROOT, blocks, commands
 
 from drafter_service.settings import DrafterSettings
 from gateway.settings import GatewaySettings, LocalSettings
@@ -25,39 +23,15 @@ from rootward.cli.main import app, main
 from rootward.demo import paths
 from verifier_service.settings import VerifierSettings
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("quickstart", "choose-a-draft", "evaluate", "comparison", "how-it-works")),
 )
-BLOCK = re.compile(r"^```(sh|bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`((?:rootward|make|pip install|python -m) [^`]+)`")
 SETTINGS = {"all": LocalSettings, "gateway": GatewaySettings, "verifier": VerifierSettings, "drafter": DrafterSettings}
 RUN = ("generate", "status", "top")  # subcommands that need a gateway and nothing else
 ALONE = ("check-pair", "version")  # those that need no gateway
 MODELS = {"TARGET": str(paths().target), "DRAFT": str(paths().draft)}  # of the reader
-
-
-def blocks(kind: tuple[str, ...]) -> Iterator[Any]:
-    for page in PAGES:
-        for language, text in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
-            if language in kind:
-                yield page, text
-
-
-def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command of a script; one may have several lines."""
-    pending = ""
-    for line in text.splitlines():
-        pending += line + "\n"
-        try:
-            words = shlex.split(pending, comments=True)
-        except ValueError:  # a quotation is open
-            continue
-        if words and not pending.endswith("\\\n"):
-            yield words
-            pending = ""
-    assert not pending.strip(), f"no whole command: {pending}"
 
 
 def is_run(words: list[str]) -> bool:
@@ -66,7 +40,7 @@ def is_run(words: list[str]) -> bool:
 
 SCRIPTS = [
     pytest.param(words[: words.index(">")] if ">" in words else words, id=f"{page}: {' '.join(words)[:60]}")
-    for page, text in blocks(("sh", "bash"))
+    for page, text in blocks(PAGES, ("sh", "bash"))
     for words in commands(text)
 ]
 RUN_HERE = [script for script in SCRIPTS if is_run(script.values[0])]
@@ -77,7 +51,7 @@ MENTIONED = [
     for found in dict.fromkeys(INLINE.findall((ROOT / page).read_text(encoding="utf-8")))
     if "…" not in found and "[" not in found.replace("'.[", "")
 ]
-PROGRAMS = [pytest.param(text, id=f"{page}: {text.splitlines()[0]}") for page, text in blocks(("python",))]
+PROGRAMS = [pytest.param(text, id=f"{page}: {text.splitlines()[0]}") for page, text in blocks(PAGES, ("python",))]
 
 
 @pytest.mark.parametrize("words", RUN_HERE)

@@ -72,7 +72,7 @@ def test_plan_of_look_up() -> None:
 
 def test_plan_of_a_draft_head() -> None:
     """Its forward counts as drafting, and it is at no distance."""
-    smollm2 = Path.home() / ".cache/rootward/models/SmolLM2-135M-Instruct.gguf"
+    smollm2 = demo.smollm2()
     if not smollm2.exists():
         pytest.skip("needs SmolLM2-135M-Instruct (make demo fetches it)")
     small = ["--load", "1", "--nodes", "4", "--tokens", "16", "--seconds", "8", "--temperatures", "0", "--json"]

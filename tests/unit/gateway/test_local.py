@@ -11,6 +11,7 @@ import pytest
 from drafter_service.settings import DrafterSettings
 from gateway.local import _deployment
 from gateway.settings import GatewaySettings, LocalSettings
+from rootward import demo
 from rootward.demo import paths
 from rootward.engine import checkpoint
 from rootward.errors import ConfigurationError
@@ -25,11 +26,35 @@ def started(*flags: str) -> tuple[GatewaySettings, VerifierSettings, list[Drafte
     return GatewaySettings.load(gateway), VerifierSettings.load(verifier), found
 
 
-def test_the_demo_pair_is_the_default() -> None:
-    gateway, verifier, drafters = started()
+@pytest.mark.parametrize("flags", [(), ("--model", "demo")])
+def test_the_shipped_pair_is_the_default_without_a_download(
+    flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    gateway, verifier, drafters = started(*flags)
     assert (gateway.model, verifier.model) == (str(paths().target),) * 2
     assert [(one.model, one.target_tokenizer) for one in drafters] == [(str(paths().draft), str(paths().target))]
     assert gateway.served[0].name == "target"
+
+
+def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_convert", lambda file, folder: (folder / "config.json").write_text("{}"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    demo.smollm2().parent.mkdir(parents=True)
+    demo.smollm2().write_bytes(b"GGUF")
+    gateway, verifier, drafters = started("--verifier-flags", "--max-num-seqs 3")
+    assert gateway.served[0].name == verifier.name == "SmolLM2-135M-Instruct"
+    assert (verifier.local_draft, verifier.max_num_seqs, drafters) == (f"head:{demo.smollm2_head()}", 3, [])
+    assert started("--model", "demo")[1].model == str(paths().target)
+    gateway, verifier, (drafter,) = started("--draft-model", "owner/draft")
+    assert (verifier.model, drafter.model) == (str(paths().target), "owner/draft")
+
+
+def test_a_model_without_a_draft_model_drafts_from_its_text() -> None:
+    _, verifier, drafters = started("--model", "owner/name")
+    assert (verifier.drafters, drafters) == ([], [])
 
 
 @pytest.mark.parametrize("model", ["/models/Some-Model", "owner/Some-Model"])
