@@ -104,9 +104,9 @@ class Link:
         """Its sessions of all verifiers: its last report, corrected by the sessions that this verifier opened and closed since."""
         return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._num_own_at_report)
 
-    def supports(self, law: DraftMode) -> bool:
+    def supports(self, mode: DraftMode) -> bool:
         """Whether its stream is open and it grows trees of this draft mode."""
-        return self.ack is not None and law in self.ack.laws
+        return self.ack is not None and mode in self.ack.laws
 
     @property
     def takes_features(self) -> bool:
@@ -181,7 +181,6 @@ class Link:
 
     def _open_message(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
-        assert session.law is not None
         request = session.request
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
         ahead = 0 if self.takes_features else ahead
@@ -191,9 +190,9 @@ class Link:
             epoch=request.epoch,
             prefix=tuple(session.tokens),
             sampling=request.sampling,
-            law=session.law,
+            law=session.draft_mode,
             # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
-            seed=request.seed if session.law is DraftMode.COUPLED else session.key.derive(Role.DRAW),
+            seed=request.seed if session.draft_mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
             choice=request.choice,
             num_atoms=min(shape.atoms, self.ack.max_atoms),
             node_cap=shape.node_cap,
@@ -201,7 +200,7 @@ class Link:
             topk=shape.topk,
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
-            bonus_key=session.key.bonus().value if session.law.ratio and ahead > 0 else None,
+            bonus_key=session.key.bonus().value if session.draft_mode.ratio and ahead > 0 else None,
             prediction=request.prediction,
             num_prompt=len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,

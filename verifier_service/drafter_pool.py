@@ -115,9 +115,9 @@ class DrafterPool:
         """Whether discovery has found a drafter (of this pool, unless it is empty) or may find one."""
         return bool(self.links or self._sources) and (not pool or pool in self.demand)
 
-    def has(self, pool: str, law: DraftMode) -> bool:
+    def has(self, pool: str, mode: DraftMode) -> bool:
         """Whether a connected drafter (of this pool, unless it is empty) supports the draft mode."""
-        return any(link.supports(law) and pool in ("", link.pool) for link in self.links)
+        return any(link.supports(mode) and pool in ("", link.pool) for link in self.links)
 
     def wants_features(self, session: Session) -> bool:
         """Whether a connected drafter with a head may draft for this session, now or later."""
@@ -165,7 +165,7 @@ class DrafterPool:
     def place(self, sessions: Iterable[Session]) -> None:
         """Open a tree for each session without one, on the best drafter with room."""
         for session in sessions:
-            if session.draft is not None or session.law is None or session.done:
+            if session.draft is not None or not session.uses_drafters or session.done:
                 continue
             if not any(link.room for link in self.links):
                 return
@@ -312,6 +312,6 @@ def _fits(session: Session, link: Link) -> bool:
     """Whether the drafter may serve the session: the request does not name another pool, and the drafter supports its draft mode."""
     return (
         session.request.speculation.drafter in ("", link.pool)
-        and session.law is not None
-        and link.supports(session.law)
+        and session.uses_drafters
+        and link.supports(session.draft_mode)
     )

@@ -247,7 +247,7 @@ class EngineLoop:
             drafter=drafter,
             fill=fill,
             num_successors=self.local.num_successors(session),
-            copies=session.mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
+            copies=session.draft_mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
             wanted=wanted,
             session=number,
             wants_features=self._features_of(session) is not None,

@@ -157,7 +157,7 @@ class Memory:
     def _wanted(self, session: Session) -> int:
         """Blocks of its text so far and of one round."""
         wish = session.request.speculation.num_draft_tokens or self._num_draft_tokens
-        nodes = min(wish, self._num_draft_tokens) if session.law is not None else 0
+        nodes = min(wish, self._num_draft_tokens) if session.uses_drafters else 0
         return self._blocks(len(session.tokens) + nodes)
 
     def _blocks(self, tokens: int) -> int:

@@ -113,14 +113,14 @@ class LocalDrafts:
         with_head = self._has_head and wish.drafter in ("", "head")
         recipe = self._recipes.get(wish.drafter or (BESIDE_HEAD if with_head else self._settings.local_draft))
         if recipe is not None and session.rule not in NOT_LOOKED_UP and not (with_head and session.required):
-            law = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
+            mode = DraftMode.COUPLED if session.rule is Rule.MATCH else DraftMode.SAMPLED
             kind = ("local", recipe.name, session.rule, *bucket)
             memory = self._memories.of(session.salt)
-            source = recipe.source(law, memory, request.prediction, len(request.prompt))
+            source = recipe.source(mode, memory, request.prediction, len(request.prompt))
             drafts.append(LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required))
         if with_head:
             opening = self._opening(session)
-            statistics = self._controller.of(("head", session.rule, session.mode, session.strategy, *bucket))
+            statistics = self._controller.of(("head", session.rule, session.draft_mode, session.strategy, *bucket))
             drafts.append(LocalDraft("head", None, statistics, opening, session.required))
         session.local_drafts, session.local = tuple(drafts), drafts[0] if drafts else None
 
@@ -132,9 +132,9 @@ class LocalDrafts:
             epoch=request.epoch,
             prefix=(),
             sampling=request.sampling,
-            law=session.mode,
+            law=session.draft_mode,
             # Only shared noise needs the seed itself.
-            seed=request.seed if session.mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
+            seed=request.seed if session.draft_mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
             choice=request.choice,
             num_atoms=settings.law_atoms,
             node_cap=settings.num_draft_tokens,

@@ -54,7 +54,7 @@ class Rounds:
         by_head: Counter[Statistics] = Counter()
         running = [session for session in self._running.values() if not session.done]
         for session in running:
-            if session.law is not None and self.pool.up and not session.required:
+            if session.uses_drafters and self.pool.up and not session.required:
                 drafted[session.statistics] += 1
             for local in session.local_drafts:
                 if not local.required:
@@ -67,7 +67,16 @@ class Rounds:
         request = session.request
         temperature = round(10 * request.sampling.temperature)
         structured = request.structure is not None
-        return self.controller.of((session.law, session.strategy, request.speculation.drafter, temperature, structured))
+        return self.controller.of(
+            (
+                session.draft_mode,
+                session.uses_drafters,
+                session.strategy,
+                request.speculation.drafter,
+                temperature,
+                structured,
+            )
+        )
 
     def drafts(self, session: Session) -> bool:
         """Whether a tree should grow for it."""
@@ -89,9 +98,9 @@ class Rounds:
         """Fix its numbers of nodes. A session that gains nothing by trees leaves its drafter, whatever has been grown."""
         most, current = self.most(session), session.round
         current.launch_immediately = False
-        if session.required and session.law is not None:
+        if session.required and session.uses_drafters:
             current.max_nodes = current.target_nodes = most
-        elif session.law is None or not self.pool.up:
+        elif not session.uses_drafters or not self.pool.up:
             current.max_nodes = current.target_nodes = 0
         else:
             current.target_nodes, current.max_nodes = session.statistics.begin_round(session.number, most)

@@ -238,15 +238,19 @@ class VerifierService:
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)
         mode, drafter = request.speculation.mode, request.speculation.drafter
-        rule, law, strategy = choose_rule(request, self.settings.law, self.pool.strategy(drafter))
+        rule, draft_mode, strategy = choose_rule(request, self.settings.law, self.pool.strategy(drafter))
         check_drafter(drafter, (*self.pool.demand, *self.local.names))
         wanted = mode is not SpeculationMode.DISABLED and self.pool.possible(drafter)
-        if mode is SpeculationMode.REQUIRED and not self.pool.has(drafter, law) and not self.local.grows(drafter, rule):
+        if (
+            mode is SpeculationMode.REQUIRED
+            and not self.pool.has(drafter, draft_mode)
+            and not self.local.grows(drafter, rule)
+        ):
             raise NoDrafter("speculation.mode: 'required' and no drafter grows such trees; use 'auto', or start one")
         self.admission.fence(request, rule)
         self._num_sessions += 1
         eos = frozenset(self.model.info.eos_ids)
-        session = Session(self._num_sessions, request, rule, law if wanted else None, eos, strategy, law)
+        session = Session(self._num_sessions, request, rule, draft_mode, eos, strategy, uses_drafters=wanted)
         session.statistics = self.engine.rounds.statistics(session)
         self.local.attach(session)
         return session

@@ -157,17 +157,17 @@ class PresentRound:
 class Session:
     """A generation on this verifier: its text, its KV, its drafts and its present round.
 
-    rule, law  how its rounds are verified and how a drafter draws for it; law None: no drafter grows trees for it
-    mode       the draft mode that its request means, for drafters and local drafts alike
+    rule, draft_mode  how its rounds are verified, and how nodes are drawn for it
+    uses_drafters     whether drafters may grow trees for it
     """
 
     number: int
     request: VerifierRequest
     rule: Rule
-    law: DraftMode | None
+    draft_mode: DraftMode
     eos_ids: frozenset[int]
     strategy: DraftStrategy = BEST_FIRST
-    mode: DraftMode = DraftMode.SAMPLED
+    uses_drafters: bool = True
     state: State = State.QUEUED
 
     # text and KV
@@ -267,7 +267,7 @@ class Session:
     @property
     def drafts(self) -> bool:
         """Takes drafts now, with or without a drafter."""
-        return self.law is not None and not self.done and (self.required or self.statistics.wants_trees(self.number))
+        return self.uses_drafters and not self.done and (self.required or self.statistics.wants_trees(self.number))
 
     @property
     def prefill_left(self) -> int:
@@ -360,7 +360,7 @@ class Session:
 
 
 def choose_rule(
-    request: VerifierRequest, default_law: DraftMode, default: DraftStrategy = BEST_FIRST
+    request: VerifierRequest, default_mode: DraftMode, default: DraftStrategy = BEST_FIRST
 ) -> tuple[Rule, DraftMode, DraftStrategy]:
     """The rule, the draft mode and the draft strategy of a request.
 
@@ -372,10 +372,10 @@ def choose_rule(
     candidates = [wish.strategy] if wish.strategy is not None else [_only_for(wish) or default, BEST_FIRST]
     for strategy in candidates:
         try:
-            rule, law = _rule_and_law(request, default_law, strategy)
-            strategy.check_mode(law)
-            check_rule(strategy, law, rule)
-            return rule, law, strategy
+            rule, mode = _rule_and_mode(request, default_mode, strategy)
+            strategy.check_mode(mode)
+            check_rule(strategy, mode, rule)
+            return rule, mode, strategy
         except ValueError as error:
             wrong = error
     wanted = wish.rule.value if wish.rule is not None else str(wish.strategy or default)
@@ -390,19 +390,21 @@ def _only_for(wish: Speculation) -> DraftStrategy | None:
     return DraftStrategy("iid", COPIES) if copies else None
 
 
-def _rule_and_law(request: VerifierRequest, default_law: DraftMode, strategy: DraftStrategy) -> tuple[Rule, DraftMode]:
+def _rule_and_mode(
+    request: VerifierRequest, default_mode: DraftMode, strategy: DraftStrategy
+) -> tuple[Rule, DraftMode]:
     wish = request.speculation
-    law = wish.law or strategy.mode
+    mode = wish.law or strategy.mode
     if wish.rule is not None:
-        check_rule(strategy, law or DraftMode.SAMPLED, wish.rule)
+        check_rule(strategy, mode or DraftMode.SAMPLED, wish.rule)
     if request.sampling.greedy:
-        return Rule.MATCH, law if law in MATCHED else DraftMode.TOP_K
+        return Rule.MATCH, mode if mode in MATCHED else DraftMode.TOP_K
     if wish.rule is Rule.MATCH:
-        return Rule.MATCH, law if law is not None and (wish.law or not law.ratio) else DraftMode.COUPLED
-    law = law or (DraftMode.SAMPLED if default_law in MATCHED and wish.rule is not None else default_law)
-    if law in MATCHED and wish.rule is None:
-        return Rule.MATCH, law
-    return wish.rule or (Rule.MULTI_STEP if law is DraftMode.IID else Rule.TRAVERSAL), law
+        return Rule.MATCH, mode if mode is not None and (wish.law or not mode.ratio) else DraftMode.COUPLED
+    mode = mode or (DraftMode.SAMPLED if default_mode in MATCHED and wish.rule is not None else default_mode)
+    if mode in MATCHED and wish.rule is None:
+        return Rule.MATCH, mode
+    return wish.rule or (Rule.MULTI_STEP if mode is DraftMode.IID else Rule.TRAVERSAL), mode
 
 
 def check_drafter(wanted: str, known: Sequence[str]) -> None:

@@ -1,11 +1,16 @@
-// The page: a prompt in; text, trees and figures out.
+// The page: a chat message or a text to continue in; text, trees and figures out.
 
-import { completion } from "./stream.js";
+import { answer } from "./stream.js";
 import { drawRound, visible } from "./tree.js";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = { required: "speculation in every round", auto: "speculation where it pays", disabled: "plain decoding" };
 
+const PATHS = { chat: "v1/chat/completions", text: "v1/completions" };
+const EXAMPLES = { chat: "Name three colours of the rainbow.", text: 'def mean(values):\n    """Return the arithmetic mean."""\n' };
+
+let messages = []; // of the conversation, up to the last answer
+let block = null; // element of the text that is written now
 let rounds = []; // of the run that is shown: {nodes, path, tokens}
 let shown = 0;
 let following = true; // the newest round, until somebody looks at an older one
@@ -15,6 +20,7 @@ let running = null; // AbortController
 class Run {
   constructor(mode) {
     this.mode = mode;
+    this.text = ""; // of a chat message
     this.tokens = this.rounds = 0;
     this.depths = []; // [d] = rounds that accepted exactly d tokens
     this.first = this.last = 0;
@@ -36,11 +42,11 @@ class Run {
   }
 }
 
-async function generate(mode, run) {
+async function generate(mode, run, kind, asked) {
   const seed = $("seed").value;
   const body = {
     model: served,
-    prompt: $("prompt").value,
+    ...asked,
     temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value),
     return_trees: true,
@@ -49,11 +55,12 @@ async function generate(mode, run) {
   };
   rounds = [];
   following = true;
-  $("text").replaceChildren();
+  block.replaceChildren();
   $("tree").replaceChildren();
-  for await (const chunk of completion(body, $("key").value, running.signal)) {
+  for await (const chunk of answer(PATHS[kind], body, $("key").value, running.signal)) {
     const choice = chunk.choices[0];
     if (!choice) continue;
+    run.text += choice.delta?.content || "";
     for (const round of choice.rounds || []) {
       rounds.push(round);
       run.add(round, performance.now());
@@ -67,7 +74,14 @@ async function generate(mode, run) {
 let runs = [];
 
 async function work(modes) {
+  if (!$("ask").reportValidity()) return;
   running?.abort();
+  const kind = $("kind").value;
+  const prompt = $("prompt").value;
+  const said = [...messages, { role: "user", content: prompt }];
+  if (kind === "text" || !messages.length) $("text").replaceChildren();
+  if (kind === "chat") append("asked").textContent = prompt;
+  block = append("answer");
   const mine = (running = new AbortController());
   $("error").hidden = true;
   $("stop").disabled = false;
@@ -75,14 +89,40 @@ async function work(modes) {
   try {
     for (const mode of modes) {
       runs.push(new Run(mode));
-      await generate(mode, runs[runs.length - 1]);
+      await generate(mode, runs[runs.length - 1], kind, kind === "chat" ? { messages: said } : { prompt });
     }
   } catch (error) {
     if (!mine.signal.aborted) refuse(error);
   } finally {
-    if (running === mine) { running = null; $("stop").disabled = true; }
-    figures();
+    if (running === mine) {
+      running = null;
+      $("stop").disabled = true;
+      remember(said, runs[runs.length - 1].text);
+      figures();
+    }
   }
+}
+
+// The answer to a chat message; of one that was stopped, its beginning.
+function remember(said, text) {
+  if (!text) return;
+  messages = [...said, { role: "assistant", content: text }];
+  $("prompt").value = "";
+  $("forget").disabled = false;
+}
+
+function append(name) {
+  const element = document.createElement("div");
+  element.className = name;
+  $("text").append(element);
+  return element;
+}
+
+function begin() {
+  messages = [];
+  $("forget").disabled = true;
+  $("text").replaceChildren();
+  if (["", ...Object.values(EXAMPLES)].includes($("prompt").value)) $("prompt").value = EXAMPLES[$("kind").value];
 }
 
 function refuse(error) {
@@ -97,7 +137,7 @@ function tell(round) {
     const span = document.createElement("span");
     span.className = i < round.path.length ? "token accepted" : "token bonus";
     span.textContent = token;
-    $("text").append(span);
+    block.append(span);
   });
   $("text").scrollTop = $("text").scrollHeight;
 }
@@ -110,10 +150,8 @@ function show(index) {
   $("which").value = shown;
   $("round").textContent = `round ${shown + 1} of ${rounds.length}: ${round.path.length} of ${round.nodes.length} nodes accepted`;
   $("tree").setAttribute("aria-label", `${$("round").textContent}. Committed: ${round.tokens.map(visible).join(" ")}`);
-  $("tree").replaceChildren(drawRound(round, before ? before.tokens[before.tokens.length - 1] : $("prompt").value.slice(-MOST_OF_ROOT)));
+  $("tree").replaceChildren(drawRound(round, before ? before.tokens[before.tokens.length - 1] : "prompt"));
 }
-
-const MOST_OF_ROOT = 8;
 
 function look(index) {
   show(index);
@@ -161,6 +199,8 @@ async function describe() {
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); work([$("speculation").value]); });
 $("compare").addEventListener("click", () => work(["disabled", $("speculation").value === "disabled" ? "required" : $("speculation").value]));
 $("stop").addEventListener("click", () => running?.abort());
+$("forget").addEventListener("click", begin);
+$("kind").addEventListener("change", begin);
 $("earlier").addEventListener("click", () => look(shown - 1));
 $("later").addEventListener("click", () => look(shown + 1));
 $("which").addEventListener("input", () => look(Number($("which").value)));
@@ -173,4 +213,5 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); $("ask").requestSubmit(); }
 });
+begin();
 describe().catch(refuse);

@@ -1,4 +1,4 @@
-// A completion as a stream of server-sent events: `for await (const chunk of completion(body, key, signal))`.
+// An answer as a stream of server-sent events: `for await (const chunk of answer(path, body, key, signal))`.
 
 export class Refused extends Error {
   constructor(status, error) {
@@ -8,10 +8,10 @@ export class Refused extends Error {
   }
 }
 
-export async function* completion(body, key, signal) {
+export async function* answer(path, body, key, signal) {
   const headers = { "content-type": "application/json" };
   if (key) headers.authorization = `Bearer ${key}`;
-  const reply = await fetch("v1/completions", { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
+  const reply = await fetch(path, { method: "POST", headers, body: JSON.stringify({ ...body, stream: true }), signal });
   if (!reply.ok) throw new Refused(reply.status, (await reply.json()).error);
   for await (const event of events(reply.body)) {
     if (event === "[DONE]") return;

@@ -70,7 +70,31 @@ def fill(browser: webdriver.Chrome, name: str, value: str) -> None:
     field.send_keys(value)
 
 
+def continues_text(browser: webdriver.Chrome) -> None:
+    browser.find_element(By.CSS_SELECTOR, "#kind option[value=text]").click()
+
+
+def test_a_conversation_keeps_what_was_said(page: webdriver.Chrome) -> None:
+    """Each answer has its own block; a new conversation begins without them."""
+    prompt = page.find_element(By.ID, "prompt")
+    assert prompt.get_property("value")
+    fill(page, "tokens", "24")
+    for number, said in enumerate(("Return the mean of a list", "And its median"), start=1):
+        fill(page, "prompt", said)
+        page.find_element(By.ID, "run").click()
+        until(page, lambda: idle(page) and not prompt.get_property("value"))
+        assert [one.text for one in page.find_elements(By.CSS_SELECTOR, "#text .asked")][-1] == said
+        assert len(page.find_elements(By.CSS_SELECTOR, "#text .answer .token")) == 24 * number
+    assert page.execute_script("return performance.getEntriesByType('resource').at(-1).name").endswith(
+        "chat/completions"
+    )
+    page.find_element(By.ID, "forget").click()
+    assert not text_of(page, "text")
+    assert prompt.get_property("value")
+
+
 def test_text_and_trees_arrive_and_both_ways_of_decoding_agree(page: webdriver.Chrome) -> None:
+    continues_text(page)
     fill(page, "prompt", "def mean(values):\n    ")
     fill(page, "tokens", "60")
     page.find_element(By.ID, "compare").click()
@@ -110,6 +134,7 @@ def most_accepted(page: webdriver.Chrome) -> str:
 
 
 def test_the_keyboard_alone_starts_and_stops(page: webdriver.Chrome) -> None:
+    continues_text(page)
     prompt = page.find_element(By.ID, "prompt")
     fill(page, "prompt", "class Tree:")
     fill(page, "tokens", "900")

@@ -22,9 +22,9 @@ from verifier_service.session import Draft, Session
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
 
 
-def session(number: int = 1, law: DraftMode = DraftMode.SAMPLED, **wish) -> Session:
+def session(number: int = 1, draft_mode: DraftMode = DraftMode.SAMPLED, **wish) -> Session:
     wanted = VerifierRequest(f"r{number}", (1, 2), stopping=Stopping(50), speculation=Speculation(**wish), seed=77)
-    return Session(number, wanted, Rule.TRAVERSAL, law, frozenset())
+    return Session(number, wanted, Rule.TRAVERSAL, draft_mode, frozenset())
 
 
 def hello() -> Hello:
@@ -121,7 +121,7 @@ def test_slots_are_never_reused() -> None:
 def test_only_coupled_drafting_learns_the_seed() -> None:
     """Under ratio tests a drafter that could compute the coins could bias the text."""
     for law in (DraftMode.COUPLED, DraftMode.SAMPLED, DraftMode.GREEDY):
-        busy, one = up(link()), session(law=law)
+        busy, one = up(link()), session(draft_mode=law)
         opened(busy, one)
         assert next(iter(busy.send_buffer._opens.values())).seed == (
             77 if law is DraftMode.COUPLED else one.key.derive(Role.DRAW)
@@ -223,7 +223,7 @@ def grown(link: Link, draft: Draft, token: int = 1) -> None:
 
 def moving() -> tuple[DrafterPool, Link, Link, Session]:
     """A session that moves off a drafter that drains."""
-    old, new, one = up(link("old")), up(link("new")), session(law=DraftMode.TOP_K)
+    old, new, one = up(link("old")), up(link("new")), session(draft_mode=DraftMode.TOP_K)
     pool = pool_of(old)
     pool.place([one])
     pool.links.append(new)
@@ -290,7 +290,7 @@ def due(pool: DrafterPool, one: Session) -> None:
 
 def test_demand_counts_the_first_session_at_once_and_the_end_of_the_last() -> None:
     """Nobody runs for an instant between them; the count must not be that of the instant until the next look."""
-    pool, one = pool_of(up(link("a"))), session(1, law=DraftMode.TOP_K)
+    pool, one = pool_of(up(link("a"))), session(1, draft_mode=DraftMode.TOP_K)
     (demand,) = pool.demand.values()
     for _ in range(3):
         pool.balance([one])
@@ -320,7 +320,7 @@ def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_on
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, old, new = Virtual(monkeypatch), up(link("old"), 16), up(link("new"), 16)
-    pool, running = pool_of(old), [session(number, law=DraftMode.TOP_K) for number in range(12)]
+    pool, running = pool_of(old), [session(number, draft_mode=DraftMode.TOP_K) for number in range(12)]
     pool.place(running)
     clock.now_s += 10
 

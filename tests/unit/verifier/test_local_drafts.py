@@ -26,7 +26,7 @@ def begun(
     wanted = VerifierRequest(
         "r", prompt, Sampling(temperature=1.0), Stopping(50), Speculation(mode, drafter=drafter), seed=1
     )
-    session = Session(1, wanted, rule, None, frozenset(), mode=DraftMode.SAMPLED)
+    session = Session(1, wanted, rule, DraftMode.SAMPLED, frozenset(), uses_drafters=False)
     drafts = LocalDrafts(settings, 10, SpeculationController())
     drafts.attach(session)
     for one in session.local_drafts:

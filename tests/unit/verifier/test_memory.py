@@ -16,10 +16,15 @@ def model(tokens: int = 64) -> TabularModel:
     return TabularModel(5, seed=1, max_positions=24, tree_room=8, block_size=4, max_slots=4, kv_cache_tokens=tokens)
 
 
-def session(
-    target: TabularModel, number: int, prompt: int, *, fed: int | None = None, law: DraftMode | None = DraftMode.SAMPLED
-):
-    one = Session(number, request(f"r{number}", (1,) * prompt), Rule.TRAVERSAL, law, frozenset())
+def session(target: TabularModel, number: int, prompt: int, *, fed: int | None = None, uses_drafters: bool = True):
+    one = Session(
+        number,
+        request(f"r{number}", (1,) * prompt),
+        Rule.TRAVERSAL,
+        DraftMode.SAMPLED,
+        frozenset(),
+        uses_drafters=uses_drafters,
+    )
     if fed is not None:
         one.kv_slot = target.open()
         if fed:
@@ -45,7 +50,7 @@ def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:
     first = session(target, 1, 8, fed=0)  # promised 4 blocks
     assert memory.admits(session(target, 2, 8), [first])
     assert not memory.admits(session(target, 2, 9), [first])
-    assert memory.admits(session(target, 2, 16, law=None), [first])  # no tree
+    assert memory.admits(session(target, 2, 16, uses_drafters=False), [first])  # no tree
     filled = session(target, 3, 8, fed=7)  # of its 4 it holds 2
     assert memory.free_blocks == 6
     assert not memory.admits(session(target, 2, 16), [filled])

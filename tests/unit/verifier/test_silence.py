@@ -35,7 +35,7 @@ def test_the_circuit_of_a_silent_drafter_opens_and_is_probed_later() -> None:
 
 
 def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get() -> None:
-    busy, one, other = up(link()), session(1, law=DraftMode.TOP_K), session(2, law=DraftMode.TOP_K)
+    busy, one, other = up(link()), session(1, draft_mode=DraftMode.TOP_K), session(2, draft_mode=DraftMode.TOP_K)
     opened(busy, one)
     opened(busy, other)
     grown(busy, one.draft)

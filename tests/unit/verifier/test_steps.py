@@ -10,7 +10,7 @@ import pytest
 from support.services import collect, in_process, request, tabular_pair, verifier_of
 
 from rootward.core.living_tree import ROOT, LivingTree
-from rootward.core.requests import Rule, Sampling, SpeculationMode
+from rootward.core.requests import DraftMode, Rule, Sampling, SpeculationMode
 from rootward.core.rng import Key
 from rootward.engine.tabular import TabularModel
 from rootward.errors import DeadlineExceeded
@@ -85,7 +85,7 @@ async def test_the_first_token_comes_with_the_end_of_the_prompt() -> None:
 
 def session(service, number: int = 1, **about) -> Session:
     wanted = request(f"r{number}", mode=SpeculationMode.AUTO, **about)
-    one = Session(number, wanted, Rule.TRAVERSAL, None, frozenset())
+    one = Session(number, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset(), uses_drafters=False)
     service._live[wanted.request_id] = one
     service.slots.wait(one)
     return one
