@@ -35,6 +35,7 @@ from benchmarks.results import command, described, save
 from benchmarks.services import free_port, service
 from rootward.demo import read_prompts
 from rootward.errors import ConfigurationError
+from rootward.host import threads_of_drafters
 
 SYSTEMS = ("rootward", "transformers", "llama.cpp", "vllm")
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -188,7 +189,7 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
                 "--max-num-seqs",
                 batch,
                 "--num-threads",
-                str(given.threads),
+                str(threads_of_drafters(given.threads, 1)),
             )
             flags += ["--drafters", await stack.enter_async_context(service("drafter_service", *draft_flags))]
         verifier = await stack.enter_async_context(service("verifier_service", *flags))

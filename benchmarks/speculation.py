@@ -28,6 +28,7 @@ from benchmarks.results import described, markdown_table, save
 from benchmarks.services import generated, service
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.host import threads_of_drafters
 from rootward.wire.clients import RemoteVerifier
 
 CONTROLLER, OTHER = "controller", "other controller"
@@ -102,7 +103,9 @@ async def started(
         os.environ["PYTHONPATH"] = str(checkout)
     common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, options.sessions)), "--log-level", "warning"]
     try:
-        drafter = await stack.enter_async_context(service("drafter_service", "--model", str(models[1]), *common))
+        threads = str(threads_of_drafters(options.threads, 1))
+        of_drafter = ("--model", str(models[1]), "--num-threads", threads, *common)
+        drafter = await stack.enter_async_context(service("drafter_service", *of_drafter))
         more = [f"--{item.replace('_', '-')}" for item in options.verifier]
         flags = [
             "--model",
@@ -111,6 +114,7 @@ async def started(
             str(options.threads),
             "--drafters",
             drafter,
+            *("--num-ahead-tokens", "0"),  # on one machine
             *common,
             *more,
         ]

@@ -15,7 +15,7 @@ import socket
 import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ from gateway.settings import LocalSettings
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
-from rootward.host import available_cores
+from rootward.host import available_cores, environment_with, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
@@ -39,6 +39,8 @@ MAX_FAILED_STARTS = 5  # in a row before the deployment fails
 KILL_AFTER_S = 5.0  # after the shutdown timeout
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
 ASK_TIMEOUT_S = 2.0
+# Threads of a drafter that wait for work must not spin on the cores of the target.
+YIELDING = {"OMP_WAIT_POLICY": "passive"}
 
 
 def redis_binary() -> str:
@@ -73,11 +75,19 @@ class Child:
     """
 
     def __init__(
-        self, role: str, command: Sequence[str], read_address: Callable[[str], str], *, log_to: int | None = None
+        self,
+        role: str,
+        command: Sequence[str],
+        read_address: Callable[[str], str],
+        *,
+        log_to: int | None = None,
+        environment: Mapping[str, str] | None = None,
     ):
+        """environment: variables that are set unless this process has them."""
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
         self._command, self._read_address, self._log_to = list(command), read_address, log_to
+        self._environment = environment_with(environment or {})
         self._process: Process | None = None
         self._stopping = False
 
@@ -107,6 +117,7 @@ class Child:
             *self._command,
             stdout=PIPE,
             stderr=self._log_to,
+            env=self._environment,
             start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which stops the others in order
         )
         assert process.stdout is not None
@@ -240,10 +251,12 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     ports = _free_ports(count + 2)
     verifier_port, redis_port, drafter_ports = ports[0], ports[1], ports[2:]
 
-    def service(role: str, module: str, own: list[str], more: str) -> Child:
+    def service(
+        role: str, module: str, own: list[str], more: str, environment: Mapping[str, str] | None = None
+    ) -> Child:
         shared = ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
         command = [sys.executable, "-m", module, *own, *shared, *shlex.split(more)]
-        return Child(role, command, address_in, log_to=log_to)
+        return Child(role, command, address_in, log_to=log_to, environment=environment)
 
     def redis_address(line: str) -> str:
         return f"127.0.0.1:{redis_port}" if "Ready to accept connections" in line else ""
@@ -252,13 +265,23 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
     drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
     verifier = f"127.0.0.1:{verifier_port}"
     redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-    threads = ["--num-threads", str(settings.num_threads or max(1, available_cores() // (1 + count)))]
-    of_drafters = ["--model", draft, *threads]
+    threads = settings.num_threads or available_cores()
+    of_drafters = ["--model", draft, "--num-threads", str(threads_of_drafters(threads, count))]
     if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
         of_drafters += ["--target-tokenizer", target]
     if draft.startswith("head:"):
         of_drafters += ["--target", target]
-    of_verifier = ["--model", target, *threads, "--listen", verifier, "--drafters", ",".join(drafters), *stop]
+    of_verifier = [
+        "--model",
+        target,
+        "--num-threads",
+        str(threads),
+        "--listen",
+        verifier,
+        "--drafters",
+        ",".join(drafters),
+        *stop,
+    ]
     of_verifier += ["--served-model-name", name]
     of_verifier += ["--draft-head", draft.removeprefix("head:")] if draft.startswith("head:") else []
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
@@ -269,7 +292,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         service("gateway", "gateway", of_gateway, settings.gateway_flags),
         service("verifier", "verifier_service", of_verifier, settings.verifier_flags),
         [
-            service("drafter", "drafter_service", [*of_drafters, "--listen", address], settings.drafter_flags)
+            service("drafter", "drafter_service", [*of_drafters, "--listen", address], settings.drafter_flags, YIELDING)
             for address in drafters
         ],
         Child("redis", own_redis, redis_address, log_to=log_to) if own_redis else None,

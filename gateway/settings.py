@@ -218,7 +218,7 @@ class LocalSettings(ServiceSettings):
     )
     num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of each model (default: the cores, shared among verifier and drafters)"
+        None, ge=1, description="CPU threads of the target (default: all cores); the drafters share half as many"
     )
     listen: Address = Field("127.0.0.1:50051", description="gRPC address of the gateway; port 0 takes a free one")
     http_listen: Address = Field("127.0.0.1:8000", description="HTTP address of the gateway; port 0 takes a free one")

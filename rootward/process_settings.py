@@ -76,5 +76,5 @@ class WorkerSettings(ProcessSettings):
     )
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the model (default: the cores, shared out by `serve all`)"
+        None, ge=1, description="CPU threads of the model (default: all cores; drafters of `serve all` have fewer)"
     )

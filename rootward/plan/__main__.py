@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps(as_json(measured, found, about=about), indent=1))
         else:
             console = Console()
-            console.print(f"[bold]{title}[/bold], {given.threads} threads each")
+            console.print(f"[bold]{title}[/bold], {given.threads} threads")
             for table in tables(measured, at_rtt):
                 console.print(table)
             if is_remote:
@@ -201,8 +201,8 @@ def _check(given: argparse.Namespace) -> None:
     local = "ngram" if given.draft == NGRAM else "a draft head" if is_head(given.draft) else ""
     if given.rtt and local:
         raise ConfigurationError(f"--rtt: {given.rtt}: {local} drafts in the verifier, at no distance; leave it out")
-    if given.threads is None:  # as `serve all` shares them out
-        given.threads = max(1, available_cores() // (1 if local else 2))
+    if given.threads is None:
+        given.threads = available_cores()
     if given.out is not None:
         check_picture(given.out)
     for name, ok, fix in (

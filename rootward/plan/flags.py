@@ -39,7 +39,11 @@ def parser() -> argparse.ArgumentParser:
         default=100.0,
         help="of measuring; start, loading and learning (128 rounds a load) not included",
     )
-    add("--threads", type=int, help="CPU threads of each model (default: the cores, as `serve all` shares them out)")
+    add(
+        "--threads",
+        type=int,
+        help="CPU threads of the target (default: all cores); a drafter has half as many, as in `serve all`",
+    )
     add("--device", default="cpu", help="torch device (default cpu)")
     add("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="default auto")
     add("--start-timeout-s", type=float, default=300.0, help="how long the services may take to start (default 300)")

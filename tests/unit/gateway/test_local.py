@@ -52,6 +52,14 @@ def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     assert (verifier.model, drafter.model) == (str(paths().target), "owner/draft")
 
 
+@pytest.mark.parametrize(("threads", "drafters", "of_each"), [(2, 1, 1), (8, 1, 4), (8, 2, 2), (1, 3, 1)])
+def test_the_target_has_all_threads_and_drafters_share_half_as_many(threads: int, drafters: int, of_each: int) -> None:
+    flags = ("--model", "demo", "--num-threads", str(threads), "--num-drafters", str(drafters))
+    _, verifier, found = started(*flags)
+    assert verifier.num_threads == threads
+    assert [one.num_threads for one in found] == [of_each] * drafters
+
+
 def test_a_model_without_a_draft_model_drafts_from_its_text() -> None:
     _, verifier, drafters = started("--model", "owner/name")
     assert (verifier.drafters, drafters) == ([], [])
