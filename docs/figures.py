@@ -318,12 +318,17 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], tex
 NAMES = {"rootward": "Rootward", "llama.cpp": "llama.cpp", "vllm": "vLLM", "transformers": "transformers"}
 
 
-def _newest(kind: str, name: str) -> Mapping[str, Any]:
+def _newest_file(kind: str, name: str) -> Path:
     """The newest result of a benchmark. FileNotFoundError if there is none."""
     found = sorted(RESULTS.glob(f"*-{kind}/{name}"))
     if not found:
         raise FileNotFoundError(f"benchmarks/results: no *-{kind}/{name}")
-    result: Mapping[str, Any] = json.loads(found[-1].read_text(encoding="utf-8"))
+    return found[-1]
+
+
+def _newest(kind: str, name: str) -> Mapping[str, Any]:
+    """Its content."""
+    result: Mapping[str, Any] = json.loads(_newest_file(kind, name).read_text(encoding="utf-8"))
     return result
 
 
@@ -485,19 +490,20 @@ def heads_over_the_wire() -> str:
 
 def plan() -> str:
     """Speed-ups that `rootward plan` forecast, and those measured."""
-    result = _newest("plan", "demo.json")
-    figure = Figure(layout="constrained", figsize=(8.2, 2.4))
+    files = sorted(_newest_file("plan", "demo.json").parent.glob("*.json"))
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    rows = [(result["name"], row) for result in results for row in result["rows"]]
+    figure = Figure(layout="constrained", figsize=(8.2, 0.8 + 0.28 * len(rows)))
     axes = figure.subplots()
-    labels = [f"T = {row['temperature']:g}, {row['load']} at once" for row in result["rows"]]
     for name, marker, colour in (("forecast", "s", DRAFT), ("measured", "o", ACCEPTED)):
-        values = [row[f"speedup_{name}"] for row in result["rows"]]
+        values = [row[f"speedup_{name}"] for _, row in rows]
         axes.plot(values, range(len(values)), marker, color=colour, label=name)
-    axes.set_yticks(range(len(labels)), labels)
+    axes.set_yticks(range(len(rows)), [f"{name}, {row['load']} at once" for name, row in rows])
     axes.invert_yaxis()
     axes.grid(axis="x")
-    axes.set_xlabel("speed-up by speculation, automatic")
+    axes.set_xlabel("speed-up by speculation, automatic, T = 0")
     axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
-    return _svg(figure, "forecast and measured", f"The shipped pair of models. {_origin(result)}")
+    return _svg(figure, "forecast and measured", _origin(results[-1]))
 
 
 def routing() -> str:
