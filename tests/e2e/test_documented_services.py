@@ -19,7 +19,7 @@ from support.processes import START_S, STOP_S, free_port
 from support.redis import running_redis
 
 from benchmarks import smollm2
-from rootward import Client, demo
+from rootward import Client, SamplingParams, demo
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(600)]
 
@@ -103,7 +103,8 @@ def test_services_one_by_one(block: str, tmp_path: Path) -> None:
             ready = running.enter_context(rootward(here(tuple(words)), log=tmp_path / str(number)))
         address = re.search(r"listening on (\S+:\d+)", ready)[1]
         with Client(address) as client:
-            assert len(client.generate("def f(", max_tokens=16, temperature=0, ignore_eos=True).token_ids) == 16
+            sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+            assert len(client.generate("def f(", sampling=sampling).token_ids) == 16
             assert len(client.server_info().drafters) == 1
 
 
