@@ -80,7 +80,8 @@ async function work(modes) {
   const prompt = $("prompt").value;
   const said = [...messages, { role: "user", content: prompt }];
   if (kind === "text" || !messages.length) $("text").replaceChildren();
-  if (kind === "chat") append("asked").textContent = prompt;
+  const asked = append("asked");
+  asked.textContent = kind === "chat" ? prompt : "";
   block = append("answer");
   const mine = (running = new AbortController());
   $("error").hidden = true;
@@ -93,6 +94,7 @@ async function work(modes) {
     }
   } catch (error) {
     if (!mine.signal.aborted) refuse(error);
+    if (!block.textContent) { asked.remove(); block.remove(); }
   } finally {
     if (running === mine) {
       running = null;

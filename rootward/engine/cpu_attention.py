@@ -59,6 +59,7 @@ def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int
         parts[rows.stop] = -1
         blocks[b, : len(own.table)] = own.table.blocks
         nodes.append(own.table.cells(plan.scratch[order])[np.nonzero(sees)[1]])
+    parts.pop(num_rows, None)  # a part without rows would be a thread's share of the work
     length = np.array([e.plan.length for e in entries], np.int64)
     size = entries[0].table.block_size
     part_start = np.array([*parts, num_rows])

@@ -160,6 +160,14 @@ def test_sinks_of_other_heads_show() -> None:
     assert float((right[0, 0] - wrong[0, 0]).abs().max()) > 1e-3
 
 
+def test_every_part_has_rows() -> None:
+    """Threads share the parts equally: one without rows would leave a thread idle."""
+    for widths in ((1,), (4,), (7, 3)):
+        visible = random_case(1, (33, 40)[: len(widths)], widths).step.visible(None)
+        assert np.diff(visible.part_start).min() > 0
+        assert len(visible.part_entry) == len(visible.part_start) - 1
+
+
 @pytest.mark.parametrize("dim", [DIM, 64, 80])
 def test_a_row_has_the_same_bits_in_bfloat16_whatever_is_beside_it(dim: int) -> None:
     """As long as it sees the same keys in the order of positions, wherever they lie."""
