@@ -200,8 +200,9 @@ async def rootward_engines(given: argparse.Namespace) -> AsyncIterator[list[Engi
         while not await completes(url, name):
             await asyncio.sleep(0.5)
         yield [
-            HttpEngine(PLAIN, url, name, {"speculation": "disabled"}),
-            HttpEngine(SPECULATIVE, url, name, {"speculation": "auto"}),
+            # One server for both, each with prefixes of its own: else the second would find those of the first in the cache.
+            HttpEngine(PLAIN, url, name, {"speculation": "disabled", "cache_salt": PLAIN}),
+            HttpEngine(SPECULATIVE, url, name, {"speculation": "auto", "cache_salt": SPECULATIVE}),
         ]
 
 

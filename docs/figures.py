@@ -492,7 +492,7 @@ def plan() -> str:
     """Speed-ups that `rootward plan` forecast, and those measured."""
     files = sorted(_newest_file("plan", "demo.json").parent.glob("*.json"))
     results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    rows = [(result["name"], row) for result in results for row in result["rows"]]
+    rows = [(result["name"], row) for result in results for row in result["rows"] if row["temperature"] == 0]
     figure = Figure(layout="constrained", figsize=(8.2, 0.8 + 0.28 * len(rows)))
     axes = figure.subplots()
     for name, marker, colour in (("forecast", "s", DRAFT), ("measured", "o", ACCEPTED)):
@@ -503,7 +503,9 @@ def plan() -> str:
     axes.grid(axis="x")
     axes.set_xlabel("speed-up by speculation, automatic, T = 0")
     axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
-    return _svg(figure, "forecast and measured", _origin(results[-1]))
+    commits = ", ".join(dict.fromkeys(result["commit"][:7] for result in results))
+    caption = f"{results[-1]['hardware']}, {results[-1]['date']}, commits {commits}."
+    return _svg(figure, "forecast and measured", caption)
 
 
 def routing() -> str:

@@ -226,8 +226,14 @@ async def serve_all(settings: LocalSettings, *, log_to: int | None = None) -> As
 
 def with_models(settings: LocalSettings) -> LocalSettings:
     """The settings with both models named. By default SmolLM2 and its draft head in the verifier, or the shipped pair where SmolLM2 was
-    not fetched; a model alone has no draft model."""
-    if not settings.model and not settings.draft_model and smollm2().is_file():
+    not fetched or drafters are asked for; another model alone has no draft model.
+
+    ConfigurationError: drafters are asked for that have no model."""
+    asked = settings.model_fields_set & {"num_drafters", "drafter_flags"} if settings.num_drafters else set()
+    if settings.model not in ("", "demo") and not settings.draft_model and asked:
+        name = f"--{min(asked).replace('_', '-')}"
+        raise ConfigurationError(f"{name}: drafters need a model; give --draft-model, or leave {name} out")
+    if not settings.model and not settings.draft_model and not asked and smollm2().is_file():
         log.info("default_model", model=str(smollm2()), other="--model demo: the shipped pair")
         head = shlex.join(["--local-draft", f"head:{smollm2_head()}"])
         found = {"model": str(smollm2()), "draft_model": "none", "verifier_flags": f"{head} {settings.verifier_flags}"}

@@ -209,12 +209,12 @@ class LocalSettings(ServiceSettings):
     model: str = Field(
         "",
         description="target model: folder, hub name, GGUF file, tabular:… or demo, the shipped pair "
-        "(default: SmolLM2-135M-Instruct if `make demo` has fetched it, else demo)",
+        "(default: SmolLM2-135M-Instruct if `make demo` has fetched it and nothing is said of drafters, else demo)",
     )
     draft_model: str = Field(
         "",
         description="draft model, head:FOLDER, or none: no drafters, drafts are n-grams of the text "
-        "(default: none with --model, else that of the default model)",
+        "(default: that of the shipped pair, none with another --model)",
     )
     num_drafters: int = Field(1, ge=0, le=64, description="drafter processes")
     num_threads: int | None = Field(

@@ -10,7 +10,6 @@ const PATHS = { chat: "v1/chat/completions", text: "v1/completions" };
 const EXAMPLES = { chat: "Name three colours of the rainbow.", text: 'def mean(values):\n    """Return the arithmetic mean."""\n' };
 
 let messages = []; // of the conversation, up to the last answer
-let block = null; // element of the text that is written now
 let rounds = []; // of the run that is shown: {nodes, path, tokens}
 let shown = 0;
 let following = true; // the newest round, until somebody looks at an older one
@@ -42,7 +41,8 @@ class Run {
   }
 }
 
-async function generate(mode, run, kind, asked) {
+// `asked`: what the request has of the prompt; `block`: element that the text is written to.
+async function generate(run, kind, asked, block) {
   const seed = $("seed").value;
   const body = {
     model: served,
@@ -50,7 +50,7 @@ async function generate(mode, run, kind, asked) {
     temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value),
     return_trees: true,
-    speculation: { mode },
+    speculation: { mode: run.mode },
     ...(seed ? { seed: Number(seed) } : {}),
   };
   rounds = [];
@@ -64,7 +64,7 @@ async function generate(mode, run, kind, asked) {
     for (const round of choice.rounds || []) {
       rounds.push(round);
       run.add(round, performance.now());
-      tell(round);
+      tell(round, block);
     }
     figures();
     if (following) show(rounds.length - 1);
@@ -76,27 +76,28 @@ let runs = [];
 async function work(modes) {
   if (!$("ask").reportValidity()) return;
   running?.abort();
+  const mine = (running = new AbortController());
   const kind = $("kind").value;
   const prompt = $("prompt").value;
   const said = [...messages, { role: "user", content: prompt }];
   if (kind === "text" || !messages.length) $("text").replaceChildren();
-  const asked = append("asked");
-  asked.textContent = kind === "chat" ? prompt : "";
-  block = append("answer");
-  const mine = (running = new AbortController());
+  const question = append("question");
+  const block = append("answer");
+  question.textContent = kind === "chat" ? prompt : "";
   $("error").hidden = true;
   $("stop").disabled = false;
   runs = [];
   try {
     for (const mode of modes) {
-      runs.push(new Run(mode));
-      await generate(mode, runs[runs.length - 1], kind, kind === "chat" ? { messages: said } : { prompt });
+      const run = new Run(mode);
+      runs.push(run);
+      await generate(run, kind, kind === "chat" ? { messages: said } : { prompt }, block);
     }
   } catch (error) {
     if (!mine.signal.aborted) refuse(error);
-    if (!block.textContent) { asked.remove(); block.remove(); }
+    if (!block.textContent) { question.remove(); block.remove(); }
   } finally {
-    if (running === mine) {
+    if (running === mine) { // else another message was sent meanwhile, and what this one began to answer is forgotten
       running = null;
       $("stop").disabled = true;
       remember(said, runs[runs.length - 1].text);
@@ -121,6 +122,9 @@ function append(name) {
 }
 
 function begin() {
+  running?.abort();
+  running = null;
+  $("stop").disabled = true;
   messages = [];
   $("forget").disabled = true;
   $("text").replaceChildren();
@@ -134,7 +138,7 @@ function refuse(error) {
 }
 
 // Tokens of a round at the end of the text: the last one is the target's own.
-function tell(round) {
+function tell(round, block) {
   round.tokens.forEach((token, i) => {
     const span = document.createElement("span");
     span.className = i < round.path.length ? "token accepted" : "token bonus";

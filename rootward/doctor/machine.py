@@ -97,7 +97,7 @@ def _threads(machine: Machine) -> Finding:
     if more:
         warning = f"{more[0]} exceeds the {machine.cores} cores, threads will wait for one another; unset it"
     elif fewer:
-        warning = f"{fewer[0]} is below the {machine.cores} cores; unset it and share them out with --num-threads"
+        warning = f"{fewer[0]} is below the {machine.cores} cores; unset it, and give each service its --num-threads"
     return graded("threads", found, warning=warning)
 
 

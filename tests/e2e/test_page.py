@@ -82,7 +82,7 @@ def test_a_conversation_keeps_what_was_said(page: webdriver.Chrome) -> None:
         fill(page, "prompt", said)
         page.find_element(By.ID, "run").click()
         until(page, lambda: idle(page) and not prompt.get_property("value"))
-        assert [one.text for one in page.find_elements(By.CSS_SELECTOR, "#text .asked")][-1] == said
+        assert [one.text for one in page.find_elements(By.CSS_SELECTOR, "#text .question")][-1] == said
         assert len(page.find_elements(By.CSS_SELECTOR, "#text .answer .token")) == 24 * number
     assert page.execute_script("return performance.getEntriesByType('resource').at(-1).name").endswith(
         "chat/completions"
@@ -90,6 +90,25 @@ def test_a_conversation_keeps_what_was_said(page: webdriver.Chrome) -> None:
     page.find_element(By.ID, "forget").click()
     assert not text_of(page, "text")
     assert prompt.get_property("value")
+
+
+def test_a_message_during_an_answer_ends_it_and_has_its_own(page: webdriver.Chrome) -> None:
+    fill(page, "tokens", "900")
+    page.find_element(By.ID, "run").click()
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, "#text .token")) > 3)
+    fill(page, "tokens", "8")
+    fill(page, "prompt", "Return the largest of a list")
+    page.find_element(By.ID, "run").click()
+    until(page, lambda: idle(page) and not page.find_element(By.ID, "prompt").get_property("value"))
+    answers = page.find_elements(By.CSS_SELECTOR, "#text .answer")
+    assert len(answers[-1].find_elements(By.CSS_SELECTOR, ".token")) == 8
+    fill(page, "prompt", "And the smallest")
+    fill(page, "tokens", "900")
+    page.find_element(By.ID, "run").click()
+    until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, "#text .answer")[-1].text) > 3)
+    page.find_element(By.ID, "forget").click()
+    assert not text_of(page, "text")
+    assert page.find_element(By.ID, "stop").get_property("disabled")
 
 
 def test_text_and_trees_arrive_and_both_ways_of_decoding_agree(page: webdriver.Chrome) -> None:
@@ -148,6 +167,7 @@ def test_a_refusal_is_shown_and_text_is_never_markup(page: webdriver.Chrome) -> 
     page.execute_script("document.getElementById('tokens').removeAttribute('max')")
     page.find_element(By.ID, "run").click()
     until(page, lambda: "max_tokens" in text_of(page, "error") or "context" in text_of(page, "error"))
+    assert not text_of(page, "text")
     page.execute_script(
         "import('./page/tree.js').then(m => document.getElementById('tree').replaceChildren("
         "m.drawRound({nodes: [{token: '<img src=x onerror=alert(1)>', parent: 0}], path: [1], tokens: ['a', 'b']}, 'r')))"

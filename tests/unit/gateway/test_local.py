@@ -48,6 +48,7 @@ def test_smollm2_with_its_head_is_the_default_once_it_was_fetched(
     assert gateway.served[0].name == verifier.name == "SmolLM2-135M-Instruct"
     assert (verifier.local_draft, verifier.max_num_seqs, drafters) == (f"head:{demo.smollm2_head()}", 3, [])
     assert started("--model", "demo")[1].model == str(paths().target)
+    assert len(started("--num-drafters", "2")[2]) == 2
     gateway, verifier, (drafter,) = started("--draft-model", "owner/draft")
     assert (verifier.model, drafter.model) == (str(paths().target), "owner/draft")
 
@@ -58,6 +59,20 @@ def test_the_target_has_all_threads_and_drafters_share_half_as_many(threads: int
     _, verifier, found = started(*flags)
     assert verifier.num_threads == threads
     assert [one.num_threads for one in found] == [of_each] * drafters
+
+
+def test_drafters_that_wait_leave_the_cores_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    deployment = _deployment(LocalSettings.load(["--redis-url", "none", "--model", "demo"]), "/tmp", None)
+    (drafter,) = deployment.drafters
+    assert drafter._environment["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in deployment.verifier._environment
+
+
+def test_drafters_without_a_model_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="--num-drafters: drafters need a model"):
+        started("--model", "owner/name", "--num-drafters", "2")
+    assert started("--model", "owner/name", "--num-drafters", "0")[2] == []
 
 
 def test_a_model_without_a_draft_model_drafts_from_its_text() -> None:
