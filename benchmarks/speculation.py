@@ -46,10 +46,13 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
     parser.add_argument("--sessions", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of a target")
+    parser.add_argument("--drafter-threads", type=int, help="default: half as many, as in `serve all`")
     parser.add_argument("--against", type=Path, help="absolute path of another checkout of this repository")
     parser.add_argument("--verifier", nargs="*", default=[], metavar="NAME=VALUE", help="verifier settings")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.drafter_threads = options.drafter_threads or threads_of_drafters(options.threads, 1)
+    return options
 
 
 class Measured:
@@ -103,8 +106,7 @@ async def started(
         os.environ["PYTHONPATH"] = str(checkout)
     common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, options.sessions)), "--log-level", "warning"]
     try:
-        threads = str(threads_of_drafters(options.threads, 1))
-        of_drafter = ("--model", str(models[1]), "--num-threads", threads, *common)
+        of_drafter = ("--model", str(models[1]), "--num-threads", str(options.drafter_threads), *common)
         drafter = await stack.enter_async_context(service("drafter_service", *of_drafter))
         more = [f"--{item.replace('_', '-')}" for item in options.verifier]
         flags = [
@@ -195,7 +197,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = asyncio.run(measure(options))
     if options.out is not None:
         used = {"target": options.target.name, "sessions": options.sessions, "repetitions": options.repetitions}
-        save(options.out, {**used, "tokens": options.tokens, "rows": rows})
+        used |= {"tokens": options.tokens, "threads": options.threads, "drafter_threads": options.drafter_threads}
+        save(options.out, {**used, "rows": rows})
     return 0
 
 

@@ -136,13 +136,13 @@ async def texts_of(
 async def started(target: str, draft: str, sessions: int) -> AsyncIterator[RemoteVerifier]:
     """A verifier with drafters of every kind, each in a pool of its own."""
     size = "--max-num-seqs", str(sessions), "--log-level", "warning"
-    # Drafters may not have closed all sessions of the pair before when those of the next one begin; without room those decode plainly.
-    roomy = "--max-num-seqs", str(2 * sessions), "--log-level", "warning"
+    # For up to a quarter of a second, reports of load still count the sessions of the pair before; those that find no room decode plainly.
+    size_of_drafters = "--max-num-seqs", str(3 * sessions), "--log-level", "warning"
     models = {MODEL: draft} | {name: name for name in LOOKUP_PODS}
     async with AsyncExitStack() as stack:
         pools = []
         for pool, model in models.items():
-            address = await stack.enter_async_context(service("drafter_service", "--model", model, *roomy))
+            address = await stack.enter_async_context(service("drafter_service", "--model", model, *size_of_drafters))
             pools.append(f"{pool}={address}")
         flags = verifier_flags(target, ",".join(pools))
         address = await stack.enter_async_context(service("verifier_service", *flags, *size))

@@ -40,7 +40,7 @@ KILL_AFTER_S = 5.0  # after the shutdown timeout
 DRAFTERS_WAIT_S = 20.0  # for the verifier to find its drafters, without which it can serve
 ASK_TIMEOUT_S = 2.0
 # Threads of a drafter that wait for work must not spin on the cores of the target.
-YIELDING = {"OMP_WAIT_POLICY": "passive"}
+PASSIVE_WAITING = {"OMP_WAIT_POLICY": "passive"}
 
 
 def redis_binary() -> str:
@@ -229,11 +229,11 @@ def with_models(settings: LocalSettings) -> LocalSettings:
     not fetched or drafters are asked for; another model alone has no draft model.
 
     ConfigurationError: drafters are asked for that have no model."""
-    asked = settings.model_fields_set & {"num_drafters", "drafter_flags"} if settings.num_drafters else set()
-    if settings.model not in ("", "demo") and not settings.draft_model and asked:
-        name = f"--{min(asked).replace('_', '-')}"
-        raise ConfigurationError(f"{name}: drafters need a model; give --draft-model, or leave {name} out")
-    if not settings.model and not settings.draft_model and not asked and smollm2().is_file():
+    drafter_fields = settings.model_fields_set & {"num_drafters", "drafter_flags"} if settings.num_drafters else set()
+    if settings.model not in ("", "demo") and not settings.draft_model and drafter_fields:
+        flag = f"--{min(drafter_fields).replace('_', '-')}"
+        raise ConfigurationError(f"{flag}: drafters need a model; give --draft-model, or leave {flag} out")
+    if not settings.model and not settings.draft_model and not drafter_fields and smollm2().is_file():
         log.info("default_model", model=str(smollm2()), other="--model demo: the shipped pair")
         head = shlex.join(["--local-draft", f"head:{smollm2_head()}"])
         found = {"model": str(smollm2()), "draft_model": "none", "verifier_flags": f"{head} {settings.verifier_flags}"}
@@ -277,17 +277,8 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         of_drafters += ["--target-tokenizer", target]
     if draft.startswith("head:"):
         of_drafters += ["--target", target]
-    of_verifier = [
-        "--model",
-        target,
-        "--num-threads",
-        str(threads),
-        "--listen",
-        verifier,
-        "--drafters",
-        ",".join(drafters),
-        *stop,
-    ]
+    of_verifier = ["--model", target, "--num-threads", str(threads), "--listen", verifier]
+    of_verifier += ["--drafters", ",".join(drafters), *stop]
     of_verifier += ["--served-model-name", name]
     of_verifier += ["--draft-head", draft.removeprefix("head:")] if draft.startswith("head:") else []
     of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
@@ -298,7 +289,13 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         service("gateway", "gateway", of_gateway, settings.gateway_flags),
         service("verifier", "verifier_service", of_verifier, settings.verifier_flags),
         [
-            service("drafter", "drafter_service", [*of_drafters, "--listen", address], settings.drafter_flags, YIELDING)
+            service(
+                "drafter",
+                "drafter_service",
+                [*of_drafters, "--listen", address],
+                settings.drafter_flags,
+                PASSIVE_WAITING,
+            )
             for address in drafters
         ],
         Child("redis", own_redis, redis_address, log_to=log_to) if own_redis else None,

@@ -209,7 +209,7 @@ class LocalSettings(ServiceSettings):
     model: str = Field(
         "",
         description="target model: folder, hub name, GGUF file, tabular:… or demo, the shipped pair "
-        "(default: SmolLM2-135M-Instruct if `make demo` has fetched it and nothing is said of drafters, else demo)",
+        "(default: SmolLM2-135M-Instruct if `make demo` has fetched it and no option of drafters is given, else demo)",
     )
     draft_model: str = Field(
         "",

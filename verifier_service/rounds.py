@@ -67,16 +67,8 @@ class Rounds:
         request = session.request
         temperature = round(10 * request.sampling.temperature)
         structured = request.structure is not None
-        return self.controller.of(
-            (
-                session.draft_mode,
-                session.uses_drafters,
-                session.strategy,
-                request.speculation.drafter,
-                temperature,
-                structured,
-            )
-        )
+        drafts = session.uses_drafters, session.draft_mode, session.strategy, request.speculation.drafter
+        return self.controller.of((*drafts, temperature, structured))
 
     def drafts(self, session: Session) -> bool:
         """Whether a tree should grow for it."""

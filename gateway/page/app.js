@@ -41,12 +41,12 @@ class Run {
   }
 }
 
-// `asked`: what the request has of the prompt; `block`: element that the text is written to.
-async function generate(run, kind, asked, block) {
+// `promptFields`: messages or prompt of the request; `block`: element that the text is written to.
+async function generate(run, kind, promptFields, block) {
   const seed = $("seed").value;
   const body = {
     model: served,
-    ...asked,
+    ...promptFields,
     temperature: Number($("temperature").value),
     max_tokens: Number($("tokens").value),
     return_trees: true,
@@ -64,7 +64,7 @@ async function generate(run, kind, asked, block) {
     for (const round of choice.rounds || []) {
       rounds.push(round);
       run.add(round, performance.now());
-      tell(round, block);
+      appendTokens(round, block);
     }
     figures();
     if (following) show(rounds.length - 1);
@@ -79,7 +79,7 @@ async function work(modes) {
   const mine = (running = new AbortController());
   const kind = $("kind").value;
   const prompt = $("prompt").value;
-  const said = [...messages, { role: "user", content: prompt }];
+  const conversation = [...messages, { role: "user", content: prompt }];
   if (kind === "text" || !messages.length) $("text").replaceChildren();
   const question = append("question");
   const block = append("answer");
@@ -91,7 +91,7 @@ async function work(modes) {
     for (const mode of modes) {
       const run = new Run(mode);
       runs.push(run);
-      await generate(run, kind, kind === "chat" ? { messages: said } : { prompt }, block);
+      await generate(run, kind, kind === "chat" ? { messages: conversation } : { prompt }, block);
     }
   } catch (error) {
     if (!mine.signal.aborted) refuse(error);
@@ -100,18 +100,18 @@ async function work(modes) {
     if (running === mine) { // else another message was sent meanwhile, and what this one began to answer is forgotten
       running = null;
       $("stop").disabled = true;
-      remember(said, runs[runs.length - 1].text);
+      remember(conversation, runs[runs.length - 1].text);
       figures();
     }
   }
 }
 
 // The answer to a chat message; of one that was stopped, its beginning.
-function remember(said, text) {
+function remember(conversation, text) {
   if (!text) return;
-  messages = [...said, { role: "assistant", content: text }];
+  messages = [...conversation, { role: "assistant", content: text }];
   $("prompt").value = "";
-  $("forget").disabled = false;
+  $("new-conversation").disabled = false;
 }
 
 function append(name) {
@@ -121,12 +121,12 @@ function append(name) {
   return element;
 }
 
-function begin() {
+function startConversation() {
   running?.abort();
   running = null;
   $("stop").disabled = true;
   messages = [];
-  $("forget").disabled = true;
+  $("new-conversation").disabled = true;
   $("text").replaceChildren();
   if (["", ...Object.values(EXAMPLES)].includes($("prompt").value)) $("prompt").value = EXAMPLES[$("kind").value];
 }
@@ -138,7 +138,7 @@ function refuse(error) {
 }
 
 // Tokens of a round at the end of the text: the last one is the target's own.
-function tell(round, block) {
+function appendTokens(round, block) {
   round.tokens.forEach((token, i) => {
     const span = document.createElement("span");
     span.className = i < round.path.length ? "token accepted" : "token bonus";
@@ -205,8 +205,8 @@ async function describe() {
 $("ask").addEventListener("submit", (event) => { event.preventDefault(); work([$("speculation").value]); });
 $("compare").addEventListener("click", () => work(["disabled", $("speculation").value === "disabled" ? "required" : $("speculation").value]));
 $("stop").addEventListener("click", () => running?.abort());
-$("forget").addEventListener("click", begin);
-$("kind").addEventListener("change", begin);
+$("new-conversation").addEventListener("click", startConversation);
+$("kind").addEventListener("change", startConversation);
 $("earlier").addEventListener("click", () => look(shown - 1));
 $("later").addEventListener("click", () => look(shown + 1));
 $("which").addEventListener("input", () => look(Number($("which").value)));
@@ -219,5 +219,5 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") running?.abort();
   if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); $("ask").requestSubmit(); }
 });
-begin();
+startConversation();
 describe().catch(refuse);

@@ -87,7 +87,7 @@ def test_a_conversation_keeps_what_was_said(page: webdriver.Chrome) -> None:
     assert page.execute_script("return performance.getEntriesByType('resource').at(-1).name").endswith(
         "chat/completions"
     )
-    page.find_element(By.ID, "forget").click()
+    page.find_element(By.ID, "new-conversation").click()
     assert not text_of(page, "text")
     assert prompt.get_property("value")
 
@@ -106,7 +106,7 @@ def test_a_message_during_an_answer_ends_it_and_has_its_own(page: webdriver.Chro
     fill(page, "tokens", "900")
     page.find_element(By.ID, "run").click()
     until(page, lambda: len(page.find_elements(By.CSS_SELECTOR, "#text .answer")[-1].text) > 3)
-    page.find_element(By.ID, "forget").click()
+    page.find_element(By.ID, "new-conversation").click()
     assert not text_of(page, "text")
     assert page.find_element(By.ID, "stop").get_property("disabled")
 
