@@ -124,12 +124,15 @@ class DrafterAudit:
         up, whose records are read before they are used."""
         while True:
             self._new.clear()
-            for name in drafters():
+            up = frozenset(drafters())
+            for name in up:
                 self._known(name)
             for name, audited in list(self._drafters.items()):
                 if audited.pending:
                     self._evaluate(name, audited)
-                if self._redis is not None and (audited.saved != audited.record.num_draws or audited.caught):
+                # Also without draws of its own: another verifier may have caught the drafter, or an operator cleared it.
+                is_new = audited.saved != audited.record.num_draws
+                if self._redis is not None and (name in up or is_new or audited.caught):
                     await self._exchange(name, audited)
             with suppress(TimeoutError):
                 async with asyncio.timeout(SYNC_S):

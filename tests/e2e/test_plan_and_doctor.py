@@ -41,7 +41,7 @@ def test_plan_of_the_shipped_pair(tmp_path: Path) -> None:
         assert min(one["plain_tokens_per_s"], one["auto_tokens_per_s"], one["lookup_tokens_per_s"]) > 0
         assert [trees["nodes"] for trees in one["trees"]] == [2, 4]
         assert all(1.3 < trees["tokens_per_round"] <= 1 + trees["nodes"] for trees in one["trees"])
-        assert all(trees["draft_ms"] > 0 for trees in one["trees"])
+        assert all(trees["draft_ms"] >= 0 for trees in one["trees"])  # a difference of timings
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

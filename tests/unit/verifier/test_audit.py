@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -49,16 +50,16 @@ class FakeRedis:
 
 
 @asynccontextmanager
-async def running(audit: DrafterAudit):
-    task = asyncio.create_task(audit.run())
+async def running(audit: DrafterAudit, up: Sequence[str] = ()):
+    task = asyncio.create_task(audit.run(lambda: up))
     yield
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
-async def exchanged(audit: DrafterAudit) -> None:
-    """One turn of `run`."""
-    async with running(audit):
+async def exchanged(audit: DrafterAudit, up: Sequence[str] = ()) -> None:
+    """One turn of `run` while these drafters are up."""
+    async with running(audit, up):
         for _ in range(60):
             await asyncio.sleep(0)
 
@@ -114,12 +115,21 @@ async def test_a_verifier_that_starts_trusts_no_drafter_before_it_has_asked_for_
     await exchanged(first)
     second = audit_of(redis)
     assert not second.trusts("another", "default")
-    task = asyncio.create_task(second.run(lambda: [DRAFTER]))  # it is up, and nothing of it was seen yet
-    for _ in range(60):
-        await asyncio.sleep(0)
-    task.cancel()
+    await exchanged(second, up=[DRAFTER])  # nothing of it was seen yet
     assert second.gauges() == {f"drafter_caught/{DRAFTER}": 1.0}
     assert second.trusts("another", "default")
+
+
+async def test_a_verifier_that_sees_no_draws_learns_what_others_caught():
+    """Its sessions would be verified by ratio tests again as soon as the drafter gets one of them."""
+    redis = FakeRedis()
+    idle, busy = audit_of(redis), audit_of(redis)
+    await exchanged(idle, up=[DRAFTER])
+    assert idle.trusts(DRAFTER, "default")
+    watch(busy, "argmax", 512)
+    await exchanged(busy)
+    await exchanged(idle, up=[DRAFTER])
+    assert not idle.trusts(DRAFTER, "default")
 
 
 async def test_a_drafter_is_trusted_while_redis_is_away():
