@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import ClassVar
 
@@ -33,7 +33,6 @@ Json = dict[str, object]
 class TokenName:
     """A token as text; a token that is only part of a character is named by its id."""
 
-    token: int
     text: str
     bytes: list[int] | None
 
@@ -41,18 +40,13 @@ class TokenName:
 TokenNames = Callable[[int], TokenName]
 
 
-@lru_cache(64)
-def token_names(tokenizer: Tokenizer) -> TokenNames:
-    """The names of tokens, cached, because log-probabilities name few tokens many times."""
-
-    @lru_cache(1 << 16)
-    def name(token: int) -> TokenName:
-        text = tokenizer.decode([token], skip_special_tokens=False)
-        raw = tokenizer.token_bytes(token)
-        text = f"token_id:{token}" if REPLACEMENT in text else text
-        return TokenName(token, text, None if raw is None else list(raw))
-
-    return name
+@lru_cache(1 << 16)
+def token_name(tokenizer: Tokenizer, token: int) -> TokenName:
+    """The name of a token, cached, because log-probabilities name few tokens many times."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    raw = tokenizer.token_bytes(token)
+    text = f"token_id:{token}" if REPLACEMENT in text else text
+    return TokenName(text, None if raw is None else list(raw))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +70,7 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.tally.num_choices = self.request.n
-        self.names, self.fingerprint = token_names(self.service.tokenizer), fingerprint(self.service.model)
+        self.names, self.fingerprint = partial(token_name, self.service.tokenizer), fingerprint(self.service.model)
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, without its index and token ids."""
@@ -222,7 +216,6 @@ class ChatAnswer(Answer):
     reasoning: bool = False  # thoughts in tags are separated from the text
     _parsers: dict[int, CallParser] = field(default_factory=dict)  # by output
     _thoughts: dict[int, ThoughtParser] = field(default_factory=dict)  # by output
-    _calling: set[int] = field(default_factory=set)  # outputs with calls
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -234,13 +227,15 @@ class ChatAnswer(Answer):
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         reasoning, parts = self._parts(index, spans, ended=True)
-        text = "".join(part for part in parts if isinstance(part, str))
-        calls: list[Json] = []
+        text, functions = "", list[dict[str, str]]()
         for part in parts:
-            if isinstance(part, CallPart) and part.name:
-                pieces = (p.arguments for p in parts if isinstance(p, CallPart) and p.index == part.index)
-                function = {"name": part.name, "arguments": "".join(pieces)}
-                calls.append({"id": call_id(), "type": "function", "function": function})
+            if isinstance(part, str):
+                text += part
+            elif part.name:
+                functions.append({"name": part.name, "arguments": ""})
+            else:
+                functions[-1]["arguments"] += part.arguments
+        calls = [{"id": call_id(), "type": "function", "function": function} for function in functions]
         content = None if calls and not text else text
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if reasoning:
@@ -276,10 +271,7 @@ class ChatAnswer(Answer):
         if index not in self._parsers:
             self._parsers[index] = self.calls()
         parser = self._parsers[index]
-        parts = [*parser.push(text), *(parser.finish() if ended else ())]
-        if any(isinstance(part, CallPart) for part in parts):
-            self._calling.add(index)
-        return reasoning, parts
+        return reasoning, [*parser.push(text), *(parser.finish() if ended else ())]
 
     def _without_thoughts(self, index: int, spans: Sequence[Span], *, ended: bool) -> tuple[str, str]:
         """(thoughts, the rest of the text) that are final after these spans."""
@@ -296,7 +288,8 @@ class ChatAnswer(Answer):
 
     def _finish(self, index: int, ending: Ending) -> Json:
         """OpenAI's "tool_calls" is the reason of calls that the model chose."""
-        chosen = index in self._calling and not self.named and ending.reason is FinishReason.STOP
+        called = index in self._parsers and self._parsers[index].num_calls > 0
+        chosen = called and not self.named and ending.reason is FinishReason.STOP
         return finish(ending) | ({"finish_reason": "tool_calls"} if chosen else {})
 
     def _logprobs(self, spans: Sequence[Span]) -> Json | None:

@@ -94,7 +94,7 @@ def build_app(
         service = models.of(body.model)
         known = call_format_of(service.tokenizer)
         form = body.call_format(known if known is Tools.NONE else call_formats.get(service.served_model, known))
-        thoughts = reasoning_content and not body.has_form
+        thoughts = reasoning_content and body.output_form is None
         if "last-event-id" in request.headers and (form is not None or reasoning_content or kind is not ChatAnswer):
             fix = "is of no stream that can be resumed: those of plain text can; send the request again"
             raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
@@ -130,8 +130,7 @@ def build_app(
         """Answers a conversation in items, and stores the answer if `store`."""
         owner, before = tenant(request.headers), []
         if body.previous_response_id:
-            found = await responses.find(owner, body.previous_response_id, field="previous_response_id")
-            before = found.messages
+            before = (await responses.find(owner, body.previous_response_id)).messages
         messages = [*before, *body.messages]
         answer = partial(ResponseAnswer, wanted=body, messages=messages, keep=partial(responses.keep, owner))
         return chat(request, body.chat(messages), answer)
@@ -167,9 +166,7 @@ def build_app(
         """Token ids of a prompt or of messages; the texts of the tokens if `return_token_strs`."""
         service = models.of(body.model)
         ids = await service.tokenize(
-            body.text_or_chat,
-            add_special_tokens=body.add_special_tokens,
-            tenant=tenant(request.headers),
+            body.text_or_chat, add_special_tokens=body.add_special_tokens, tenant=tenant(request.headers)
         )
         texts = await service.token_texts(ids) if body.return_token_strs else None
         length = service.model.max_positions
@@ -179,10 +176,7 @@ def build_app(
     async def detokenize(request: Request, body: schemas.DetokenizeRequest) -> Response:
         """The text of token ids."""
         text = await models.of(body.model).detokenize(
-            body.tokens,
-            skip_special_tokens=body.skip_special_tokens,
-            field="tokens",
-            tenant=tenant(request.headers),
+            body.tokens, skip_special_tokens=body.skip_special_tokens, tenant=tenant(request.headers)
         )
         return json_response({"prompt": text})
 
@@ -247,18 +241,13 @@ def _answers(model: type[answer_schemas.Object], more: dict[str, Any] | None = N
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """FastAPI's description, without the status 422, which this server never returns, and with the events of streams."""
+    """FastAPI's description, with the events of streams."""
     if app.openapi_schema is None:
         made = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        for path in made["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
         components = made["components"]["schemas"]
         for event in (answer_schemas.ChatChunk, answer_schemas.ResponseEvent):
             schema = event.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
             components |= {**schema.pop("$defs", {}), event.__name__: schema}
-        for name in ("HTTPValidationError", "ValidationError"):
-            components.pop(name, None)
         app.openapi_schema = made
     return app.openapi_schema
 

@@ -41,12 +41,11 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
     ]
 
 
-async def tokenised(
-    requests: Sequence[GenerateRequest], num_choices: int, prompt_ids: PromptIds
-) -> list[GenerateRequest]:
-    """The requests; those of several choices with token ids as prompts, so that each prompt is tokenised once."""
+async def tokenised(requests: list[GenerateRequest], prompt_ids: PromptIds) -> list[GenerateRequest]:
+    """The outputs of one request; several choices have token ids as prompts, so that each prompt is tokenised once."""
+    num_choices = requests[0].n
     if num_choices == 1:
-        return list(requests)
+        return requests
     ids = [await prompt_ids(request) for request in requests[::num_choices]]
     return [replace(request, prompt=ids[request.index // num_choices]) for request in requests]
 

@@ -19,7 +19,7 @@ import threading
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -104,9 +104,7 @@ class GrammarCheck:
         except BaseException:  # cancelled between a question and its answer
             await self.close()
             raise
-        if answer["error"] is None:
-            return None
-        return Refusal(str(answer["error"]), unsupported=bool(answer["unsupported"]))
+        return Refusal(**answer["refusal"]) if answer["refusal"] else None
 
     async def _running(self, vocab_size: int, eos_ids: tuple[int, ...]) -> Process:
         """The child that has read the vocabulary. If it ends before that, which no form can cause, it is started once more."""
@@ -199,14 +197,14 @@ def _serve() -> None:
     print("{}", flush=True)
     for line in sys.stdin:
         question: dict[str, Any] = json.loads(line)
-        error, unsupported = None, False
+        refusal = None
         signal.setitimer(signal.ITIMER_REAL, 2 * COMPILE_S)  # ends this process even if the gateway was killed
         try:
             grammars.matcher(Structure(Form(question["form"]), question["text"])).masks(root_only())
-        except InvalidRequest as refused:
-            error, unsupported = refused.fix, isinstance(refused, UnsupportedParameter)
+        except InvalidRequest as error:
+            refusal = asdict(Refusal(error.fix, isinstance(error, UnsupportedParameter)))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps({"error": error, "unsupported": unsupported}), flush=True)
+        print(json.dumps({"refusal": refusal}), flush=True)
 
 
 def main() -> None:

@@ -54,14 +54,16 @@ _NAMES = {
     "structured_output": "structured_outputs",
     "chat.template_kwargs": "chat_template_kwargs",
 }
-# Fields of chats that have another name at another path.
+# Fields that have yet another name at a path.
 _NAMES_AT = {
+    "/detokenize": {"token_ids": "tokens"},
     "/v1/responses": {
+        "response_id": "previous_response_id",
         "messages": "input",
         "max_tokens": "max_output_tokens",
         "structured_output": "text.format",
         "response_format.json_schema.schema": "text.format.schema",
-    }
+    },
 }
 _METHOD_NOT_ALLOWED = (405, "invalid_request_error", "method_not_allowed")
 _NOT_FOUND = (404, "invalid_request_error", "not_found")  # of a path, a response or a drafter, not of a model

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http_errors import error_response
@@ -51,8 +52,9 @@ class RequestGuard:
                 self._check_host(headers)
                 if scope["method"] == "POST":
                     self._check_content_type(headers)
-                    body = await _read(receive, headers, limit=self._max_body_bytes, take=take)
-                    if body is None:
+                    try:
+                        body = await _read(Request(scope, receive), limit=self._max_body_bytes, take=take)
+                    except ClientDisconnect:
                         return
                     receive = _replayed(body, receive)
                     del body
@@ -83,25 +85,19 @@ class RequestGuard:
             )
 
 
-async def _read(receive: Receive, headers: Headers, *, limit: int, take: Callable[[int], None]) -> bytes | None:
-    """The body; None if the client disconnected. InvalidRequest as soon as it is too long, before the rest is read."""
-    declared = headers.get("content-length", "")
+async def _read(request: Request, *, limit: int, take: Callable[[int], None]) -> bytes:
+    """The body. InvalidRequest as soon as it is too long, before the rest is read."""
+    declared = request.headers.get("content-length", "")
     if declared.isascii() and declared.isdecimal() and len(declared) < 20 and int(declared) > limit:
         raise _too_long(int(declared), limit)
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            more = True
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                part = message.get("body", b"")
+            async for part in request.stream():
                 take(len(part))
                 data += part
                 if len(data) > limit:
                     raise _too_long(len(data), limit)
-                more = message.get("more_body", False)
     except TimeoutError:
         raise InvalidRequest("body", f"{len(data)} bytes", f"are all that came within {BODY_S:.0f} s") from None
     _check_structure(data, max_values=limit // BYTES_A_VALUE)

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
-
 from gateway.detokenizer import held_back
 
 OPEN, CLOSE = "<think>", "</think>"
-
-
-class _State(Enum):
-    UNDECIDED = 0  # the text so far is blanks or a part of the opening tag
-    THINKING = 1
-    ANSWERING = 2
 
 
 class ThoughtParser:
@@ -22,24 +14,25 @@ class ThoughtParser:
     """
 
     def __init__(self, *, opened: bool):
-        self._state = _State.THINKING if opened else _State.UNDECIDED
+        self._opened = opened  # the text begins with thoughts
+        self._closed = False  # the rest of the text is the answer
         self._held = ""  # may be a tag or the beginning of one
         self.num_tokens = 0  # of the thoughts, tags included
 
     def push(self, text: str) -> tuple[str, str]:
         """(thoughts, text of the answer) that are final after one more token."""
-        if self._state is _State.ANSWERING:
+        if self._closed:
             return "", text
         self.num_tokens += 1
         self._held += text
-        if self._state is _State.UNDECIDED:
+        if not self._opened:
             begun = self._held.lstrip()
             if not begun.startswith(OPEN):
                 return ("", "") if OPEN.startswith(begun) else self._answered()
-            self._state, self._held = _State.THINKING, begun.removeprefix(OPEN)
+            self._opened, self._held = True, begun.removeprefix(OPEN)
         thoughts, tag, answer = self._held.partition(CLOSE)
         if tag:
-            self._state, self._held = _State.ANSWERING, ""
+            self._closed, self._held = True, ""
             return thoughts, answer
         num_free = len(self._held) - held_back(self._held, [CLOSE])
         thoughts, self._held = self._held[:num_free], self._held[num_free:]
@@ -47,7 +40,7 @@ class ThoughtParser:
 
     def finish(self) -> tuple[str, str]:
         """The same for the held rest, at the end of the text. Thoughts without a closing tag stay thoughts."""
-        if self._state is _State.UNDECIDED:
+        if not self._opened:
             return self._answered()
         thoughts, self._held = self._held, ""
         return thoughts, ""
@@ -55,5 +48,5 @@ class ThoughtParser:
     def _answered(self) -> tuple[str, str]:
         """The text does not begin with thoughts."""
         answer, self._held = self._held, ""
-        self._state, self.num_tokens = _State.ANSWERING, 0
+        self._closed, self.num_tokens = True, 0
         return "", answer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
-from gateway.detokenizer import Span, text_of
+from gateway.detokenizer import Span
 from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     DraftMode,
@@ -141,18 +141,6 @@ class Delta:
         """The delta without the spans before this output position."""
         skip = min(max(0, position - self.offset), len(self.spans))
         return replace(self, offset=self.offset + skip, spans=self.spans[skip:]) if skip else self
-
-    @property
-    def text(self) -> str:
-        return text_of(self.spans)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(span.token for span in self.spans)
-
-    @property
-    def accepted(self) -> tuple[bool, ...]:
-        return tuple(span.accepted for span in self.spans)
 
 
 def of_tenant(tenant: str, name: str) -> str:

@@ -7,12 +7,11 @@ belongs to the message of the assistant before it, thoughts belong to the one af
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BeforeValidator,
     Discriminator,
     Field,
     Tag,
@@ -24,6 +23,7 @@ from pydantic import (
 
 from gateway.schemas import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     WHOLE,
     Body,
@@ -35,32 +35,31 @@ from gateway.schemas import (
     JsonSchema,
     Message,
     NamedFunction,
+    Part,
     ResponseFormat,
     Tool,
     ToolChoice,
     at_most,
     check_belongs,
+    choice_of,
     only,
     refused,
     text_of,
-    typed_choice,
 )
 from rootward.errors import InvalidRequest
 
-MAX_TOOLS = 128
 LOGPROBS = "message.output_text.logprobs"  # the entry of `include` that asks for them
 
 
 # -- Items of a conversation --------------------------------------------------------------------------------------------
 
 
-class InputPart(Body):
+class InputPart(Part):
     """A text in a message. Items of earlier answers may be sent back unchanged."""
 
     harmless: ClassVar = {"annotations": ([],)}
 
     type: Annotated[str, only("input_text", "output_text", "text", fix="this model reads text alone")]
-    text: str
     logprobs: list[Any] = Field(default=[])  # of an earlier answer
 
 
@@ -105,9 +104,8 @@ class CallOutputItem(Item):
     output: str | Parts
 
 
-class ReasoningPart(Body):
+class ReasoningPart(Part):
     type: Literal["reasoning_text", "summary_text"]
-    text: str
 
 
 class ReasoningItem(Item):
@@ -132,10 +130,6 @@ InputItem = Annotated[
 Items = Annotated[list[InputItem], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES, "items")]
 
 
-def _text(content: str | Sequence[InputPart | ReasoningPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 def messages_of(items: Iterable[InputItem]) -> list[Message]:
     """The chat messages of these items. Successive items of the assistant make one message."""
     messages: list[Message] = []
@@ -147,10 +141,10 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
 
     for item in items:
         if isinstance(item, ReasoningItem):
-            thoughts += _text(item.content or item.summary)
+            thoughts += text_of(item.content or item.summary)
             open_answer = False
         elif isinstance(item, CallOutputItem):
-            messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
+            messages.append(Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id))
             open_answer = False
         elif isinstance(item, CallItem):
             call = CallInMessage(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
@@ -160,11 +154,11 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
                 messages.append(Message(role="assistant", tool_calls=[call], reasoning_content=thoughts))
                 thoughts, open_answer = "", True
         elif item.role == "assistant" and open_answer and messages[-1].tool_calls:  # text after calls of one answer
-            amend(content=text_of(messages[-1].content or "") + _text(item.content))
+            amend(content=text_of(messages[-1].content or "") + text_of(item.content))
         else:
             open_answer = item.role == "assistant"
             reasoning = thoughts if open_answer else ""
-            messages.append(Message(role=item.role, content=_text(item.content), reasoning_content=reasoning))
+            messages.append(Message(role=item.role, content=text_of(item.content), reasoning_content=reasoning))
             thoughts = ""
     return messages
 
@@ -258,10 +252,7 @@ class ResponseRequest(CommonFields):
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS, fail_fast=True)] = Field(default=[])
-    tool_choice: Annotated[
-        ResponseToolChoice,
-        BeforeValidator(typed_choice, json_schema_input_type=Literal["none", "auto", "required"] | ResponseToolChoice),
-    ] = ResponseToolChoice(type="auto")
+    tool_choice: Annotated[ResponseToolChoice, choice_of(ResponseToolChoice)] = ResponseToolChoice(type="auto")
     parallel_tool_calls: bool = True
     include: Annotated[
         list[Annotated[str, only(LOGPROBS, fix=f"use {LOGPROBS!r}"), WithJsonSchema({"const": LOGPROBS})]],

@@ -7,7 +7,8 @@ A model validates one body and makes the `GenerateRequest` of the service; `gate
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +19,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    ValidationInfo,
     WithJsonSchema,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -40,6 +43,7 @@ from rootward.errors import InvalidRequest, UnsupportedParameter
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI documents it
 MAX_DIGITS = 12  # of a number in a header
 MAX_MESSAGES = 4096  # of a conversation
+MAX_TOOLS = 128
 MAX_STREAM_INTERVAL = 1024  # tokens
 MAX_TOP_LOGPROBS = 20
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -136,15 +140,21 @@ class Body(BaseModel):
 # -- Requests -----------------------------------------------------------------------------------------------------------
 
 
-class TextPart(Body):
-    type: Annotated[str, only("text", fix="this model reads text alone"), WithJsonSchema({"const": "text"})]
+class Part(Body):
+    """A part of a message."""
+
+    type: str
     text: str
+
+
+class TextPart(Part):
+    type: Annotated[str, only("text", fix="this model reads text alone"), WithJsonSchema({"const": "text"})]
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 
 
-def text_of(content: str | list[TextPart]) -> str:
+def text_of(content: str | Sequence[Part]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -156,9 +166,17 @@ def _role(value: str) -> str:
     return value
 
 
+def _json_text(value: str) -> str:
+    try:
+        json.loads(value or "{}")
+    except (ValueError, RecursionError):
+        raise refused("is no JSON") from None
+    return value
+
+
 class CalledFunction(Body):
     name: str
-    arguments: str  # JSON
+    arguments: Annotated[str, AfterValidator(_json_text)]
 
 
 class CallInMessage(Body):
@@ -169,13 +187,9 @@ class CallInMessage(Body):
     function: CalledFunction
     index: Count = 0  # of a stream's chunks, which clients put together
 
-    def for_template(self, path: str) -> Mapping[str, object]:
-        """The call with its arguments as an object. InvalidRequest, under `path`, for arguments that are no JSON."""
-        try:
-            arguments = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            given = self.function.arguments[:32]
-            raise InvalidRequest(f"{path}.function.arguments", given, "is no JSON") from None
+    def for_template(self) -> Mapping[str, object]:
+        """The call with its arguments as an object."""
+        arguments = json.loads(self.function.arguments or "{}")
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 
@@ -183,27 +197,29 @@ class Message(Body):
     harmless: ClassVar = {"annotations": ([],), "name": ("",)}
 
     role: Annotated[str, AfterValidator(_role), WithJsonSchema({"enum": list(ROLES)})]
-    content: Content | None = None
     name: str = ""
     tool_calls: Annotated[list[CallInMessage], Field(fail_fast=True)] = []
     tool_call_id: str = ""
     reasoning_content: str = ""  # of an earlier answer
     refusal: str = ""  # of an earlier answer of another server: its text, where there is no other
+    content: Annotated[Content | None, Field(validate_default=True)] = None  # last, since its check looks at the others
 
-    def for_template(self, path: str) -> Mapping[str, object]:
-        """The message for chat templates, which know the role "system" only, and arguments as objects. InvalidRequest names the field;
-        `path` is that of the message."""
-        if self.content is None and not self.tool_calls and not self.refusal:
-            raise InvalidRequest(f"{path}.content", None, "is missing; send a text or a list of parts")
+    @field_validator("content")
+    @classmethod
+    def _content_is_there(cls, content: Content | None, info: ValidationInfo) -> Content | None:
+        if content is None and not info.data.get("tool_calls") and not info.data.get("refusal"):
+            raise refused("is missing; send a text or a list of parts")
+        return content
+
+    def for_template(self) -> Mapping[str, object]:
+        """The message for chat templates, which know the role "system" only, and arguments as objects."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, object] = {"role": role, "content": text_of(self.content or self.refusal)}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if value := getattr(self, name):
                 message[name] = value
         if self.tool_calls:
-            message["tool_calls"] = [
-                call.for_template(f"{path}.tool_calls[{i}]") for i, call in enumerate(self.tool_calls)
-            ]
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         return message
 
 
@@ -223,7 +239,7 @@ class Conversation(Body):
         if self.continue_final_message and opens:
             fix = "is given with continue_final_message; an answer is either begun or continued"
             raise InvalidRequest("add_generation_prompt", True, fix)
-        rendered = tuple(message.for_template(f"messages[{i}]") for i, message in enumerate(messages))
+        rendered = tuple(message.for_template() for message in messages)
         return Chat(rendered, opens, self.continue_final_message, self.chat_template_kwargs)
 
 
@@ -248,10 +264,11 @@ class JsonSchema(Body):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-def schema_text(field: str, schema: Mapping[str, Any]) -> str:
-    """The schema as JSON. InvalidRequest names the field of one that is nested too deeply to be written."""
+@contextmanager
+def bounded_depth(field: str) -> Iterator[None]:
+    """Turns the RecursionError of a schema that is nested too deeply into InvalidRequest with the name of its field."""
     try:
-        return json.dumps(schema, ensure_ascii=False)
+        yield
     except RecursionError:
         raise InvalidRequest(field, "a schema", "is nested too deeply; make it flatter") from None
 
@@ -270,8 +287,8 @@ class ResponseFormat(Body):
     @property
     def structure(self) -> Structure | None:
         if self.json_schema is not None:
-            text = schema_text("response_format.json_schema.schema", self.json_schema.schema_)
-            return Structure(Form.JSON_SCHEMA, text)
+            with bounded_depth("response_format.json_schema.schema"):
+                return Structure(Form.JSON_SCHEMA, json.dumps(self.json_schema.schema_, ensure_ascii=False))
         return Structure(Form.JSON_OBJECT) if self.type == "json_object" else None
 
 
@@ -295,10 +312,11 @@ class StructuredOutputs(Body):
 
     @property
     def structure(self) -> Structure:
+        if isinstance(self.json_, str):
+            return Structure(Form.JSON_SCHEMA, self.json_)
         if self.json_ is not None:
-            given = self.json_
-            text = given if isinstance(given, str) else schema_text("structured_outputs.json", given)
-            return Structure(Form.JSON_SCHEMA, text)
+            with bounded_depth("structured_outputs.json"):
+                return Structure(Form.JSON_SCHEMA, json.dumps(self.json_, ensure_ascii=False))
         if self.regex is not None:
             return Structure(Form.REGEX, self.regex)
         if self.grammar is not None:
@@ -338,8 +356,13 @@ class ToolChoice(Body):
         return self
 
 
-def typed_choice(value: object) -> object:
-    return {"type": value} if isinstance(value, str) else value
+def choice_of(kind: type[Body]) -> BeforeValidator:
+    """Takes a tool choice of this kind also by its type alone."""
+
+    def typed(value: object) -> object:
+        return {"type": value} if isinstance(value, str) else value
+
+    return BeforeValidator(typed, json_schema_input_type=Literal["none", "auto", "required"] | kind)
 
 
 Mode = Literal["auto", "disabled", "required"]
@@ -473,7 +496,7 @@ class GenerationBody(CommonFields):
     @property
     def only_echoes(self) -> bool:
         """The answer is the prompt alone."""
-        return False
+        return self.echoes and self.most_tokens == 0
 
     @property
     def most_tokens(self) -> int | None:
@@ -502,7 +525,7 @@ class GenerationBody(CommonFields):
                 session_id=self.session_id or headers.get("x-session-id", ""),
                 deadline_s=None if timeout_ms is None else timeout_ms / 1000,
                 min_tokens=self.min_tokens,
-                structure=self._structure(),
+                structure=self.output_form,
                 bad_words=tuple(self.bad_words),
                 trees=self.return_trees,
                 prediction=text_of(self.prediction.content) if self.prediction else "",
@@ -533,7 +556,9 @@ class GenerationBody(CommonFields):
             allowed_token_ids=tuple(self.allowed_token_ids),
         )
 
-    def _structure(self) -> Structure | None:
+    @property
+    def output_form(self) -> Structure | None:
+        """The form of the output that the request asks for."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure
         return self.response_format.structure if self.response_format else None
@@ -578,10 +603,6 @@ class CompletionRequest(GenerationBody):
     def echoes(self) -> bool:
         return self.echo
 
-    @property
-    def only_echoes(self) -> bool:
-        return self.echo and self.most_tokens == 0
-
     def _prompt(self) -> dict[str, Any]:
         most = DEFAULT_MAX_TOKENS if self.most_tokens is None else self.most_tokens
         # Tokens of an echoed prompt have log-probabilities if tokens of the text have them.
@@ -609,14 +630,8 @@ class ChatRequest(GenerationBody, Conversation):
     }
 
     messages: Messages
-    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] = []
-    tool_choice: (
-        Annotated[
-            ToolChoice,
-            BeforeValidator(typed_choice, json_schema_input_type=Literal["none", "auto", "required"] | ToolChoice),
-        ]
-        | None
-    ) = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    tool_choice: Annotated[ToolChoice, choice_of(ToolChoice)] = ToolChoice(type="auto")
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] = 0
@@ -629,7 +644,7 @@ class ChatRequest(GenerationBody, Conversation):
 
     @model_validator(mode="after")
     def _tools_are_there(self) -> ChatRequest:
-        kind = self.tool_choice.type if self.tool_choice else "auto"
+        kind = self.tool_choice.type
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidRequest("tools", len(names), "functions have a name twice; rename one")
@@ -637,7 +652,7 @@ class ChatRequest(GenerationBody, Conversation):
             raise InvalidRequest("tool_choice", kind, "needs tools; send at least one")
         if kind == "function" and self.function not in names:
             raise InvalidRequest("tool_choice", self.function[:64], "is no function of tools; name one of them")
-        if self.tools and kind in ("required", "function") and super()._structure() is not None:
+        if self.forces_calls and super().output_form is not None:
             fix = "cannot be combined with another form of the output (response_format, structured_outputs, text.format); send one of them"
             raise InvalidRequest("tool_choice", kind, fix)
         return self
@@ -645,23 +660,18 @@ class ChatRequest(GenerationBody, Conversation):
     @property
     def function(self) -> str:
         """The function that `tool_choice` names; "" if it names none."""
-        named = self.tool_choice.function if self.tool_choice else None
+        named = self.tool_choice.function
         return named.name if named else ""
 
     @property
     def offered(self) -> list[Tool]:
         """The tools that the model may call."""
-        return [] if self.tool_choice and self.tool_choice.type == "none" else self.tools
+        return [] if self.tool_choice.type == "none" else self.tools
 
     @property
     def forces_calls(self) -> bool:
         """The whole output is calls."""
-        return bool(self.tools) and self.tool_choice is not None and self.tool_choice.type in ("required", "function")
-
-    @property
-    def has_form(self) -> bool:
-        """The output has a form: calls, or another one that the request asks for."""
-        return self.forces_calls or super()._structure() is not None
+        return bool(self.tools) and self.tool_choice.type in ("required", "function")
 
     def call_format(self, known: CallFormat | Tools) -> CallFormat | None:
         """The format of calls in the answer; None if there are no calls.
@@ -681,7 +691,7 @@ class ChatRequest(GenerationBody, Conversation):
     def structure(self, form: CallFormat | None, *, marks: Collection[str]) -> Structure | None:
         """The form of an output that may have calls in this format. marks: as in `grammar_of_choice`. UnsupportedParameter if calls
         cannot be kept valid, or cannot be told from the form that the request asks for."""
-        own = self._structure()
+        own = self.output_form
         strict = next((i for i, tool in enumerate(self.tools) if tool.function.strict), None)
         if form is None or self.forces_calls or (own is None and strict is None):
             return own
@@ -693,27 +703,26 @@ class ChatRequest(GenerationBody, Conversation):
             raise UnsupportedParameter(f"tools[{strict}].function.strict", True, fix)
         functions, parallel = [tool.function for tool in self.tools], self.parallel_tool_calls
         try:
-            output = None if own is None else json.loads(own.text or '{"type": "object"}')
-            text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
-        except RecursionError:
-            raise InvalidRequest("tools", "a schema", "is nested too deeply; make it flatter") from None
+            with bounded_depth("tools"):
+                output = None if own is None else json.loads(own.text or '{"type": "object"}')
+                text = grammar_of_choice(form, functions, parallel=parallel, output=output, marks=marks)
         except (TypeError, ValueError):  # of the text that `structured_outputs.json` may be
             raise InvalidRequest("structured_outputs.json", "a text", "is no JSON object") from None
         return Structure(Form.GRAMMAR, text)
 
-    def _structure(self) -> Structure | None:
+    @property
+    def output_form(self) -> Structure | None:
+        """Calls that the request forces, or another form that it asks for."""
         if not self.forces_calls:
-            return super()._structure()
+            return super().output_form
         functions = [tool.function for tool in self.tools]
-        try:
+        with bounded_depth("tools"):
             if self.function:
                 (parameters,) = [function.parameters for function in functions if function.name == self.function]
                 schema = parameters or {"type": "object"}
             else:
                 schema = forced_schema(functions, parallel=self.parallel_tool_calls)
-        except RecursionError:
-            raise InvalidRequest("tools", "a schema", "is nested too deeply; make it flatter") from None
-        return Structure(Form.JSON_SCHEMA, schema_text("tools", schema))
+            return Structure(Form.JSON_SCHEMA, json.dumps(schema, ensure_ascii=False))
 
     def chat(self, messages: list[Message]) -> Chat:
         chat = super().chat(messages)

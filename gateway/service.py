@@ -190,19 +190,12 @@ class GatewayService:
         await self._charge(tenant, _characters(prompt))
         return await self.prompt_ids(GenerateRequest(prompt, add_special_tokens=add_special_tokens))
 
-    async def detokenize(
-        self,
-        ids: Sequence[int],
-        *,
-        skip_special_tokens: bool = True,
-        field: str = "token_ids",
-        tenant: str = "",
-    ) -> str:
-        """The text of token ids. InvalidRequest, naming `field`, for ids that are none. Charged to the tenant."""
+    async def detokenize(self, ids: Sequence[int], *, skip_special_tokens: bool = True, tenant: str = "") -> str:
+        """The text of token ids. InvalidRequest for ids that are none. Charged to the tenant."""
         longest = max(self.model.max_positions, MIN_DETOKENIZED)
         if len(ids) > longest:
-            raise ContextLengthExceeded(field, len(ids), f"ids are more than {longest}; send them in parts")
-        check_ids(field, ids, self.model.vocab_size)
+            raise ContextLengthExceeded("token_ids", len(ids), f"ids are more than {longest}; send them in parts")
+        check_ids("token_ids", ids, self.model.vocab_size)
         await self._charge(tenant, CHARACTERS_PER_TOKEN * len(ids))
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
         return await self.tokenizer_pool.run(CHARACTERS_PER_TOKEN * len(ids), decode, ids)

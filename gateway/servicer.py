@@ -128,7 +128,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
 
 async def _deltas(service: GatewayService, wanted: GenerateRequest, context: Context) -> AsyncGenerator[Delta, None]:
     """All choices as one stream. Sends the request id at once, as initial metadata."""
-    requests = await tokenised(outputs(wanted), wanted.n, service.prompt_ids)
+    requests = await tokenised(outputs(wanted), service.prompt_ids)
     check_name("request_id", requests[0].request_id)
     await context.send_initial_metadata((("x-request-id", requests[0].request_id),))
     return concurrent_deltas(service.generate, requests)

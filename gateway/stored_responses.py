@@ -77,26 +77,26 @@ class ResponseStore:
             return False
         return True
 
-    async def find(self, tenant: str, response_id: str, *, field: str = "response_id") -> StoredResponse:
-        """ResponseNotFound, naming `field`, if this tenant has none of this id; Unavailable while the store does not answer."""
-        check_name(field, response_id.removeprefix(ID_PREFIX))
+    async def find(self, tenant: str, response_id: str) -> StoredResponse:
+        """ResponseNotFound if this tenant has none of this id; Unavailable while the store does not answer."""
+        check_name("response_id", response_id.removeprefix(ID_PREFIX))
         text = await self._store.response(_space(tenant), of_tenant(tenant, response_id))
         if text is None:
-            raise self._not_found(field, response_id)
+            raise self._not_found(response_id)
         return StoredResponse.from_json(text)
 
     async def delete(self, tenant: str, response_id: str) -> None:
         """ResponseNotFound if this tenant has none of this id."""
         check_name("response_id", response_id.removeprefix(ID_PREFIX))
         if not await self._store.delete_response(_space(tenant), of_tenant(tenant, response_id)):
-            raise self._not_found("response_id", response_id)
+            raise self._not_found(response_id)
 
-    def _not_found(self, field: str, response_id: str) -> ResponseNotFound:
+    def _not_found(self, response_id: str) -> ResponseNotFound:
         fix = (
             "is not stored; it has expired, was deleted, made room for newer ones, or was not stored at all, as one that has more than "
             f"{self._max_bytes} bytes with its conversation (max_stored_response_bytes): send the conversation in input"
         )
-        return ResponseNotFound(f"{field}: {response_id!r} {fix}", metadata={"field": field})
+        return ResponseNotFound(f"response_id: {response_id!r} {fix}", metadata={"field": "response_id"})
 
 
 def _space(tenant: str) -> str:

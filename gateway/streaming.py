@@ -51,8 +51,7 @@ class GenerationResponse(Response):
         headers = {"x-request-id": self._request.request_id}
         streamed: Answer | None = None  # the answer of a stream whose headers are sent
         try:
-            made = outputs(self._request, self._body.prompts)
-            requests = await tokenised(made, self._request.n, self._service.prompt_ids)
+            requests = await tokenised(outputs(self._request, self._body.prompts), self._service.prompt_ids)
             answer = self._kind(
                 body=self._body, request=self._request, service=self._service, num_outputs=len(requests)
             )

@@ -223,15 +223,14 @@ Tokenizer = HuggingFaceTokenizer | TokenNumbers
 
 
 class TokenizerPool:
-    """Threads for the tokenisation of long texts only, so that other work never waits for it.
+    """Two threads for the tokenisation of long texts only, so that other work never waits for it.
 
-    At most one text fewer than there are threads has more than `LARGE_CHARACTERS`, so that short ones always find a thread. Overloaded
-    beyond `MAX_CALLS`.
+    Only one of them takes texts of more than `LARGE_CHARACTERS`, so that shorter ones always find a thread. Overloaded beyond `MAX_CALLS`.
     """
 
-    def __init__(self, num_threads: int = 2):
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenizer")
-        self._large = asyncio.Semaphore(max(1, num_threads - 1))
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._large = asyncio.Semaphore(1)
         self._num_calls = 0
 
     async def run(self, size: int, call: Callable[..., T], *arguments: object) -> T:

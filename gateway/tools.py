@@ -222,7 +222,7 @@ class CallParser:
         self._blanks: list[str] = []  # at the beginning or after a call; kept before other text, dropped before calls
         self._in_text = False  # other text was returned since the beginning or the last call
         self._ended = False
-        self._num_calls = 0
+        self.num_calls = 0  # so far
         self._parts: list[str | CallPart] = []  # that the next `push` returns
         self._reading = self._arguments_of(function) if function else self._calls_and_text()
         next(self._reading)
@@ -245,7 +245,8 @@ class CallParser:
         mark = self._form.value
         while mark:
             at = self._held.find(mark)
-            self._add_text(self._taken(at if at >= 0 else len(self._held) - self._num_held_back(mark)))
+            num_held = 0 if self._ended else held_back(self._held, [mark])
+            self._add_text(self._taken(at if at >= 0 else len(self._held) - num_held))
             if at >= 0:
                 yield from self._region()
             elif self._ended:
@@ -254,9 +255,6 @@ class CallParser:
                 yield
         yield from self._region()
         yield from self._pass_on(self._add_text)
-
-    def _num_held_back(self, mark: str) -> int:
-        return 0 if self._ended else held_back(self._held, [mark])
 
     def _pass_on(self, to: Callable[[str], None], until: _Brackets | None = None) -> Generator[None, None, None]:
         """Hand on the text as it arrives, to the end of these brackets or of the text."""
@@ -344,20 +342,20 @@ class CallParser:
     def _add_text(self, text: str) -> None:
         if text:
             self._blanks.append(text)
-        whole = self._in_text or text.strip() or (self._ended and not self._num_calls)
+        whole = self._in_text or text.strip() or (self._ended and not self.num_calls)
         if whole and self._blanks and not self._forced:
             self._parts.append("".join(self._blanks))
             self._in_text, self._blanks = True, []
 
     def _begin_call(self, name: str) -> None:
-        self._num_calls += 1
+        self.num_calls += 1
         self._in_text, self._blanks = False, []
-        if self._parallel or self._num_calls == 1:
-            self._parts.append(CallPart(self._num_calls - 1, name, ""))
+        if self._parallel or self.num_calls == 1:
+            self._parts.append(CallPart(self.num_calls - 1, name, ""))
 
     def _add_arguments(self, arguments: str) -> None:
-        if arguments and (self._parallel or self._num_calls == 1):
-            self._parts.append(CallPart(self._num_calls - 1, "", arguments))
+        if arguments and (self._parallel or self.num_calls == 1):
+            self._parts.append(CallPart(self.num_calls - 1, "", arguments))
 
 
 class _Brackets:

@@ -34,6 +34,10 @@ class Generated:
         return "".join(span.text for span in self.spans)
 
 
+def ids_of(delta):
+    return tuple(span.token for span in delta.spans)
+
+
 async def collect(service, request):
     """The whole generation at once."""
     spans = []

@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 import pytest
-from unit.gateway.service_for_tests import IDS, at_rest, serving
+from unit.gateway.service_for_tests import IDS, at_rest, ids_of, serving
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs
@@ -37,7 +37,7 @@ async def test_all_outputs_arrive_and_usage_counts_each_prompt_once():
             tally.add(delta)
             assert delta.request_id == "r"
             assert delta.offset == len(tokens.setdefault(delta.index, []))
-            tokens[delta.index] += delta.token_ids
+            tokens[delta.index] += ids_of(delta)
         assert tokens == {i: list(IDS) for i in range(6)}
         assert (tally.usage.prompt_tokens, tally.usage.completion_tokens) == (5, 6 * len(IDS))
         assert tally.only is None
@@ -85,5 +85,5 @@ async def test_deltas_are_coalesced_for_each_output_separately():
         async for delta in coalesced(concurrent_deltas(service.generate, made), 7):
             assert delta.offset == len(tokens[delta.index])
             assert len(delta.spans) >= 7 or delta.ending
-            tokens[delta.index] += delta.token_ids
+            tokens[delta.index] += ids_of(delta)
         assert tokens == {0: list(IDS), 1: list(IDS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from unit.gateway.service_for_tests import IDS, TEXT, collect, grpc_serving, ser
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier, logprob_of
 
-from gateway.answers import completion_logprobs, token_names
+from gateway.answers import completion_logprobs, token_name
 from gateway.app import build_app
 from gateway.detokenizer import Span
 from gateway.http_errors import invalid_body
@@ -249,7 +250,7 @@ def test_tokens_with_equal_texts_are_named_by_id() -> None:
             return None
 
     spans = [Span(2, "x", True, TokenLogprob(-1.0, ((1, -0.5), (2, -1.0), (3, -float("inf")))))]
-    told = completion_logprobs(spans, 10, token_names(Texts()))
+    told = completion_logprobs(spans, 10, partial(token_name, Texts()))
     assert told["top_logprobs"] == [{"x": -0.5, "token_id:2": -1.0, "token_id:3": -9999.0}]
     assert told["text_offset"] == [10]
 

@@ -4,9 +4,10 @@ import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
+from gateway.detokenizer import text_of
 from gateway.requests import GenerateRequest, Resume
 from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, FinishReason, Rule, Speculation
@@ -30,7 +31,7 @@ async def first_tokens(deltas, count):
     """At least `count` tokens, as a client sees them."""
     ids = []
     async for delta in deltas:
-        ids += delta.token_ids
+        ids += ids_of(delta)
         if len(ids) >= count:
             return ids
     raise AssertionError("it ended")
@@ -41,8 +42,8 @@ async def rest(service, request):
     ids, text, at = [], "", request.resume.offset
     async for delta in service.generate(request):
         assert delta.offset == at + len(ids)
-        ids += delta.token_ids
-        text += delta.text
+        ids += ids_of(delta)
+        text += text_of(delta.spans)
         ending = delta.ending
     return tuple(ids), text, ending
 
@@ -214,7 +215,7 @@ async def test_an_aborted_one_stays_aborted():
         deltas = service.generate(ask())
         got = await first_tokens(deltas, 3)
         service.abort(["one"])
-        got += [t async for d in deltas for t in d.token_ids]
+        got += [t async for d in deltas for t in ids_of(d)]
         await asyncio.sleep(0.15)
         ids, _, ending = await rest(service, ask(len(got)))
         assert (ids, ending.reason) == ((), FinishReason.ABORTED)

@@ -6,10 +6,11 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
 
+from gateway.detokenizer import text_of
 from gateway.http_errors import http_error
 from gateway.requests import GenerateRequest
 from gateway.session_store import MemoryStore, StoreUnavailable
@@ -27,8 +28,8 @@ async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
     verifier = SpellingVerifier()
     async with serving(verifier) as service:
         deltas = [d async for d in service.generate(GenerateRequest("a", seed=5))]
-        assert "".join(d.text for d in deltas) == TEXT
-        assert tuple(t for d in deltas for t in d.token_ids) == IDS
+        assert "".join(text_of(d.spans) for d in deltas) == TEXT
+        assert tuple(t for d in deltas for t in ids_of(d)) == IDS
         offset = 0
         for delta in deltas:
             assert delta.offset == offset
@@ -38,7 +39,7 @@ async def test_deltas_are_together_the_text_with_ids_flags_and_offsets():
         assert (ending.usage.prompt_tokens, ending.usage.completion_tokens) == (1, len(IDS))
         assert (ending.stats.drafter, ending.stats.seed) == ("draft-1", 5)
         assert ending.timing.total_ms >= ending.timing.ttft_ms >= ending.timing.queue_ms >= 0
-        assert sum(f for d in deltas for f in d.accepted) == sum(i % 3 != 2 for i in range(len(IDS))) - (
+        assert sum(span.accepted for d in deltas for span in d.spans) == sum(i % 3 != 2 for i in range(len(IDS))) - (
             len(IDS) % 3 > 0
         )
         await at_rest(service, verifier)
@@ -58,8 +59,8 @@ async def test_a_lost_verifier_loses_and_repeats_no_token(deaths):
     verifiers += [SpellingVerifier(die_after=die_after, run=2) for _ in range(2)]
     async with serving(*verifiers) as service:
         deltas = [d async for d in service.generate(GenerateRequest("a"))]
-        assert tuple(t for d in deltas for t in d.token_ids) == IDS
-        assert "".join(d.text for d in deltas) == TEXT
+        assert tuple(t for d in deltas for t in ids_of(d)) == IDS
+        assert "".join(text_of(d.spans) for d in deltas) == TEXT
         assert deltas[-1].ending.usage.completion_tokens == len(IDS)
         requests = sorted((r for v in verifiers for r in v.requests), key=lambda r: r.epoch)
         assert [r.epoch for r in requests] == list(range(1, len(deaths) + 2))
@@ -361,4 +362,4 @@ async def test_rounds_are_reported_while_their_text_is_held_back():
         request = GenerateRequest("a", stop=(f"{TEXT}!",), trees=True)
         deltas = [delta async for delta in service.generate(request)]
         assert tuple(t for d in deltas for r in d.rounds for t in r.token_ids) == IDS
-        assert "".join(d.text for d in deltas) == TEXT
+        assert "".join(text_of(d.spans) for d in deltas) == TEXT

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, serving, settings_of
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
@@ -79,7 +79,7 @@ async def test_a_strangers_id_is_as_good_as_unknown():
         async with aclosing(service.generate(ask("t"))) as deltas:
             await anext(deltas)
             assert await refusal(service, "one") == await refusal(service, "never")
-            held = [d.token_ids async for d in deltas]
+            held = [ids_of(d) async for d in deltas]
         assert await refusal(service, "one") == await refusal(service, "never")
         assert len(held) == len(IDS) - 1
         assert (await collect(service, ask("stranger", offset=0))).text == TEXT  # its own, from the beginning
@@ -95,20 +95,20 @@ def level(store, tenant="t"):
 
 async def resumed_elsewhere(one, two):
     async with aclosing(one.generate(ask("t"))) as deltas:
-        got = (await anext(deltas)).token_ids
+        got = ids_of(await anext(deltas))
     await collect(two, ask("t", offset=len(got), tokens=got))
 
 
 async def taken_over(one, two):
     old = one.generate(ask("t"))
-    got = (await anext(old)).token_ids
+    got = ids_of(await anext(old))
     await collect(two, ask("t", offset=len(got), tokens=got))
     await old.aclose()
 
 
 async def resumed_at_once(one, two):
     old = one.generate(ask("t"))
-    got = (await anext(old)).token_ids
+    got = ids_of(await anext(old))
     ending = asyncio.create_task(anext(old))
     await collect(one, ask("t", offset=len(got), tokens=got))
     await asyncio.gather(ending, return_exceptions=True)
