@@ -13,7 +13,7 @@ from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
-DEFAULT_AHEAD = 32
+DEFAULT_AHEAD = 192
 
 
 class VerifierSettings(WorkerSettings):
@@ -69,8 +69,8 @@ class VerifierSettings(WorkerSettings):
         None,
         ge=0,
         le=192,
-        description="nodes that drafters grow for the rounds after the next while they would be idle; 0: none (default: 32, and none for "
-        "drafters at a loopback address, who compute on the target's own processors)",
+        description="nodes that drafters grow for the rounds after the next while they would be idle, shared by the sessions of a "
+        "drafter; 0: none (default: 192, and none for drafters at a loopback address, who compute on the target's own processors)",
     )
     local_draft: str = Field(
         "ngram",

@@ -7,7 +7,9 @@ The rows of a level are shared max-min fairly among verifiers, then among the te
 
 Growth ahead (for rounds after the next) has one rule. The drafter measures how long it is idle between the end of a round's growth and the
 next commit. If this is longer than the time of two levels, both averaged, it grows ahead in that time. Levels ahead contain no tree that
-still has growth for its next round. The decision depends on clocks only, so algorithms.md 6.1 and 6.6 hold.
+still has growth for its next round. Trees share the nodes ahead: a level that has begun delays the nodes of all rounds that end meanwhile,
+and the more sessions there are, the more often one ends. The decision depends on clocks and the number of trees only, so algorithms.md 6.1
+and 6.6 hold.
 
 Legend: T nodes, V vocabulary, A candidate tokens of the noise, K atoms kept.
 """
@@ -152,15 +154,16 @@ class GrowingTree:
             self.source.extend(tokens)
             self.growth.own.follow(best_path(self.source, self.open.max_depth))
 
-    def limit(self, nodes: int | None, *, ahead: bool) -> None:
-        """Set the most nodes that the next round verifies (None: unchanged) and whether growth ahead is allowed."""
-        own, (most, ahead_cap) = self.growth.own, self.open.caps
+    def limit(self, nodes: int | None, *, ahead_share: float) -> None:
+        """Set the most nodes that the next round verifies (None: unchanged), and the share of the nodes ahead that the tree may have."""
+        own, (most, _) = self.growth.own, self.open.caps
         if nodes is not None:
             self.wants_tree, self.nodes = nodes > 0, nodes
-        own.beyond = self.open.ahead_cap if ahead and not self.ratio and not self.tree.restarts else 0
+        ahead = 0 if self.tree.restarts else int(ahead_share * self.open.ahead_cap)
+        own.beyond = 0 if self.ratio else ahead
         if self.wants_tree:
             own.node_cap = min(self.nodes + own.beyond, most)
-        self.growth.budget = replace(self.growth.budget, nodes=ahead_cap if ahead and not self.tree.restarts else 0)
+        self.growth.budget = replace(self.growth.budget, nodes=ahead if self.ratio else 0)
 
 
 class IdleTime:
@@ -298,7 +301,7 @@ class Grower(Generic[K]):
         # What is missing of earlier tokens does not come any more.
         features = self._no_features if message.features is None else message.features.rows
         growing.add_features(tree.length - len(features), features)
-        growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
+        growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees)))
         if growing.history is not None:
             growing.history.extend(message.tokens)
         growing.follow_prediction(message.tokens)
@@ -307,6 +310,10 @@ class Grower(Generic[K]):
     def close(self, key: K) -> None:
         if (growing := self.trees.pop(key, None)) is not None:
             self.model.close(growing.kv_slot)
+
+    def ahead_share(self, num_trees: int) -> float:
+        """Of the nodes ahead that a verifier asks for, the share of one of so many trees."""
+        return 1.0 / num_trees if self.idle_time.allows_ahead else 0.0
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -392,7 +399,7 @@ class Grower(Generic[K]):
             growing.source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         if message.sampling.penalised:
             growing.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
-        growing.limit(message.node_budget, ahead=self.idle_time.allows_ahead)
+        growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees) + 1))
         if self.feature_size:
             growing.features = self._no_features
             if not message.num_features:

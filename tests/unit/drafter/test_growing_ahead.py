@@ -286,3 +286,22 @@ def test_under_matching_the_target_may_take_an_atom_that_no_declared_row_would_h
     law = drafter.model.law(PREFIX)
     best = int(np.argmax(np.log(law) + target_gumbel(growing.key, 3, np.arange(5))))
     assert [n.token for n in growing.tree.nodes.values()] == [best]
+
+
+@pytest.mark.parametrize("law", [DraftMode.SAMPLED, DraftMode.COUPLED])
+def test_the_trees_of_a_drafter_share_the_nodes_ahead(law: DraftMode) -> None:
+    """By their number alone: what a tree may have does not depend on any node."""
+
+    def most_nodes(num_trees: int) -> int:
+        drafter = idle(Grower(Counting(40, seed=3, max_slots=4), incarnation=9, ahead_budget=BUDGET))
+        for slot in range(num_trees):
+            bonus_key = BONUS.value if law is DraftMode.SAMPLED else None
+            opened = opening(slot, law=law, node_cap=4, ahead_cap=24, bonus_key=bonus_key, node_budget=4)
+            assert drafter.open(slot, opened) is None
+        for growing in drafter.trees.values():  # from the next commit on, all of them are counted
+            growing.limit(4, ahead_share=drafter.ahead_share(num_trees))
+        grown(drafter)
+        return max(len(growing.tree.nodes) for growing in drafter.trees.values())
+
+    assert most_nodes(1) > 4 + 12
+    assert 4 < most_nodes(3) <= 4 + 8
