@@ -61,7 +61,6 @@ class GrammarCheck:
         self._child: Process | None = None
         self._exclusive = asyncio.Lock()  # one form at a time
         self._results: OrderedDict[bytes, Refusal | None] = OrderedDict()
-        self.num_crashes = 0
 
     async def check(self, wanted: Structure, *, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         """InvalidGrammar for a form that does not compile within the limits; UnsupportedParameter where the compiler is missing."""
@@ -95,7 +94,6 @@ class GrammarCheck:
             async with asyncio.timeout(COMPILE_S):
                 answer = await _exchange(child, {"form": wanted.form.value, "text": wanted.text})
         except (TimeoutError, OSError, EOFError) as error:
-            self.num_crashes += 1
             late = isinstance(error, TimeoutError)
             log.warning("grammar_check_failed", form=wanted.form.value, characters=len(wanted.text), timeout=late)
             await self.close()
