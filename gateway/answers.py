@@ -65,12 +65,11 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     tally: Tally = field(default_factory=Tally)
     names: TokenNames = field(init=False)
-    fingerprint: str = field(init=False)
     _num_sent: dict[int, int] = field(default_factory=dict)  # characters, by output
 
     def __post_init__(self) -> None:
         self.tally.num_choices = self.request.n
-        self.names, self.fingerprint = partial(token_name, self.service.tokenizer), fingerprint(self.service.model)
+        self.names = partial(token_name, self.service.tokenizer)
 
     def _whole_choice(self, index: int, spans: Sequence[Span], ending: Ending) -> Json:
         """A choice of the whole answer, without its index and token ids."""
@@ -162,7 +161,7 @@ class Answer:
             "created": self.created,
             "model": self.service.served_model,
             "choices": choices,
-            "system_fingerprint": self.fingerprint,
+            "system_fingerprint": fingerprint(self.service.model),
         }
 
     def _numbered(self, index: int, spans: Sequence[Span], choice: Json) -> Json:

@@ -11,12 +11,15 @@ from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving
+from unit.gateway.service_for_tests import IDS, TEXT, at_rest, serving, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
 from gateway.app import build_app
 from gateway.models import Models
+from gateway.router import Upstreams
+from gateway.service import GatewayService
+from gateway.session_store import MemoryStore
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
 from rootward.wire.http_server import HttpServer
 
@@ -247,6 +250,25 @@ async def test_busy_gone_late_and_doubled():
         gone = await client.post("/v1/completions", json={"prompt": "a"})
         assert (gone.status_code, gone.json()["error"]["code"]) == (503, "service_unavailable")
         await at_rest(service, verifier)
+
+
+async def test_a_request_waits_for_the_first_answer_of_a_verifier():
+    class Late(SpellingVerifier):
+        async def get_info(self):
+            await up.wait()
+            return await super().get_info()
+
+    up, upstreams = asyncio.Event(), Upstreams({"v0": Late()}, poll_s=0.02)
+    service = GatewayService(byte_level(), upstreams, MemoryStore(), settings=settings_of(), served_model="demo")
+    async with service:
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            answered = asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 50}))
+            await asyncio.wait({answered}, timeout=0.1)
+            assert upstreams.model is None
+            up.set()
+            response = await answered
+            assert (response.status_code, response.json()["choices"][0]["text"]) == (200, TEXT)
 
 
 async def test_a_bug_is_an_internal_error_without_details():
