@@ -22,6 +22,7 @@ from rich.table import Table
 from benchmarks.results import cpu_model, save
 from rootward.engine import cpu_kernels
 from rootward.engine.layers import Linear
+from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import Rows
 
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ms": {},
     }
     for dtype in given.dtypes:
-        model = HuggingFaceModel.load(given.model, dtype=dtype, max_slots=len(given.rows), max_len=given.context + 256)
+        model = load_model(given.model, dtype=dtype, max_slots=len(given.rows), max_len=given.context + 256)
         found = measure(model, given.rows, context=given.context, seconds=given.seconds)
         Console(width=120).print(table_of(found, f"{result['model']}, {dtype}, {given.threads} threads, {cpu_model()}"))
         result["ms"][dtype] = found

@@ -19,7 +19,7 @@ from rootward.core.requests import DraftStrategy
 from rootward.discovery.registry import Worker, open_registry, registered
 from rootward.errors import ConfigurationError
 from rootward.host import ask_for_huge_pages
-from rootward.ports import LanguageModel, ModelInfo
+from rootward.ports import DraftModel, ModelInfo
 from rootward.wire.channel import DRAFTING
 from rootward.wire.process import Admin, admin_port, announce, service_main, until_stopped
 from rootward.wire.server import RpcServer
@@ -31,7 +31,7 @@ HEAD = "head:"  # and the folder of a draft head, in the setting
 LONGEST_TEXT = 131_072  # tokens that a drafter without a model holds of one session
 
 
-def build(model: LanguageModel, settings: DrafterSettings) -> DrafterService:
+def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
     """The drafter that grows trees with a model."""
     from rootward.engine.grower import Grower  # torch takes seconds to import, and lookups do without
 
@@ -106,7 +106,7 @@ def recipe_of(spec: str) -> Recipe | None:
         raise ConfigurationError(str(wrong)) from wrong
 
 
-async def load(settings: DrafterSettings) -> LanguageModel:
+async def load(settings: DrafterSettings) -> DraftModel:
     """The draft model that these settings name, in the vocabulary of the target."""
     from rootward.engine.loading import load_model
     from rootward.engine.threads import on_passing_thread, use_threads
@@ -133,7 +133,7 @@ async def load(settings: DrafterSettings) -> LanguageModel:
     return model if own is None else in_vocabulary_of(model, own, load_tokenizer(settings.target_tokenizer))
 
 
-def load_head(settings: DrafterSettings) -> LanguageModel:
+def load_head(settings: DrafterSettings) -> DraftModel:
     """The draft head that these settings name, for their target."""
     from rootward.engine.head_loading import load_head_apart
 

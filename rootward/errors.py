@@ -234,3 +234,8 @@ class DeadlineExceededError(APIStatusError):
 
 class InternalServerError(APIStatusError):
     codes = ("INTERNAL", "UNKNOWN", "DATA_LOSS", "UNIMPLEMENTED")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of the message of another library's error; the name of its type if there is no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -63,14 +63,10 @@ class Reduction:
     table: NDArray[np.float64]
 
 
-class LanguageModel(Protocol):
+class DraftModel(Protocol):
     """A causal language model with a KV tree per slot: a committed chain and, below its end, uncommitted nodes.
 
-    Not thread-safe: one thread drives it. A slot is an entry in the table of sessions; KV memory is given out in blocks of `block_size`
-    tokens as slots need it, and all slots together may ask for more than there is. A scheduler adds up `blocks_needed` over the
-    sessions of a step and compares with `num_free_blocks`; if that is too little it closes a slot and, later, opens one with the same
-    tokens and forwards again what `length` says is not held. One session at its longest always fits into an otherwise empty model.
-    Conservation laws (`check_idle`): free + committed + uncommitted cells of a slot, free + idle + held blocks.
+    Not thread-safe: one thread drives it.
     """
 
     @property
@@ -78,25 +74,6 @@ class LanguageModel(Protocol):
 
     @property
     def num_free_slots(self) -> int: ...
-
-    @property
-    def block_size(self) -> int:
-        """Tokens a KV block holds."""
-
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that forwards can still take, those kept only because their content may be asked for again included."""
-
-    @property
-    def evicted_age_s(self) -> float:
-        """Committed text that was in use within so many seconds can still be found by `open`; inf: all of it."""
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        """Blocks that forwarding so many new nodes of this slot takes at most; exact for chains. A slot that has just been
-        opened and a prompt of n tokens: ⌈n / block_size⌉ − length / block_size."""
 
     def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
         """Take a free slot (RuntimeError if there is none). If `tokens`, the text to come, begins like a text known under the
@@ -118,6 +95,39 @@ class LanguageModel(Protocol):
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
         """Make the path down to `node` committed. Nodes off that path are freed; those below `node` stay if keep_below."""
 
+    def release(self, slot: int, keep: Collection[int] = ()) -> None:
+        """Free every uncommitted node of the slot but those to keep, with every node its parent."""
+
+
+class LanguageModel(DraftModel, Protocol):
+    """A target: its KV memory can be planned and its hidden states read.
+
+    KV memory is given out in blocks of `block_size` tokens as slots need it, and all slots together may ask for more than there is. A
+    scheduler adds up `blocks_needed` over the sessions of a step and compares with `num_free_blocks`; if that is too little it closes a
+    slot and, later, opens one with the same tokens and forwards again what `length` says is not held. One session at its longest always
+    fits into an otherwise empty model. Conservation laws (`check_idle`): free + committed + uncommitted cells of a slot, free + idle +
+    held blocks.
+    """
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a KV block holds."""
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that forwards can still take, those kept only because their content may be asked for again included."""
+
+    @property
+    def evicted_age_s(self) -> float:
+        """Committed text that was in use within so many seconds can still be found by `open`; inf: all of it."""
+
+    def blocks_needed(self, slot: int, num_rows: int) -> int:
+        """Blocks that forwarding so many new nodes of this slot takes at most; exact for chains. A slot that has just been
+        opened and a prompt of n tokens: ⌈n / block_size⌉ − length / block_size."""
+
     def expose(self, states: Sequence[int]) -> None:
         """Which hidden states forwards leave in `states`: i is the input of layer i; the number of layers stands for the last one's
         output after the final norm. (): none, at no cost. ConfigurationError if the network does not let them be read."""
@@ -125,9 +135,6 @@ class LanguageModel(Protocol):
     @property
     def states(self) -> torch.Tensor:
         """[N, sum of their sizes]: exposed states of ALL rows of the last forward, in the order of the batch, side by side."""
-
-    def release(self, slot: int, keep: Collection[int] = ()) -> None:
-        """Free every uncommitted node of the slot but those to keep, with every node its parent."""
 
 
 class Drafter(Protocol):

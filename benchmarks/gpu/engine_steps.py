@@ -19,6 +19,7 @@ import torch
 from benchmarks.gpu.large import weight_bytes_per_step
 from benchmarks.gpu.measuring import copy_bandwidth, head_of, parser, print_report, seconds, settle, spread
 from rootward import demo
+from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
 from rootward.ports import COMMITTED, Rows
 
@@ -49,7 +50,7 @@ def filled(model: HuggingFaceModel, num_slots: int) -> list[int]:
 
 def logits_of(path: str, device: str, dtype: str, cuda_graphs: bool = False) -> torch.Tensor:
     """Three trees of different sizes in one forward; the third time, when it is recorded if it can be."""
-    model = HuggingFaceModel.load(path, device=device, dtype=dtype, max_slots=4, max_len=1024, cuda_graphs=cuda_graphs)
+    model = load_model(path, device=device, dtype=dtype, max_slots=4, max_len=1024, cuda_graphs=cuda_graphs)
     slots = filled(model, 3)
     batch = [tree_rows(s, n, model.info.vocab_size, n) for s, n in zip(slots, (1, 7, 16), strict=True)]
     for _ in range(2):
@@ -80,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     reference = logits_of(args.model, "cpu", "float32")
     found = logits_of(args.model, args.device, args.dtype, not args.no_cuda_graphs)
     error = float((reference - found).norm() / reference.norm())
-    model = HuggingFaceModel.load(
+    model = load_model(
         args.model,
         device=args.device,
         dtype=args.dtype,

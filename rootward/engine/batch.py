@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.engine import cpu_attention
-from rootward.engine.atoms import host_can_read
 from rootward.engine.cpu_attention import VisibleKeys
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.slots import Entry, Size
@@ -28,6 +27,7 @@ class Step:
 
     ids, positions  int64[B, Q], or int64[N] if the rows are not padded
     write           int64[N]  cell of the storage for each row, the trash cell for padding
+    offsets         index of the first row of each entry
     wanted          int64[T]  rows whose logits are wanted; None: all of them
     """
 
@@ -36,36 +36,24 @@ class Step:
     ):
         self.entries, self.size, self.device, self._kept = entries, size, device, kept
         self._visible: dict[int | None, VisibleKeys] = {}
-        num, width = len(entries), max(entry.plan.num_rows for entry in entries)
-        self.width = width
+        rows = [entry.plan.num_rows for entry in entries]
+        self.width = max(rows)
         self.max_position = max(int(entry.plan.positions.max()) for entry in entries)
+        packed = packed_rows(entries, len(entries), self.width, size)
+        self.offsets = [b * self.width if pad else sum(rows[:b]) for b in range(len(rows))]
         if not pad:
-            rows = [entry.plan.num_rows for entry in entries]
-            self._offsets = [sum(rows[:b]) for b in range(num)]
-            joined = packed_rows(entries, num, width, size)
-            real = np.arange(width) < np.array(rows)[:, None]
-            self.ids, self.positions, self.write = torch.from_numpy(joined[:, real]).unbind(0)
-            keep = [offset + np.asarray(wanted) for offset, wanted in zip(self._offsets, kept, strict=True)]
-            self.wanted = None if sum(map(len, kept)) == sum(rows) else torch.from_numpy(np.concatenate(keep))
-            return
-        self._offsets = [b * width for b in range(num)]
-        packed = packed_rows(entries, num, width, size)
+            packed = packed[:, np.arange(self.width) < np.array(rows)[:, None]]
         self.ids, self.positions, write = self._on_device(packed).unbind(0)  # one array: one copy
         self.write = write.reshape(-1)
-        self.wanted = None if sum(map(len, kept)) == num * width else self._on_device(flat_rows(kept, width))
+        wanted = np.concatenate([offset + np.asarray(keep) for offset, keep in zip(self.offsets, kept, strict=True)])
+        self.wanted = None if len(wanted) == len(self.write) else self._on_device(wanted)
 
-    def logits_to_keep(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(the argument `logits_to_keep` of a network of transformers, indices of the wanted rows among its logits; None: all of them)."""
-        if len(self._kept) == 1:
-            return self._on_device(np.asarray(self._kept[0])), None
-        if host_can_read(self.device):  # a mask; on a device its sum would be a synchronisation
-            mask = np.zeros((len(self._kept), self.width), np.bool_)
-            for b, rows in enumerate(self._kept):
-                mask[b, rows.start : rows.stop] = True
-            return torch.from_numpy(mask), None
-        most = max(map(len, self._kept))
-        some = np.stack([np.resize(np.asarray(rows), most) for rows in self._kept])
-        return self._on_device(some), self._on_device(flat_rows([range(len(rows)) for rows in self._kept], most))
+    def logits_to_keep(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(int64[n]: columns of ids that hold a wanted row, which a network of transformers takes; int64[T]: indices of the wanted rows
+        among its logits [B, n])."""
+        some = np.unique(np.concatenate(self._kept))
+        wanted = [b * len(some) + np.searchsorted(some, rows) for b, rows in enumerate(self._kept)]
+        return self._on_device(some), self._on_device(np.concatenate(wanted))
 
     def _on_device(self, array: NDArray[np.int64]) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -80,7 +68,7 @@ class Step:
         if window is not None and self.max_position < window:
             window = None
         if window not in self._visible:
-            self._visible[window] = cpu_attention.visible_keys(self.entries, self._offsets, len(self.write), window)
+            self._visible[window] = cpu_attention.visible_keys(self.entries, self.offsets, len(self.write), window)
         return self._visible[window]
 
 

@@ -17,7 +17,6 @@ S heads of keys and values, D head dimension, V' draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from rootward.core.requests import MAX_LEVELS
 from rootward.engine.attention import FULL, SLIDING
 from rootward.engine.head_weights import (
     HeadWeights,
-    Target,
-    TorchNorm,
+    TorchRotations,
     layer_config,
     product,
     read_tensors,
@@ -61,96 +59,61 @@ PLAIN: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shape:
-    """What a checkpoint's configuration says, checked.
+class BlockLayer:
+    """A decoder layer of a block head.
 
-    readings  hidden states of the target by what the layer ids may mean, the published meaning first: i is the input of layer i; the number
-              of layers stands for the last one's output after the final norm
-    windows   of each layer: its sliding window, or None
-    causal    of each layer: whether no position of the block sees later ones
+    window  its sliding window, or None
+    causal  whether no position of the block sees later ones
     """
 
-    readings: list[tuple[int, ...]]
-    block_size: int
-    mask_token: int
-    windows: tuple[int | None, ...]
-    causal: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockLayer:
-    """A decoder layer of a block head."""
-
-    window: int | None
-    causal: bool
-    before_attention: TorchNorm
-    query: Any
-    keys_values: Any
-    query_norm: TorchNorm
-    key_norm: TorchNorm
-    out: Any
-    before_mlp: TorchNorm
-    gate_up: Any
-    down: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Blocks:
-    """Blocks of one pass. token int64[A]: the first of each; length int64[A]: its position; cells int64[A, C]: of the positions before, and
-    for padding any that have been written."""
-
-    token: torch.Tensor
-    length: torch.Tensor
-    cells: torch.Tensor
+    def __init__(self, weights: HeadWeights, config: Any, prefix: str, *, window: int | None, causal: bool):
+        self.window, self.causal = window, causal
+        size, inner, dim, eps = config.hidden_size, config.intermediate_size, config.head_dim, config.rms_norm_eps
+        num_q, num_kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        self.before_attention = weights.torch_norm(f"{prefix}input_layernorm", size, eps)
+        self.query = weights.linear({f"{attention}q_proj": num_q}, size)
+        self.keys_values = weights.linear({f"{attention}k_proj": num_kv, f"{attention}v_proj": num_kv}, size)
+        self.query_norm = weights.torch_norm(f"{attention}q_norm", dim, eps)
+        self.key_norm = weights.torch_norm(f"{attention}k_norm", dim, eps)
+        self.out = weights.linear({f"{attention}o_proj": size}, num_q)
+        self.before_mlp = weights.torch_norm(f"{prefix}post_attention_layernorm", size, eps)
+        self.gate_up = weights.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, size)
+        self.down = weights.linear({f"{mlp}down_proj": size}, inner)
 
 
 class BlockHead:
     """Call it with blocks, when the keys and values of what is before them have been written: logits [A, M, V'] of their marginals.
 
     depth     M: marginals that a pass computes; those of a whole block, unless trees are never so deep
-    states    which hidden states of the target it reads; `readings`: what else they may be, with them (`Shape`)
+    states    which hidden states of the target it reads: i is the input of layer i; the number of layers stands for the last one's output
+              after the final norm
+    readings  what else they may be, with them, the published meaning first
     """
 
-    def __init__(self, weights: HeadWeights, config: Any, shape: Shape):
-        self.dtype, self.device = weights.dtype, weights.device
-        self.states, self.readings = shape.readings[0], shape.readings
-        self.block_size, self.mask_token = shape.block_size, shape.mask_token
-        self.depth = self.block_size - 1
-        self.hidden_size, self.eps = config.hidden_size, config.rms_norm_eps
-        self.dim, self.num_q, self.num_kv = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        size, of_target = self.hidden_size, weights.target.embedding.shape[1]
+    def __init__(
+        self,
+        weights: HeadWeights,
+        config: Any,
+        layers: Sequence[BlockLayer],
+        *,
+        readings: Sequence[tuple[int, ...]],
+        block_size: int,
+        mask_token: int,
+    ):
+        self.dtype, self.device, self.layers = weights.dtype, weights.device, layers
+        self.windows = tuple(layer.window for layer in layers)
+        self.states, self.readings = readings[0], readings
+        self.block_size, self.mask_token, self.depth = block_size, mask_token, block_size - 1
+        self.hidden_size, self.dim = config.hidden_size, config.head_dim
+        self.has_groups = config.num_attention_heads != config.num_key_value_heads
+        size, eps = self.hidden_size, config.rms_norm_eps
         self.embedding = weights.embedding(size)
-        self.fc = weights.linear({"fc": size}, len(self.states) * of_target)
-        self.hidden_norm, self.norm = (self._norm(weights, name, size) for name in ("hidden_norm", "norm"))
-        self.layers = [
-            self._layer(weights, f"layers.{i}.", config.intermediate_size, window=window, causal=causal)
-            for i, (window, causal) in enumerate(zip(shape.windows, shape.causal, strict=True))
-        ]
+        self.fc = weights.linear({"fc": size}, len(self.states) * weights.target_size)
+        self.hidden_norm, self.norm = (weights.torch_norm(name, size, eps) for name in ("hidden_norm", "norm"))
         self.output = weights.output()
         weights.finish()
-        both = rotations(config, weights.target.context + self.block_size, self.dim)
-        self.cos, self.sin = (torch.from_numpy(of).to(self.device) for of in (both.cos, both.sin))
-
-    def _norm(self, weights: HeadWeights, name: str, size: int) -> TorchNorm:
-        return TorchNorm(weights.take(f"{name}.weight", size).float(), self.eps)
-
-    def _layer(self, weights: HeadWeights, prefix: str, inner: int, *, window: int | None, causal: bool) -> BlockLayer:
-        size, num_q, num_kv = self.hidden_size, self.num_q * self.dim, self.num_kv * self.dim
-        attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
-        return BlockLayer(
-            window=window,
-            causal=causal,
-            before_attention=self._norm(weights, f"{prefix}input_layernorm", size),
-            query=weights.linear({f"{attention}q_proj": num_q}, size),
-            keys_values=weights.linear({f"{attention}k_proj": num_kv, f"{attention}v_proj": num_kv}, size),
-            query_norm=self._norm(weights, f"{attention}q_norm", self.dim),
-            key_norm=self._norm(weights, f"{attention}k_norm", self.dim),
-            out=weights.linear({f"{attention}o_proj": size}, num_q),
-            before_mlp=self._norm(weights, f"{prefix}post_attention_layernorm", size),
-            gate_up=weights.linear({f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, size),
-            down=weights.linear({f"{mlp}down_proj": size}, inner),
-        )
+        self.rotations = TorchRotations(rotations(config, weights.context + block_size, self.dim), self.device)
 
     def fuse(self, states_NS: torch.Tensor) -> torch.Tensor:
         """float32[N, E]: features of positions by the target's hidden states there, side by side."""
@@ -164,25 +127,29 @@ class BlockHead:
             keys, values = self._keys_values(layer, feature_NE, position_N)
             own.write(cells_N, keys, values)
 
-    def __call__(self, blocks: Blocks, kept: Sequence[PagedLayer]) -> torch.Tensor:
-        ids_AB = blocks.token[:, None].repeat(1, self.block_size)
+    def __call__(
+        self, token_A: torch.Tensor, length_A: torch.Tensor, cells_AC: torch.Tensor, kept: Sequence[PagedLayer]
+    ) -> torch.Tensor:
+        """Of blocks by their first tokens and the positions of these. cells: of the positions before, and for padding any that have been
+        written."""
+        ids_AB = token_A[:, None].repeat(1, self.block_size)
         ids_AB[:, 1:] = self.mask_token
-        position_AB = blocks.length[:, None] + torch.arange(self.block_size, device=self.device)
+        position_AB = length_A[:, None] + torch.arange(self.block_size, device=self.device)
         x = functional.embedding(ids_AB, self.embedding).float()
         masks: dict[tuple[int | None, bool], torch.Tensor] = {}
         for layer, own in zip(self.layers, kept, strict=True):
             kind = layer.window, layer.causal
             if kind not in masks:
-                masks[kind] = _visible(blocks, position_AB, window=layer.window, causal=layer.causal)
+                masks[kind] = _visible(position_AB, cells_AC.shape[1], window=layer.window, causal=layer.causal)
             read = layer.before_attention.of(x)
             query = layer.query_norm.of(self._by_head(product(layer.query, read, self.dtype)))
             keys, values = self._keys_values(layer, read, position_AB)
             attended = functional.scaled_dot_product_attention(
-                self._rotated(query, position_AB).to(self.dtype).transpose(1, 2),
-                torch.cat([gathered(own.keys, blocks.cells), keys.transpose(1, 2)], 2),
-                torch.cat([gathered(own.values, blocks.cells), values.transpose(1, 2)], 2),
+                self.rotations.of(query, position_AB).to(self.dtype).transpose(1, 2),
+                torch.cat([gathered(own.keys, cells_AC), keys.transpose(1, 2)], 2),
+                torch.cat([gathered(own.values, cells_AC), values.transpose(1, 2)], 2),
                 masks[kind][:, None],
-                enable_gqa=self.num_q != self.num_kv,
+                enable_gqa=self.has_groups,
             )
             x = x + product(layer.out, attended.transpose(1, 2).flatten(2).float(), self.dtype)
             gate, up = product(layer.gate_up, layer.before_mlp.of(x), self.dtype).chunk(2, -1)
@@ -195,24 +162,18 @@ class BlockHead:
         """[..., S, D] of [..., E]."""
         both = self._by_head(product(layer.keys_values, read, self.dtype))
         keys, values = both.chunk(2, -2)
-        return self._rotated(layer.key_norm.of(keys), position).to(self.dtype), values.to(self.dtype)
+        return self.rotations.of(layer.key_norm.of(keys), position).to(self.dtype), values.to(self.dtype)
 
     def _by_head(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., H, D] of [..., H · D]."""
         return rows.view(*rows.shape[:-1], -1, self.dim)
 
-    def _rotated(self, heads: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """[..., H, D] at positions int64[...]."""
-        cos, sin = (of[position][..., None, :] for of in (self.cos, self.sin))
-        left, right = heads.chunk(2, -1)
-        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
-
-def _visible(blocks: Blocks, position_AB: torch.Tensor, *, window: int | None, causal: bool) -> torch.Tensor:
+def _visible(position_AB: torch.Tensor, num_cells: int, *, window: int | None, causal: bool) -> torch.Tensor:
     """bool[A, B, C + B]: what each position of a block sees, of the context and of the block."""
-    place = torch.arange(blocks.cells.shape[1], device=position_AB.device).expand_as(blocks.cells)
+    place = torch.arange(num_cells, device=position_AB.device).expand(len(position_AB), -1)
     before = position_AB[:, :, None] - torch.cat([place, position_AB], 1)[:, None]
-    there = torch.cat([place < blocks.length[:, None], torch.ones_like(position_AB, dtype=torch.bool)], 1)[:, None]
+    there = torch.cat([place < position_AB[:, :1], torch.ones_like(position_AB, dtype=torch.bool)], 1)[:, None]
     visible = there & (before >= 0) if causal else there.expand_as(before)
     return visible if window is None else visible & (before.abs() < window)
 
@@ -221,22 +182,30 @@ def _visible(blocks: Blocks, position_AB: torch.Tensor, *, window: int | None, c
 
 
 def is_block_head(raw: dict[str, Any]) -> bool:
-    """By the config.json of a head."""
+    """Whether this config.json is that of a block head."""
     names = [raw.get("speculators_model_type") or "", *(raw.get("architectures") or ())]
     return "dflash_config" in raw or any("dflash" in str(name).lower() for name in names)
 
 
-def load_block_head(folder: Path, raw: dict[str, Any], target: Target) -> BlockHead:
-    """The block head in a folder whose config.json is `raw`. ConfigurationError: see `heads.load_head`."""
+def load_block_head(folder: Path, raw: dict[str, Any], network: Any) -> BlockHead:
+    """The block head in a folder whose config.json is `raw`, for this target. ConfigurationError: see `heads.load_head`."""
     from transformers import Qwen3Config
 
-    shape_of = {**raw, **(raw.get("dflash_config") or {})}
-    _refuse_kin(raw, shape_of)
+    options = {**raw, **(raw.get("dflash_config") or {})}
+    _refuse_kin(raw, options)
     if (folder / "mask_embedding.pt").exists():
         raise refusal("mask_embedding.pt: heads with an embedding of their own for the mask are not supported")
     config = Qwen3Config(**{key: value for key, value in layer_config(raw).items() if key != "model_type"})
-    weights = HeadWeights(read_tensors(folder, prefixes=("model.",)), target)
-    return BlockHead(weights, config, _shape(raw, shape_of, config, target))
+    weights = HeadWeights(read_tensors(folder, prefixes=("model.",)), network)
+    block_size, mask_token = options.get("block_size"), options.get("mask_token_id")
+    if not isinstance(block_size, int) or not 2 <= block_size <= MAX_LEVELS:
+        raise refusal(f"block_size: {block_size!r}; a block has between 2 and {MAX_LEVELS} positions")
+    vocab = weights.vocab_size
+    if not isinstance(mask_token, int) or not 0 <= mask_token < vocab:
+        raise refusal(f"mask_token_id: {mask_token!r} is no token of the target's vocabulary of {vocab}")
+    layers = _layers(raw, options, config, weights)
+    readings = _readings(options, weights.num_target_layers)
+    return BlockHead(weights, config, layers, readings=readings, block_size=block_size, mask_token=mask_token)
 
 
 def _refuse_kin(raw: dict[str, Any], options: dict[str, Any]) -> None:
@@ -252,13 +221,7 @@ def _refuse_kin(raw: dict[str, Any], options: dict[str, Any]) -> None:
             raise refusal(f"{name}: {options[name]!r} is not supported; heads with {plain!r} are")
 
 
-def _shape(raw: dict[str, Any], options: dict[str, Any], config: Any, target: Target) -> Shape:
-    block_size, mask_token = options.get("block_size"), options.get("mask_token_id")
-    if not isinstance(block_size, int) or not 2 <= block_size <= MAX_LEVELS:
-        raise refusal(f"block_size: {block_size!r}; a block has between 2 and {MAX_LEVELS} positions")
-    vocab = len(target.embedding)
-    if not isinstance(mask_token, int) or not 0 <= mask_token < vocab:
-        raise refusal(f"mask_token_id: {mask_token!r} is no token of the target's vocabulary of {vocab}")
+def _layers(raw: dict[str, Any], options: dict[str, Any], config: Any, weights: HeadWeights) -> list[BlockLayer]:
     kinds = list(config.layer_types)
     if not set(kinds) <= {FULL, SLIDING}:
         raise refusal(f"layer_types: {', '.join(sorted(set(kinds) - {FULL, SLIDING}))}; {FULL} and {SLIDING} are known")
@@ -266,13 +229,16 @@ def _shape(raw: dict[str, Any], options: dict[str, Any], config: Any, target: Ta
         raise refusal(f"sliding_window: missing, and layer_types has {SLIDING}")
     whole = options.get("is_causal", options.get("causal"))  # of all layers
     sliding = not raw.get("sliding_window_non_causal", False)
-    return Shape(
-        readings=_readings(options, target.num_layers),
-        block_size=block_size,
-        mask_token=mask_token,
-        windows=tuple(config.sliding_window if kind == SLIDING else None for kind in kinds),
-        causal=tuple(bool(whole) if whole is not None else kind == SLIDING and sliding for kind in kinds),
-    )
+    return [
+        BlockLayer(
+            weights,
+            config,
+            f"layers.{i}.",
+            window=config.sliding_window if kind == SLIDING else None,
+            causal=bool(whole) if whole is not None else kind == SLIDING and sliding,
+        )
+        for i, kind in enumerate(kinds)
+    ]
 
 
 def _readings(options: dict[str, Any], num_layers: int) -> list[tuple[int, ...]]:

@@ -16,36 +16,27 @@ import numpy as np
 import torch
 
 from rootward.core.arrays import Ints
-from rootward.engine.block_head import BlockHead, Blocks
-from rootward.engine.head_model import SlottedHead
+from rootward.engine.block_head import BlockHead
+from rootward.engine.head_model import DraftHead
 from rootward.engine.slots import Entry, kept_rows
-from rootward.ports import ModelInfo, Reduction, Rows
+from rootward.ports import Reduction, Rows
 
 
-class BlockHeadModel(SlottedHead):
-    """Implements `DraftHead` for a block head."""
+class BlockHeadModel(DraftHead):
+    """A block head."""
 
     head: BlockHead
-
-    def __init__(self, head: BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""):
-        windows = [layer.window for layer in head.layers]
-        super().__init__(head, target, windows=windows, name=name, max_slots=max_slots, fingerprint=fingerprint)
-
-    @property
-    def num_marginals(self) -> int:
-        return self.head.depth
 
     @torch.inference_mode()
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
     ) -> torch.Tensor:
-        """Logits [T · M, V], -inf outside the draft vocabulary; or what a reduction makes of them. One pass for all blocks."""
         kept = kept_rows(batch, num_logits)
         head, layers = self.head, self._kv.layers
         features = [rows.features for rows in batch if rows.features is not None]
         if len(features) < len(batch):
             raise ValueError("features: missing; a block head reads text alone")
-        with self._slots.placed(batch) as entries:
+        with self.placed(batch) as entries:
             cells = np.concatenate([entry.table.cells(entry.plan.cells) for entry in entries])
             positions = np.concatenate([entry.plan.positions for entry in entries])
             head.write(self._there(np.concatenate(features)), self._there(positions), self._there(cells), layers)
@@ -53,7 +44,7 @@ class BlockHeadModel(SlottedHead):
             length = np.array([entry.plan.positions[row] + 1 for entry, row in wanted])
             before = np.stack([np.resize(_cells_before(entry, row), length.max()) for entry, row in wanted])
             token = np.array([entry.rows.token[row] for entry, row in wanted])
-            logits = head(Blocks(self._there(token), self._there(length), self._there(before)), layers)
+            logits = head(self._there(token), self._there(length), self._there(before), layers)
         return head.output.in_target_ids(logits.flatten(0, 1), reduction)
 
     def _there(self, array: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from rootward.engine.parallel import Group, check_shape, whole
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, first_line
 from rootward.host import user_cache
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,7 @@ def read_network(
     adapter       folder with a LoRA adapter, which is merged into the weights
     group         the ranks that share the network; all of them call this
     """
-    if dtype not in DTYPES:
-        raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
-    if dtype == "auto" and torch.device(device).type == "cpu" and quantization is None:
-        dtype, why = cpu_dtype(path_or_name)
-        log.info("%s: %s (dtype auto: %s)", path_or_name, dtype, why)
-    options: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": _chosen_dtype(path_or_name, device, dtype, quantization)}
     if quantization is not None:
         options |= _quantised(quantization, device)
     if group is not None:
@@ -64,15 +60,10 @@ def read_ends(path_or_name: str, *, device: str = "cpu", dtype: str = "auto") ->
     ConfigurationError, one line, if that cannot be done: names of tensors that transformers renames, or files of another format."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if dtype == "auto" and torch.device(device).type == "cpu":
-        dtype, why = cpu_dtype(path_or_name)
-        log.info("%s: %s (dtype auto: %s)", path_or_name, dtype, why)
-    try:
+    dtype = _chosen_dtype(path_or_name, device, dtype)
+    with _reading(path_or_name), torch.device("meta"):
         config = AutoConfig.from_pretrained(path_or_name)
-        with torch.device("meta"):
-            network = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
+        network = AutoModelForCausalLM.from_config(config)
     kept = {"auto": config.get_text_config().dtype or torch.float32}.get(dtype) or getattr(torch, dtype)
     names = {module: name for name, module in network.named_modules()}
     embedding, output = network.get_input_embeddings(), network.get_output_embeddings()
@@ -105,15 +96,23 @@ def _tensor(path_or_name: str, name: str, device: str, dtype: torch.dtype) -> to
     )
 
 
+def _chosen_dtype(path_or_name: str, device: str, dtype: str, quantization: str | None = None) -> str:
+    """The name of a type of torch, or "auto": that of the checkpoint."""
+    if dtype not in DTYPES:
+        raise ConfigurationError(f"dtype: {dtype!r} is unknown; use one of {', '.join(DTYPES)}")
+    if dtype == "auto" and torch.device(device).type == "cpu" and quantization is None:
+        dtype, why = cpu_dtype(path_or_name)
+        log.info("%s: %s (dtype auto: %s)", path_or_name, dtype, why)
+    return dtype
+
+
 def cpu_dtype(path_or_name: str) -> tuple[str, str]:
     """(the type that "auto" means on this processor, the reason). It depends on the checkpoint and the instruction set, not on a
     measurement, because replicas on equal machines must choose the same."""
     from transformers import AutoConfig
 
-    try:
+    with _reading(path_or_name):
         config = AutoConfig.from_pretrained(path_or_name)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
     if getattr(config, "quantization_config", None) is not None:
         return "auto", "the checkpoint is quantised"
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
@@ -163,13 +162,11 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     log.info("%s: reading; this takes a while, once", file.name)
-    try:
+    with _reading(str(file), (Exception,)):  # those of GGUF files raise many types
         kinds = {tensor.tensor_type for tensor in GGUFReader(file).tensors}
         dtype = torch.float32 if kinds == {GGMLQuantizationType.F32} else torch.bfloat16
         network = AutoModelForCausalLM.from_pretrained(str(file.parent), gguf_file=file.name, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
-    except Exception as wrong:  # the readers raise many types
-        raise _unreadable(str(file), wrong) from wrong
     # Saved as an unquantised network: otherwise it would be run by the modules of GGUF files.
     config = network.config
     if hasattr(config, "quantization_config"):
@@ -238,10 +235,8 @@ def _read(path_or_name: str, options: dict[str, Any]) -> Any:
 
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()  # it would fill a log
-    try:
+    with _reading(path_or_name):
         return AutoModelForCausalLM.from_pretrained(path_or_name, **options)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
 
 
 def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
@@ -250,12 +245,10 @@ def _shared(path_or_name: str, group: Group) -> dict[str, Any]:
 
     if find_spec("accelerate") is None:
         raise ConfigurationError("tensor_parallel: needs more packages; run pip install 'rootward[tensor-parallel]'")
-    try:
+    with _reading(path_or_name):
         from transformers.distributed import DistributedConfig
 
         config = AutoConfig.from_pretrained(path_or_name)
-    except (OSError, ValueError, ImportError) as wrong:
-        raise _unreadable(path_or_name, wrong) from wrong
     check_shape(config.get_text_config(), group.size)
     return {"distributed_config": DistributedConfig(tp_size=group.size)}
 
@@ -267,7 +260,7 @@ def _quantised(quantization: str, device: str) -> dict[str, Any]:
     try:
         config = AutoQuantizationConfig.from_dict(json.loads(quantization))
     except Exception as wrong:  # quantisation methods raise many types
-        raise ConfigurationError(f"quantization: {quantization!r} is not valid ({_line(wrong)})") from wrong
+        raise ConfigurationError(f"quantization: {quantization!r} is not valid ({first_line(wrong)})") from wrong
     placed = {} if torch.device(device).type == "cpu" else {"device_map": {"": device}}
     return {"quantization_config": config, **placed}
 
@@ -292,12 +285,16 @@ def _merged(network: Any, adapter: str, group: Group | None) -> Any:
             raise ConfigurationError(f"target_adapter: {adapter!r} is of kind {kind or 'unknown'}; only LoRA is served")
         return PeftModel.from_pretrained(network, str(folder)).merge_and_unload(safe_merge=True)
     except (OSError, ValueError, KeyError, RuntimeError, TypeError) as wrong:
-        raise ConfigurationError(f"target_adapter: {adapter!r} does not fit the model ({_line(wrong)})") from wrong
+        raise ConfigurationError(f"target_adapter: {adapter!r} does not fit the model ({first_line(wrong)})") from wrong
 
 
-def _unreadable(path_or_name: str, wrong: Exception) -> ConfigurationError:
-    return ConfigurationError(f"model: {path_or_name!r} cannot be read ({_line(wrong)}); check the path or name")
-
-
-def _line(wrong: Exception) -> str:
-    return (str(wrong).strip() or type(wrong).__name__).splitlines()[0]
+@contextmanager
+def _reading(
+    path_or_name: str, errors: tuple[type[Exception], ...] = (OSError, ValueError, ImportError)
+) -> Iterator[None]:
+    """ConfigurationError for these errors of a reader."""
+    try:
+        yield
+    except errors as wrong:
+        message = f"model: {path_or_name!r} cannot be read ({first_line(wrong)}); check the path or name"
+        raise ConfigurationError(message) from wrong

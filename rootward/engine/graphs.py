@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from rootward.engine.batch import flat_rows, packed_rows
 from rootward.engine.cpu_attention import VisibleKeys
 from rootward.engine.paged import Extents, packed_context, unpacked_context
 from rootward.engine.slots import Entry, Size
+from rootward.errors import first_line
 from rootward.ports import Reduction
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,9 @@ IDLE_STEPS = 1000
 STEPS_BETWEEN = 250
 MAX_DROPPED = 16  # rows of an entry without wanted logits: some committed tokens of a drafter's tree, but no prompt
 Run = Callable[[], torch.Tensor]
-
-
-class Capture(Protocol):
-    """Records the launches of `run`; returns a function that replays them and returns the same tensor, with new content."""
-
-    def __call__(self, run: Run) -> Run: ...
+Capture = Callable[
+    [Run], Run
+]  # records the launches of a function; the result replays them and returns the same tensor, with new content
 
 
 class CudaCapture:
@@ -100,13 +98,18 @@ class StaticStep:
         raise RuntimeError("attention on the CPU cannot be recorded")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Recorded:
-    """A recorded step. `numbers` float64[R, 1 + n]: indices of the wanted rows, and their rows of the reduction's table."""
+    """A recorded step.
+
+    numbers  float64[R, 1 + n]: indices of the wanted rows, and their rows of the reduction's table
+    used     number of the step of the last replay
+    """
 
     static: StaticStep
     replay: Run
     numbers: torch.Tensor | None
+    used: int = 0
 
     def of(self, entries: Sequence[Entry], wanted: Ints, reduction: Reduction | None) -> torch.Tensor:
         """Logits [T, V] of the wanted rows, or their reduction. A copy, since the next replay overwrites the output."""
@@ -130,7 +133,6 @@ class Graphs:
         self._forward, self._capture, self._size, self._device = forward, capture, size, device
         self._seen: set[Bucket] = set()
         self._recorded: dict[Bucket, Recorded] = {}  # least recently used first
-        self._used: dict[Bucket, int] = {}  # the step of its last replay
         self._room_made = -STEPS_BETWEEN  # step of the last replacement
         self._refused: set[Hashable] = set()  # kinds that cannot be recorded, buckets that ran out of memory
         self.num_replayed = self.num_other = 0
@@ -158,8 +160,8 @@ class Graphs:
             self.num_other += 1
             return None
         self.num_replayed += 1
-        self._used[bucket] = self._step
         self._recorded[bucket] = recorded = self._recorded.pop(bucket)
+        recorded.used = self._step
         return recorded.of(entries, wanted, reduction)
 
     def _record(self, bucket: Bucket, reduction: Reduction | None) -> bool:
@@ -177,7 +179,7 @@ class Graphs:
         try:
             self._recorded[bucket] = self._recording(static, bucket, reduction)
         except RuntimeError as wrong:
-            log.warning("steps are not recorded: %s", str(wrong).splitlines()[0])
+            log.warning("steps are not recorded: %s", first_line(wrong))
             self._refused.add(bucket if isinstance(wrong, torch.OutOfMemoryError) else bucket.kind)
         return bucket in self._recorded
 
@@ -186,10 +188,10 @@ class Graphs:
         if len(self) < MAX_GRAPHS:
             return True
         oldest = next(iter(self._recorded))
-        if self._step - self._used[oldest] < IDLE_STEPS or self._step - self._room_made < STEPS_BETWEEN:
+        if self._step - self._recorded[oldest].used < IDLE_STEPS or self._step - self._room_made < STEPS_BETWEEN:
             return False
         self._room_made = self._step
-        del self._recorded[oldest], self._used[oldest]
+        del self._recorded[oldest]
         self._seen.discard(oldest)
         return True
 

@@ -37,7 +37,7 @@ from rootward.core.rng import BonusKey, DrawWords, Key, target_gumbel_batch
 from rootward.demand import DrafterDemand
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
 from rootward.engine.processors import History, penalised, shifted
-from rootward.ports import LanguageModel, ModelInfo, Reduction, Rows
+from rootward.ports import DraftModel, ModelInfo, Reduction, Rows
 
 K = TypeVar("K")  # identifies a slot of a stream
 
@@ -49,26 +49,6 @@ BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predic
 GREEDY_TEMPERATURE = 0.5  # of the draft distribution when the target decodes greedily; accepts more than 1 (measured)
 AHEAD_LEVELS = 2  # growth ahead starts when the idle time exceeds the time of this many levels
 NEWEST_WEIGHT = 0.2  # of the newest measurement in an exponentially weighted mean
-
-
-class LikelyBonus:
-    """Predicted bonus tokens after a node, ranked by the noise of the bonus token. Few nodes are asked for them, so tokens and masses are
-    stored (16 KiB a node) and ranked on the first request."""
-
-    __slots__ = ("_best", "_likely")
-
-    def __init__(self, likely: Ints) -> None:
-        self._likely = likely.copy()  # not a view, which would hold the rows of the whole level
-        self._best: Ints | None = None
-
-    def best(self, key: BonusKey, epoch: int, length: int) -> Ints:
-        """int64[n]: tokens, the most likely bonus token first, if the bonus token is at text length `length`."""
-        if self._best is None:
-            ids, mass = likely_tokens(self._likely)
-            positive = mass > 0.0
-            self._best = shared_order(key, epoch, length, ids[positive], mass[positive])
-            self._likely = np.empty(0, np.int64)
-        return self._best
 
 
 @dataclass(slots=True)
@@ -90,7 +70,7 @@ class GrowingTree:
     source: Source | None = None  # looks up continuations in the client's prediction
     history: History | None = None  # token counts of the text, for penalties
     sampling: Sampling = field(default_factory=Sampling)  # applied to the draft logits
-    likely: dict[int, LikelyBonus] = field(default_factory=dict)  # by node, if `shares_bonus`
+    likely: dict[int, Ints] = field(default_factory=dict)  # rows of `Found.likely` by node, if `shares_bonus`
     nodes: int = 0  # most nodes that the next round verifies
     # For a draft head: what the target knows before each of the first tokens of `pending`. Those after them wait for theirs.
     features: NDArray[np.float32] | None = None
@@ -203,7 +183,7 @@ class Grower(Generic[K]):
 
     def __init__(
         self,
-        model: LanguageModel,
+        model: DraftModel,
         *,
         incarnation: int,
         max_rows: int = 256,
@@ -377,12 +357,15 @@ class Grower(Generic[K]):
             or self.feature_size > 0,  # a head reads its text again, with the target's features
             copies=message.law is DraftMode.IID,
         )
-        likely: dict[int, LikelyBonus] = {}
+        likely: dict[int, Ints] = {}
 
         def predicted(node: int, row: DraftDistribution) -> Ints:
             if message.bonus_key is None or node not in likely:
                 return row.ids
-            return likely[node].best(BonusKey(message.bonus_key), message.epoch, tree.at(node).depth)
+            ids, mass = likely_tokens(likely[node])
+            held = mass > 0.0
+            key = BonusKey(message.bonus_key)
+            return shared_order(key, message.epoch, tree.at(node).depth, ids[held], mass[held])
 
         growth = Ahead(
             growth_of(tree, strategy, max_positions=info.max_positions, block=self.num_marginals > 0),
@@ -551,7 +534,7 @@ class PendingRow(NamedTuple):
 
 @torch.inference_mode()
 def launch_forward(
-    model: LanguageModel, batch: Sequence[Rows], num_logits: Sequence[int], pending: Sequence[PendingRow]
+    model: DraftModel, batch: Sequence[Rows], num_logits: Sequence[int], pending: Sequence[PendingRow]
 ) -> Callable[[], None]:
     """Start a forward. The returned function waits for it and expands the nodes."""
     kinds: dict[tuple[bool, int], list[PendingRow]] = {}
@@ -596,7 +579,7 @@ def _expand(group: Sequence[PendingRow], found: Found) -> None:
     if group[0].num_candidates:
         for one, likely in zip(group, found.likely, strict=True):
             if not one.below:
-                one.growing.likely[one.node] = LikelyBonus(likely)
+                one.growing.likely[one.node] = likely.copy()  # not a view, which would hold the rows of the whole level
 
 
 def coupled_rows(
@@ -677,25 +660,20 @@ def fair_shares(wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], ro
 
     A tree that wants rows gets at least one, so the sum may exceed `rows`.
     """
-    shares = _nested_shares(list(range(len(wants))), wants, owners, rows)
-    return [max(share, min(want, 1)) for share, want in zip(shares, wants, strict=True)]
+    return [max(share, min(want, 1)) for share, want in zip(_nested_shares(wants, owners, rows), wants, strict=True)]
 
 
-def _nested_shares(
-    members: list[int], wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], rows: int, depth: int = 0
-) -> list[int]:
-    shares = [0] * len(wants)
-    if not members:
-        return shares
-    if depth == len(owners[members[0]]):
-        for i, share in zip(members, max_min([wants[i] for i in members], rows), strict=True):
-            shares[i] = share
-        return shares
+def _nested_shares(wants: Sequence[int], owners: Sequence[tuple[Hashable, ...]], rows: int) -> list[int]:
+    """Max-min fair among the first owners, then among what each of them owns."""
+    if not owners or not owners[0]:
+        return max_min(wants, rows)
     groups: dict[Hashable, list[int]] = {}
-    for i in members:
-        groups.setdefault(owners[i][depth], []).append(i)
+    for i, owner in enumerate(owners):
+        groups.setdefault(owner[0], []).append(i)
     totals = max_min([sum(wants[i] for i in group) for group in groups.values()], rows)
+    shares = [0] * len(wants)
     for group, total in zip(groups.values(), totals, strict=True):
-        for i, share in enumerate(_nested_shares(group, wants, owners, total, depth + 1)):
-            shares[i] += share
+        own = _nested_shares([wants[i] for i in group], [owners[i][1:] for i in group], total)
+        for i, share in zip(group, own, strict=True):
+            shares[i] = share
     return shares

@@ -6,7 +6,6 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,9 +40,8 @@ def model_of(
     head: Head | BlockHead, target: ModelInfo, *, name: str, max_slots: int = 8, fingerprint: str = ""
 ) -> DraftHead:
     """A head as a draft model. fingerprint: of its files; "": the name."""
-    kind: Any = BlockHeadModel if isinstance(head, BlockHead) else HeadModel
-    model: DraftHead = kind(head, target, name=name, max_slots=max_slots, fingerprint=fingerprint)
-    return model
+    kind: type[DraftHead] = BlockHeadModel if isinstance(head, BlockHead) else HeadModel
+    return kind(head, target, name=name, max_slots=max_slots, fingerprint=fingerprint)
 
 
 def load_head_model(path: str, model: HuggingFaceModel, *, max_slots: int, max_depth: int = MAX_LEVELS) -> DraftHead:

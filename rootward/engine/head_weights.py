@@ -24,38 +24,6 @@ from rootward.errors import ConfigurationError
 from rootward.ports import Reduction
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What a head needs to know of its target. `network`: of transformers, its layers replaced or not."""
-
-    network: Any
-
-    @property
-    def embedding(self) -> torch.Tensor:
-        weight: torch.Tensor = self.network.get_input_embeddings().weight
-        return weight
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.network.config.get_text_config().num_hidden_layers)
-
-    @property
-    def context(self) -> int:
-        """Positions of its context."""
-        return int(getattr(self.network.config.get_text_config(), "max_position_embeddings", 0) or 8192)
-
-    def output_rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the output matrix [n, E]."""
-        head = self.network.get_output_embeddings()
-        if isinstance(head, Linear):
-            return head.weight_of(ids)
-        weight = head.weight
-        if self.network.config.get_text_config().tie_word_embeddings:
-            weight = self.embedding
-        rows: torch.Tensor = weight.index_select(0, ids)
-        return rows
-
-
 def product(linear: Any, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float32[..., out] of float32[..., in] by a linear layer whose weight has this type."""
     out: torch.Tensor = linear(rows if isinstance(linear, Linear) else rows.to(dtype))  # kernels take float32
@@ -98,17 +66,36 @@ class TorchNorm:
         return functional.rms_norm(rows.float(), rows.shape[-1:], self.weight, self.eps)
 
 
+class TorchRotations:
+    """`layers.Rotations` on other devices, or of more dimensions."""
+
+    def __init__(self, rotations: Rotations, device: torch.device):
+        self._cos, self._sin = (torch.from_numpy(of).to(device) for of in (rotations.cos, rotations.sin))
+
+    def of(self, heads: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[..., H, D] at positions int64[...]."""
+        cos, sin = (of[positions][..., None, :] for of in (self._cos, self._sin))
+        left, right = heads.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
 class HeadWeights:
     """The tensors of a head by name, on the target's device and in its type. Each is taken once; `finish` refuses those that are left.
+    Those of the target stand in for an embedding and an output matrix that it lacks.
 
     ConfigurationError: a tensor is missing or has another shape than config.json and the target make it.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], target: Target):
-        self._tensors, self.target = tensors, target
-        embedding = target.embedding
-        self.dtype, self.device, self.vocab_size = embedding.dtype, embedding.device, len(embedding)
-        self.has_kernels = embedding.device.type == "cpu" and embedding.dtype in SERVED
+    def __init__(self, tensors: dict[str, torch.Tensor], network: Any):
+        """network: the target, of transformers; its layers replaced or not."""
+        self._tensors, self._network = tensors, network
+        self._embedding: torch.Tensor = network.get_input_embeddings().weight
+        self.vocab_size, self.target_size = self._embedding.shape
+        self.dtype, self.device = self._embedding.dtype, self._embedding.device
+        self.has_kernels = self.device.type == "cpu" and self.dtype in SERVED
+        self._config = network.config.get_text_config()
+        self.num_target_layers = int(self._config.num_hidden_layers)
+        self.context = int(getattr(self._config, "max_position_embeddings", 0) or 8192)
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -122,7 +109,7 @@ class HeadWeights:
         return found.to(self.device, self.dtype)
 
     def linear(self, sizes: dict[str, int], num_inputs: int) -> Any:
-        """One layer for all of them, side by side; their numbers of outputs by name."""
+        """One layer of the matrices with these names, side by side. sizes: their numbers of outputs."""
         weight = torch.cat([self.take(f"{name}.weight", size, num_inputs) for name, size in sizes.items()])
         names = list(sizes)
         biases = [self.take(f"{name}.bias", sizes[name]) if f"{name}.bias" in self else None for name in names]
@@ -144,32 +131,29 @@ class HeadWeights:
         weight = self.take(f"{name}.weight").float()
         return Norm(weight.numpy(), eps) if self.has_kernels else TorchNorm(weight, eps)
 
+    def torch_norm(self, name: str, size: int, eps: float) -> TorchNorm:
+        """Of rows of any number of dimensions."""
+        return TorchNorm(self.take(f"{name}.weight", size).float(), eps)
+
     def embedding(self, size: int) -> torch.Tensor:
         """[V, size]: its own, or the target's."""
-        of_target = self.target.embedding
         if "embed_tokens.weight" in self:
             return self.take("embed_tokens.weight", self.vocab_size, size)
-        if of_target.shape[1] != size:
-            raise refusal(
-                f"hidden_size: {size}, the target has {of_target.shape[1]}, and embed_tokens.weight is missing"
-            )
-        return of_target
+        if self.target_size != size:
+            raise refusal(f"hidden_size: {size}, the target has {self.target_size}, and embed_tokens.weight is missing")
+        return self._embedding
 
     def output(self) -> Output:
-        """Of the draft vocabulary; the rows in ascending order of the target's ids."""
-        matrix, ids = self._output()
-        return Output(matrix, ids, self.vocab_size, self.dtype)
-
-    def _output(self) -> tuple[Any, torch.Tensor | None]:
-        tensors, target = self._tensors, self.target
-        d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        """The output matrix over the draft vocabulary, rows in ascending order of the target's ids."""
+        d2t, t2d = self._tensors.pop("d2t", None), self._tensors.pop("t2d", None)
         ids = None if d2t is None else torch.arange(len(d2t)) + d2t.long()
         own = self.take("lm_head.weight") if "lm_head.weight" in self else None
         if own is not None and len(own) != (self.vocab_size if ids is None else len(ids)):
             missing = "d2t is missing" if ids is None else f"d2t has {len(ids)}"
             raise refusal(f"lm_head.weight has {len(own)} rows, the target {self.vocab_size} tokens, and {missing}")
         if ids is None:
-            return target.network.get_output_embeddings() if own is None else self._linear_of(own), None
+            matrix = self._network.get_output_embeddings() if own is None else self._linear_of(own)
+            return Output(matrix, None, self.vocab_size, self.dtype)
         distinct = set(ids.tolist())
         known = len(distinct) == len(ids) and distinct <= set(range(self.vocab_size))
         if not known or (t2d is not None and t2d.nonzero().flatten().tolist() != sorted(distinct)):
@@ -179,11 +163,19 @@ class HeadWeights:
             )
         order = ids.argsort()
         ids = ids[order].to(self.device)
-        rows = target.output_rows(ids) if own is None else own.index_select(0, order.to(self.device))
-        return self._linear_of(rows), ids
+        rows = self._target_output(ids) if own is None else own.index_select(0, order.to(self.device))
+        return Output(self._linear_of(rows), ids, self.vocab_size, self.dtype)
+
+    def _target_output(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows [n, E] of the target's output matrix."""
+        head = self._network.get_output_embeddings()
+        if isinstance(head, Linear):
+            return head.weight_of(ids)
+        weight: torch.Tensor = self._embedding if self._config.tie_word_embeddings else head.weight
+        return weight.index_select(0, ids)
 
     def finish(self) -> None:
-        """ConfigurationError if there are tensors that nobody has taken."""
+        """ConfigurationError if tensors are left, which no head known here has."""
         if self._tensors:
             raise refusal(f"tensors {', '.join(sorted(self._tensors)[:4])} belong to no head known here")
 
@@ -215,7 +207,7 @@ def layer_config(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_lossy(raw: dict[str, Any]) -> None:
-    """Acceptance rules beyond the target's own distribution are nothing that may be configured here."""
+    """ConfigurationError if the file asks for an acceptance rule that changes the output distribution."""
     for method in (raw.get("speculators_config") or {}).get("proposal_methods") or ():
         for name, lossless in (("verifier_accept_k", 1), ("accept_tolerance", 0.0)):
             if method.get(name, lossless) != lossless:
@@ -223,7 +215,7 @@ def _refuse_lossy(raw: dict[str, Any]) -> None:
 
 
 def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Tensor]:
-    """By name, less these prefixes."""
+    """The tensors in a folder, by their names without these prefixes."""
     from safetensors.torch import load_file
 
     files = sorted(folder.glob("*.safetensors"))
@@ -233,7 +225,7 @@ def read_tensors(folder: Path, *, prefixes: Sequence[str]) -> dict[str, torch.Te
             found.update(load_file(file))
         if not files:  # early heads: tensors in an archive of torch, of which nothing but tensors is read
             found = torch.load(folder / "pytorch_model.bin", weights_only=True, map_location="cpu")
-    except Exception as wrong:  # whatever the readers make of a file
+    except Exception as wrong:  # readers of damaged files raise many types
         raise refusal(f"{folder}: no weights that can be read ({type(wrong).__name__}: {wrong})") from wrong
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in found.items():

@@ -30,7 +30,7 @@ from rootward.engine.block_head import BlockHead, is_block_head, load_block_head
 from rootward.engine.cpu_kernels import use_threads
 from rootward.engine.head_weights import (
     HeadWeights,
-    Target,
+    TorchRotations,
     layer_config,
     read_config,
     read_tensors,
@@ -38,7 +38,7 @@ from rootward.engine.head_weights import (
     rotations,
 )
 from rootward.engine.kv_cache import PagedLayer, gathered
-from rootward.engine.layers import Layer, Rotations, Scratch
+from rootward.engine.layers import Layer, Scratch
 
 PREFIXES = ("model.", "layers.0.", "midlayer.")  # the last two: the same layer in two spellings
 
@@ -51,9 +51,11 @@ class Head:
     readings  what else they may be, with them: layer ids mean inputs of layers in some files and outputs in others
     """
 
+    windows, depth = (None,), 0  # of its layer, which sees everything; no marginals
+
     def __init__(self, weights: HeadWeights, config: Any, states: Sequence[int]):
         self.dtype, self.device, self.has_kernels = weights.dtype, weights.device, weights.has_kernels
-        self.states, num_layers = tuple(states), weights.target.num_layers
+        self.states, num_layers = tuple(states), weights.num_target_layers
         self.hidden_size, eps = config.hidden_size, config.rms_norm_eps
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         num_q, num_kv = config.num_attention_heads, config.num_key_value_heads
@@ -61,7 +63,7 @@ class Head:
         self.readings = [self.states]
         if self.is_eagle3 and max(self.states) + 1 < num_layers:
             self.readings.append(tuple(i + 1 for i in self.states))
-        size, inner, of_target = config.hidden_size, config.intermediate_size, weights.target.embedding.shape[1]
+        size, inner, of_target = config.hidden_size, config.intermediate_size, weights.target_size
         self.embedding = weights.embedding(size)
         self.fc = weights.linear({"fc": size}, len(states) * of_target if self.is_eagle3 else 2 * size)
         self.norm_of_state = [
@@ -90,11 +92,8 @@ class Head:
         self.norm = weights.norm("norm", eps) if "norm.weight" in weights else None
         self.output = weights.output()
         weights.finish()
-        self.rotations = rotations(config, config.max_position_embeddings, dim)
-        if not self.has_kernels:
-            self.rotations = Rotations(
-                *(torch.from_numpy(of).to(self.device) for of in (self.rotations.cos, self.rotations.sin))
-            )
+        own = rotations(config, config.max_position_embeddings, dim)
+        self.rotations: Any = own if self.has_kernels else TorchRotations(own, self.device)
 
     # -- computing ----------------------------------------------------------------------------------------------------
 
@@ -138,10 +137,7 @@ class Head:
         layer, positions = self.layer, step.positions.reshape(-1)
         heads = layer.qkv(read.to(self.dtype)).float().view(len(read), -1, layer.dim)
         qk, values = torch.split(heads, [layer.num_q + layer.num_kv, layer.num_kv], 1)
-        cos, sin = (of[positions, None] for of in (self.rotations.cos, self.rotations.sin))
-        left, right = qk.chunk(2, -1)
-        qk = torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-        query, keys = torch.split(qk, [layer.num_q, layer.num_kv], 1)
+        query, keys = torch.split(self.rotations.of(qk, positions), [layer.num_q, layer.num_kv], 1)
         cells.write(step.write, keys, values)
         x_NE = x_NE + layer.out(self._attended(query, step, cells).to(self.dtype))
         gate, up = layer.gate_up(layer.before_mlp.of(x_NE).to(self.dtype)).chunk(2, -1)
@@ -171,25 +167,26 @@ def load_head(path: str, network: Any) -> Head | BlockHead:
     """
     from transformers import LlamaConfig
 
-    folder, target = Path(path).expanduser(), Target(network)
+    folder = Path(path).expanduser()
     raw = read_config(folder)
     if is_block_head(raw):
-        return load_block_head(folder, raw, target)
+        return load_block_head(folder, raw, network)
     kind = raw.get("speculators_model_type")
     if kind not in (None, "eagle", "eagle3"):
         raise refusal(f"speculators_model_type: {kind!r}; dflash, eagle and eagle3 are supported")
-    config = LlamaConfig(**{**layer_config(raw), "max_position_embeddings": target.context})
+    weights = HeadWeights(read_tensors(folder, prefixes=PREFIXES), network)
+    config = LlamaConfig(**{**layer_config(raw), "max_position_embeddings": weights.context})
     if int(getattr(config, "num_hidden_layers", 1)) != 1:
         raise refusal(f"num_hidden_layers: {config.num_hidden_layers}; heads of one layer are supported")
     if config.hidden_act != "silu":
         raise refusal(f"hidden_act: {config.hidden_act!r}; heads with silu are supported")
     if layer_types := set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise refusal(f"layer_types: {', '.join(sorted(layer_types))}; heads with full attention are supported")
-    weights = HeadWeights(read_tensors(folder, prefixes=PREFIXES), target)
-    return Head(weights, config, _states(raw, weights, target.num_layers))
+    return Head(weights, config, _states(raw, weights))
 
 
-def _states(raw: dict[str, Any], weights: HeadWeights, num_layers: int) -> tuple[int, ...]:
+def _states(raw: dict[str, Any], weights: HeadWeights) -> tuple[int, ...]:
+    num_layers = weights.num_target_layers
     if "hidden_norm.weight" not in weights:
         return (num_layers,)
     found = raw.get("eagle_aux_hidden_state_layer_ids") or (raw.get("eagle_config") or {}).get(

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rootward.engine.tabular import TabularModel
-from rootward.engine.tokenizers import is_path
+from rootward.engine.tokenizers import find_tokenizer, is_path
 from rootward.errors import ConfigurationError
 from rootward.ports import LanguageModel
 
 if TYPE_CHECKING:
     from rootward.engine.parallel import Group
+
+log = logging.getLogger(__name__)
 
 TABULAR = "tabular:"
 TABULAR_KEYS: dict[str, type] = {
@@ -46,6 +51,7 @@ def load_model(
 
     `max_len` is the longest context in tokens (default: the model's own, at most 8192 for a Hugging Face model);
     `kv_cache_tokens` bounds the KV memory of all sessions together (default: `max_slots` of the longest).
+    `require_trees`: with exit code 3 if it cannot run token trees; otherwise it decodes plainly.
     `group`: the ranks that share the model; each of them calls this. `adapter`, `quantization`: see `checkpoint.read_network`.
     """
     if spec.startswith(TABULAR):
@@ -60,21 +66,41 @@ def load_model(
 
         spec = local_model(spec)
     require_folder(spec)
-    from rootward.engine.model import HuggingFaceModel  # transformers takes seconds to import
+    from rootward.engine.checkpoint import read_network  # transformers takes seconds to import
+    from rootward.engine.graphs import CudaCapture
+    from rootward.engine.model import HuggingFaceModel
 
-    return HuggingFaceModel.load(
-        spec,
-        device=device,
-        dtype=dtype,
+    _check_device(device, cuda_graphs)
+    model = HuggingFaceModel(
+        read_network(spec, device=device, dtype=dtype, quantization=quantization, adapter=adapter, group=group),
+        name=spec,
+        tokenizer=find_tokenizer(spec),
         max_slots=max_slots,
         max_len=max_len,
         kv_cache_tokens=kv_cache_tokens,
-        require_trees=require_trees,
         group=group,
         adapter=adapter,
-        quantization=quantization,
-        cuda_graphs=cuda_graphs,
+        capture=CudaCapture(device) if cuda_graphs else None,
     )
+    if group is None or group.leads:
+        log.info("%s: %s", spec, model.memory)
+        how = ", steps are recorded" if cuda_graphs else ", in few operations" if model.llama else ""
+        log.info("%s: attention %s%s", spec, model.probe_report.attention or "none", how)
+        log.info("%s: losslessness at temperature 0: %s", spec, model.info.lossless.value)
+    if not model.info.supports_trees:
+        message = f"model: {spec!r} cannot run token trees: {model.probe_report.reason}"
+        if require_trees:
+            raise ConfigurationError(f"{message}; use another model, or serve it without speculation", exit_code=3)
+        log.warning("%s; it decodes plainly, without a KV cache", message)
+    return model
+
+
+def _check_device(device: str, cuda_graphs: bool) -> None:
+    cuda = torch.device(device).type == "cuda"
+    if cuda_graphs and not cuda:
+        raise ConfigurationError(f"cuda_graphs: device {device!r} has none; leave it out")
+    if cuda and not torch.cuda.is_available():
+        raise ConfigurationError(f"device: {device!r}, but torch {torch.__version__} finds no CUDA device; use cpu")
 
 
 def require_folder(spec: str) -> None:

@@ -24,7 +24,7 @@ from rootward.engine.atoms import reduced
 from rootward.engine.slots import kept_rows
 from rootward.engine.tokenizers import content_hash, num_ids, token_texts
 from rootward.errors import ConfigurationError
-from rootward.ports import COMMITTED, LanguageModel, ModelInfo, Reduction, Rows
+from rootward.ports import COMMITTED, DraftModel, Reduction, Rows
 
 log = logging.getLogger(__name__)
 
@@ -107,41 +107,17 @@ class _Slot:
 
 
 class TranslatedModel:
-    """Implements `ports.LanguageModel` in the target's vocabulary. A slot whose text is too long for the draft model gives uniform rows."""
+    """Implements `ports.DraftModel` in the target's vocabulary. A slot whose text is too long for the draft model gives uniform rows."""
 
-    def __init__(self, model: LanguageModel, tokens: TokenMap, *, vocab_size: int, tokenizer_hash: str = ""):
+    def __init__(self, model: DraftModel, tokens: TokenMap, *, vocab_size: int, tokenizer_hash: str = ""):
         self.model, self._tokens = model, tokens
-        self._info = replace(model.info, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash, eos_ids=())
+        self.info = replace(model.info, vocab_size=vocab_size, tokenizer_hash=tokenizer_hash, eos_ids=())
         self._slots: dict[int, _Slot] = {}
         self._target_ids, self._draft_ids = torch.from_numpy(tokens.target_ids), torch.from_numpy(tokens.draft_ids)
 
     @property
-    def info(self) -> ModelInfo:
-        return self._info
-
-    @property
     def num_free_slots(self) -> int:
         return self.model.num_free_slots
-
-    @property
-    def block_size(self) -> int:
-        return self.model.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self.model.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.model.num_free_blocks
-
-    @property
-    def evicted_age_s(self) -> float:
-        return self.model.evicted_age_s
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        """For tokens that both models have."""
-        return self.model.blocks_needed(slot, num_rows)
 
     def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
         spelled = [self._tokens.spelled(token) for token in tokens]
@@ -183,12 +159,12 @@ class TranslatedModel:
             at += [sum(wanted) + int(ends[row]) - first for row in kept]
             read.append(drafted)
             wanted.append(len(drafted.node) - first)
-        logits = self.model.forward(read, num_logits=wanted) if read else torch.zeros(1, len(self._draft_ids))
+        logits = self.model.forward(read, num_logits=wanted) if read else torch.zeros(1, self.model.info.vocab_size)
         for slot, nodes in new:
             slot.nodes |= nodes
             slot.next_id += sum(len(node.ids) for node in nodes.values())
             slot.skip = 0
-        return reduced(self._in_target_ids(logits, at, given=bool(read)), reduction)
+        return reduced(self._in_target_ids(logits, at), reduction)
 
     def _spelled(self, slot: _Slot, rows: Rows) -> tuple[dict[int, _Node], Rows | None]:
         """New nodes, and their rows for the draft model; None if it cannot read them."""
@@ -215,15 +191,12 @@ class TranslatedModel:
         token = [i for ids in spelled for i in ids]
         return nodes, Rows(rows.slot, *np.array([node, above, token], dtype=np.int64))
 
-    def _in_target_ids(self, logits: torch.Tensor, at: Sequence[int], *, given: bool) -> torch.Tensor:
-        """[T, V] of the draft model's [T', V'], by place."""
+    def _in_target_ids(self, logits: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
+        """[T, V] of the draft model's [T', V'], by place; uniform where that is -1."""
         found = logits.new_full((len(at), self.info.vocab_size), -torch.inf)
         place = torch.tensor(at, device=logits.device)
-        if given:
-            shared = logits.index_select(0, place.clamp(min=0)).index_select(1, self._draft_ids.to(logits.device))
-            shared = shared.clamp(min=LOWEST_LOGIT).masked_fill(place[:, None] < 0, 0.0)
-        else:
-            shared = logits.new_zeros(len(at), len(self._draft_ids))
+        shared = logits.index_select(0, place.clamp(min=0)).index_select(1, self._draft_ids.to(logits.device))
+        shared = shared.clamp(min=LOWEST_LOGIT).masked_fill(place[:, None] < 0, 0.0)
         return found.index_copy_(1, self._target_ids.to(logits.device), shared)
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
@@ -249,15 +222,8 @@ class TranslatedModel:
         if not own.is_full:
             self.model.release(slot, {i for known in own.nodes.values() for i in known.ids})
 
-    def expose(self, states: Sequence[int]) -> None:
-        self.model.expose(states)
 
-    @property
-    def states(self) -> torch.Tensor:
-        return self.model.states
-
-
-def in_vocabulary_of(model: LanguageModel, draft_tokenizer: Any, target_tokenizer: Any) -> LanguageModel:
+def in_vocabulary_of(model: DraftModel, draft_tokenizer: Any, target_tokenizer: Any) -> DraftModel:
     """The model itself if the tokenizers are the same; otherwise the same model in the vocabulary of the target."""
     tokenizer_hash = content_hash(target_tokenizer)
     if tokenizer_hash == content_hash(draft_tokenizer):

@@ -27,7 +27,7 @@ from rootward.engine.passes import ForwardPass
 from rootward.engine.probe import ProbeReport
 from rootward.engine.rank_messages import AnyMessage, Done, Move, Probed, Run, decode, encode
 from rootward.engine.slots import Entry
-from rootward.errors import ConfigurationError, ModelLost
+from rootward.errors import ConfigurationError, ModelLost, first_line
 from rootward.ports import Reduction
 
 log = logging.getLogger(__name__)
@@ -172,8 +172,8 @@ class LeadingPass:
             return call()
         except Exception as wrong:
             self._group.mark_lost()
-            line = (str(wrong).strip() or "no message").splitlines()[0]
-            raise ModelLost(f"a rank of the model is gone or out of step: {type(wrong).__name__}: {line}") from wrong
+            why = f"{type(wrong).__name__}: {first_line(wrong)}"
+            raise ModelLost(f"a rank of the model is gone or out of step: {why}") from wrong
 
 
 @torch.inference_mode()

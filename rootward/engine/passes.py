@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ OVERHEAD_ROWS = {"cpu": 32}
 class TreePass:
     """One forward over the KV trees of all entries, or two if long prompts and narrow trees are in one batch.
 
-    ragged   the network takes a mask of the rows whose logits are wanted (found by the load probe)
     capture  records steps, for CUDA graphs
     llama    computes the same as the network in fewer operations
     """
@@ -45,29 +43,25 @@ class TreePass:
         size: Size,
         windows: Windows,
         *,
-        ragged: bool,
         capture: Capture | None = None,
         llama: LlamaNetwork | None = None,
     ):
-        self.network, self.device, self.size, self.windows, self.ragged = network, network.device, size, windows, ragged
+        self.network, self.device, self.size, self.windows = network, network.device, size, windows
         self.kv, self.llama = PagedCache(size, windows.by_layer), llama
         self.reads_storage = network.config._attn_implementation in tree_attention.NAMES
         self.overhead = OVERHEAD_ROWS.get(self.device.type, 1024)
-        self.graphs = None if capture is None else Graphs(self._recordable, capture, size, self.device)
+        self.graphs = None if capture is None else Graphs(self._forward, capture, size, self.device)
         self.can_slice = "logits_to_keep" in inspect.signature(network.forward).parameters
-        self._hooks: ExposedStates | None = None
         self._exposed: tuple[int, ...] = ()
-        self._states: dict[int, torch.Tensor] = {}  # of the last run, by entry
+        self._hidden: tuple[torch.Tensor, ...] | None = None  # of the last forward of the network, by number
+        self._states: dict[int, torch.Tensor] = {}  # exposed ones of the last run, by entry
 
     def expose(self, states: Sequence[int]) -> None:
         self._exposed = tuple(states)
         if self.llama is not None:
             self.llama.exposed = frozenset(states)
-            return
-        self.graphs = None  # hooks do not run in a replay
-        if self._hooks is not None:
-            self._hooks.remove()
-        self._hooks = ExposedStates(self.network, states) if states else None
+        elif states:
+            self.graphs = None  # a replay returns logits alone
 
     @property
     def states(self) -> torch.Tensor:
@@ -95,8 +89,10 @@ class TreePass:
         return reduced(torch.cat([found[i] for i in range(len(entries))]), reduction)
 
     def _keep_states(self, part: Sequence[int], entries: Sequence[Entry]) -> None:
-        if self._hooks is not None:
-            states = self._hooks.states
+        if self._exposed:
+            if not self._hidden:
+                raise ConfigurationError(f"head: {type(self.network).__name__} does not give its hidden states")
+            states = torch.cat([self._hidden[i] for i in self._exposed], -1)
             for b, i in enumerate(part):
                 self._states[i] = states[b, : entries[i].plan.num_rows]
 
@@ -104,88 +100,44 @@ class TreePass:
         found = None if self.graphs is None else self.graphs.run(entries, kept, reduction)
         if found is not None:
             return found
-        step = Step(entries, kept, self.size, self.device)
-        view = None if self.reads_storage else DenseView(step.paged)
-        token = running.set(Running(step, view))
-        try:
-            return reduced(self._logits(step, self._mask(view)), reduction)
-        finally:
-            running.reset(token)
+        return reduced(self._logits(Step(entries, kept, self.size, self.device)), reduction)
 
-    def _recordable(self, step: StaticStep) -> torch.Tensor:
-        """Logits [B, Q, V] of all rows."""
-        view = None if self.reads_storage else DenseView(step.paged)
-        token = running.set(Running(step, view))
-        try:
-            return self._forward(step, self._mask(view))
-        finally:
-            running.reset(token)
-
-    def _mask(self, view: DenseView | None) -> Any:
-        """The network's attention mask. An empty one if attention reads the storage: without a mask transformers would build its own."""
-        if view is None:
-            empty = torch.empty(1, 1, 1, 0, device=self.device)
-            return self.windows.masks(lambda window: empty)
-        return self.windows.masks(lambda window: view.mask(window, self.network.dtype))
-
-    def _logits(self, step: Step, mask: Any) -> torch.Tensor:
+    def _logits(self, step: Step) -> torch.Tensor:
         """[T, V] of the wanted rows, without a synchronisation."""
         if step.wanted is None:
-            return self._forward(step, mask).flatten(0, 1)
-        if self.can_slice and (self.ragged or len(step.entries) == 1):
-            keep, which = step.logits_to_keep()
-            logits = self._forward(step, mask, logits_to_keep=keep).flatten(0, -2)
-            return logits if which is None else logits.index_select(0, which)
-        return self._forward(step, mask).flatten(0, 1).index_select(0, step.wanted)
+            return self._forward(step).flatten(0, 1)
+        if self.can_slice:
+            keep, wanted = step.logits_to_keep()
+            return self._forward(step, logits_to_keep=keep).flatten(0, 1).index_select(0, wanted)
+        return self._forward(step).flatten(0, 1).index_select(0, step.wanted)
 
-    def _forward(self, step: Step | StaticStep, mask: Any, **kwargs: Any) -> torch.Tensor:
-        out = self.network(
-            input_ids=step.ids,
-            position_ids=step.positions,
-            attention_mask=mask,
-            past_key_values=self.kv.cache,
-            use_cache=True,
-            **kwargs,
-        )
+    def _forward(self, step: Step | StaticStep, **kwargs: Any) -> torch.Tensor:
+        """Logits [B, Q, V], or of fewer rows by `logits_to_keep`."""
+        view = None if self.reads_storage else DenseView(step.paged)
+        # If attention reads the storage, the mask is empty: without one transformers would build its own.
+        none = torch.empty(1, 1, 1, 0, device=self.device)
+        if self._exposed:
+            kwargs["output_hidden_states"] = list(self._exposed)  # early transformers 5 takes it for a yes
+        token = running.set(Running(step, view))
+        try:
+            out = self.network(
+                input_ids=step.ids,
+                position_ids=step.positions,
+                attention_mask=self.windows.masks(
+                    lambda window: none if view is None else view.mask(window, self.network.dtype)
+                ),
+                past_key_values=self.kv.cache,
+                use_cache=True,
+                **kwargs,
+            )
+        finally:
+            running.reset(token)
+        self._hidden = out.hidden_states if self._exposed else None
         logits: torch.Tensor = out.logits
         return logits
 
     def move(self, moves: Moves) -> None:
         self.kv.move(moves, self.device)
-
-
-class ExposedStates:
-    """Hidden states of the last forward of a network of transformers, recorded by hooks on its modules."""
-
-    def __init__(self, network: Any, states: Sequence[int]):
-        """ConfigurationError if its layers are not where those of a decoder are."""
-        body = network.get_decoder() if hasattr(network, "get_decoder") else getattr(network, "model", None)
-        layers, norm = getattr(body, "layers", None), getattr(body, "norm", None)
-        if layers is None or norm is None:
-            raise ConfigurationError(f"head: {type(network).__name__} has no layers whose hidden states can be read")
-        self._found: dict[int, torch.Tensor] = {}
-        self._which = tuple(states)
-        self._hooks = [
-            norm.register_forward_hook(partial(self._after, i))
-            if i == len(layers)
-            else layers[i].register_forward_pre_hook(partial(self._before, i), with_kwargs=True)
-            for i in sorted(set(states))
-        ]
-
-    def _before(self, which: int, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._found[which] = args[0] if args else kwargs["hidden_states"]
-
-    def _after(self, which: int, module: Any, args: tuple[Any, ...], out: torch.Tensor) -> None:
-        self._found[which] = out
-
-    @property
-    def states(self) -> torch.Tensor:
-        """[B, Q, E · number of states]."""
-        return torch.cat([self._found[i] for i in self._which], -1)
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 class PathPass:

@@ -21,6 +21,7 @@ from rootward.engine.attention import layer_windows
 from rootward.engine.layers import LlamaNetwork, is_llama
 from rootward.engine.passes import PathPass, TreePass
 from rootward.engine.slots import Size, Slots, kept_rows
+from rootward.errors import first_line
 from rootward.ports import COMMITTED, Rows
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ class ProbeReport:
 
     ok: bool
     attention: str = ""
-    ragged: bool = False  # the network takes a mask of the rows whose logits are wanted
     max_error: float = 0.0
-    tolerance: float = 0.0
     reason: str = ""
     bytes_per_token: int = 0  # of K and V in all layers
 
@@ -62,10 +61,9 @@ def choose_attention(
     before = network.config._attn_implementation
     report = ProbeReport(False)
     for attention in _candidates(network, attn):
-        for ragged in (True, False):
-            report = agreed(_attempt(network, attention, ragged))
-            if report.ok:
-                return report
+        report = agreed(_attempt(network, attention))
+        if report.ok:
+            return report
     network.set_attn_implementation(before)
     return report
 
@@ -76,19 +74,19 @@ def _candidates(network: Any, attn: str) -> list[str]:
     return list(dict.fromkeys([*ours, attn, "eager"]))
 
 
-def _attempt(network: Any, attention: str, ragged: bool) -> ProbeReport:
+def _attempt(network: Any, attention: str) -> ProbeReport:
     """One probe. Any exception of the network becomes a reason for refusal."""
     try:
         network.set_attn_implementation(attention)
-        error, bytes_per_token = probe(network, ragged)
+        error, bytes_per_token = probe(network)
     except Exception as wrong:
-        line = (str(wrong).strip() or "no message").splitlines()[0]
-        return ProbeReport(False, attention, reason=f"{attention} attention: {type(wrong).__name__}: {line}")
+        why = f"{attention} attention: {type(wrong).__name__}: {first_line(wrong)}"
+        return ProbeReport(False, attention, reason=why)
     tolerance = TOLERANCE.get(network.dtype, HALF_TOLERANCE)
     if error <= tolerance:  # false for NaN
-        return ProbeReport(True, attention, ragged, error, tolerance, bytes_per_token=bytes_per_token)
+        return ProbeReport(True, attention, error, bytes_per_token=bytes_per_token)
     why = f"{attention} attention: tree rows are off by {error:.1e}, tolerance {tolerance:.1e}"
-    return ProbeReport(False, attention, ragged, error, tolerance, why)
+    return ProbeReport(False, attention, error, why)
 
 
 def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> LlamaNetwork | None:
@@ -100,7 +98,7 @@ def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> Llama
         if not is_llama(network):
             return None
         short = LlamaNetwork(network, max(max_positions, NUM_CELLS))
-        error, _ = probe(network, report.ragged, short)
+        error, _ = probe(network, short)
     except Exception as wrong:  # a failure of the fast form must not keep the network from being served
         log.warning("%s runs as it is; in fewer operations: %s", type(network).__name__, wrong)
         return None
@@ -111,7 +109,7 @@ def choose_llama(network: Any, report: ProbeReport, max_positions: int) -> Llama
 
 
 @torch.inference_mode()
-def probe(network: Any, ragged: bool, short: LlamaNetwork | None = None) -> tuple[float, int]:
+def probe(network: Any, short: LlamaNetwork | None = None) -> tuple[float, int]:
     """Relative difference between tree rows and cache-free forwards, and bytes of K and V per token.
 
     short: computes the tree rows instead of the network."""
@@ -120,7 +118,7 @@ def probe(network: Any, ragged: bool, short: LlamaNetwork | None = None) -> tupl
         windows = layer_windows(config)
         assert windows is not None
         size = Size.of(len(PREFIXES), NUM_CELLS - TREE_ROOM, TREE_ROOM, BLOCK_SIZE, None)
-        tree, path = TreePass(network, size, windows, ragged=ragged, llama=short), PathPass(network, size)
+        tree, path = TreePass(network, size, windows, llama=short), PathPass(network, size)
         error = _compare(tree, path, Slots(size, int(config.vocab_size), ""))
         return error, tree.kv.bytes_per_token
 
@@ -142,7 +140,7 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> float:
     trees = [
         Rows(s, np.arange(len(PARENTS[s])), np.array(PARENTS[s]), np.array(tokens(len(PARENTS[s])))) for s in order
     ]
-    # One entry is read in another way than many.
+    # One entry has no padding.
     alone = Rows(0, np.arange(3), np.array(PARENTS[2]), np.array(tokens(3)))
     steps = (
         (chains(PREFIXES), [99 + PREFIXES[s] for s in order]),
@@ -162,7 +160,7 @@ def _compare(tree: TreePass, path: PathPass, slots: Slots) -> float:
         error = float(((got - expected).norm(dim=-1) / spread).square().mean().sqrt())
         worst = max(worst, error) if error == error else error  # NaN stays
         for rows, stop in zip(batch, stops, strict=True):
-            moves = slots.commit(rows.slot, stop, keep_below=False)
+            moves = slots.commit_cells(rows.slot, stop, keep_below=False)
             tree.move(moves)
             path.move(moves)
     return worst

@@ -28,6 +28,10 @@ Ints = Annotated[Any, *_array(np.int64)]
 Bits = Annotated[Any, *_array(np.uint8)]
 
 
+# Fields of a `kv_tree.Placement` that a message holds under their own names.
+SENT_AS_THEY_ARE = ("num_rows", "length", "node", "token", "scratch", "position", "end", "version")
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -57,32 +61,16 @@ class EntryMessage(Message):
         return cls.model_construct(
             slot=entry.rows.slot,
             parent=entry.rows.parent,
-            num_rows=plan.num_rows,
-            length=plan.length,
-            node=plan.node,
-            token=plan.token,
-            scratch=plan.scratch,
-            position=plan.position,
             ancestors=np.packbits(plan.ancestors),
-            end=plan.end,
-            version=plan.version,
             block_size=table.block_size,
             blocks=table.blocks,
+            **{name: getattr(plan, name) for name in SENT_AS_THEY_ARE},
         )
 
     def entry(self) -> Entry:
         num = len(self.node)
-        plan = Placement(
-            num_rows=self.num_rows,
-            length=self.length,
-            node=self.node,
-            token=self.token,
-            scratch=self.scratch,
-            position=self.position,
-            ancestors=np.unpackbits(self.ancestors, count=num * num).astype(bool).reshape(num, num),
-            end=self.end,
-            version=self.version,
-        )
+        ancestors = np.unpackbits(self.ancestors, count=num * num).astype(bool).reshape(num, num)
+        plan = Placement(ancestors=ancestors, **{name: getattr(self, name) for name in SENT_AS_THEY_ARE})
         table = BlockTable(self.block_size, len(self.blocks))
         table.extend(self.blocks)
         new = slice(num - self.num_rows, num)

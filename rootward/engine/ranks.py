@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rootward.engine.parallel import Group, Nodes, Place, meeting_point
-from rootward.errors import ConfigurationError, ModelLost
+from rootward.errors import ConfigurationError, ModelLost, first_line
 
 log = logging.getLogger(__name__)
 
@@ -155,6 +155,5 @@ def run_rank(place: Place, load: Load, device: str, report_loaded: Connection | 
     try:
         model.follow()
     except (RuntimeError, ValueError) as wrong:
-        line = str(wrong).strip().splitlines()[0]
-        sys.exit(f"rootward rank {place.index}: rank 0 is gone or out of step ({line})")
+        sys.exit(f"rootward rank {place.index}: rank 0 is gone or out of step ({first_line(wrong)})")
     group.close()

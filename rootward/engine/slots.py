@@ -100,28 +100,41 @@ def _mib(num_bytes: int) -> str:
 
 
 class Slots:
-    """Sessions by slot. `identity` names the weights and is part of every block key."""
+    """Sessions by slot, which every model behind `ports.LanguageModel` has. `identity` names the weights and is part of every block key."""
 
     def __init__(self, size: Size, vocab_size: int, identity: str):
         self.size, self.vocab_size, self.identity = size, vocab_size, identity
         self.pool = BlockPool(size.num_blocks)
         self._sessions: list[SlotState | None] = [None] * size.num_slots
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     @property
-    def num_free(self) -> int:
+    def num_free_slots(self) -> int:
         return sum(session is None for session in self._sessions)
 
-    def open(self, tokens: Sequence[int] = (), salt: str = "") -> int:
+    @property
+    def block_size(self) -> int:
+        return self.size.block_size
+
+    @property
+    def num_blocks(self) -> int:
+        return self.size.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_available
+
+    @property
+    def evicted_age_s(self) -> float:
+        return self.pool.evicted_age_s
+
+    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
         """Open the lowest free slot, with the full blocks of this text that are cached, but never with its last token, whose logits are
         needed. RuntimeError if all slots are taken."""
         for slot, session in enumerate(self._sessions):
             if session is None:
                 self._sessions[slot] = self._started(tokens, salt)
                 return slot
-        raise RuntimeError(f"slots: all {len(self)} are taken; close one or load the model with more")
+        raise RuntimeError(f"slots: all {self.size.num_slots} are taken; close one or load the model with more")
 
     def _started(self, tokens: Sequence[int], salt: str) -> SlotState:
         size, first = self.size, first_key(self.identity, salt)
@@ -144,8 +157,12 @@ class Slots:
             raise ValueError(f"slot: {slot} is not open; take one with open()")
         return session
 
-    def __getitem__(self, slot: int) -> KvTree:
+    def tree(self, slot: int) -> KvTree:
+        """The KV tree of a slot, for reading."""
         return self.session(slot).tree
+
+    def length(self, slot: int) -> int:
+        return self.session(slot).tree.length
 
     def blocks_needed(self, slot: int, num_rows: int) -> int:
         """Upper bound of the new blocks that a forward of `num_rows` new nodes takes; exact for a chain."""
@@ -178,12 +195,12 @@ class Slots:
 
     def _next_block(self, slot: int, table: BlockTable) -> int:
         """Preferred next block: the one after the table's last; tables start far apart."""
-        return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // len(self)
+        return int(table.blocks[-1]) + 1 if len(table) else slot * self.size.num_blocks // self.size.num_slots
 
     def _trim(self, session: SlotState) -> None:
         self.pool.give_back(session.table.cut(self._blocks(session.tree.end)))
 
-    def commit(self, slot: int, node: int, *, keep_below: bool) -> Moves:
+    def commit_cells(self, slot: int, node: int, *, keep_below: bool) -> Moves:
         """Commit the path to a node. Returns the copies between cells of the storage, which must be made before its next write."""
         session = self.session(slot)
         moves = session.tree.commit(node, keep_below=keep_below)
@@ -229,7 +246,7 @@ class Slots:
         if int(token.min()) < 0 or int(token.max()) >= self.vocab_size:
             raise ValueError(f"token: ids {int(token.min())}…{int(token.max())} are outside [0, {self.vocab_size})")
 
-    def check(self) -> None:
+    def check_idle(self) -> None:
         """RuntimeError unless every cell and block is accounted for exactly once (`KvTree.check`, `BlockPool.check`)."""
         open_ = [session for session in self._sessions if session is not None]
         for session in open_:
@@ -237,55 +254,6 @@ class Slots:
             if len(session.table) != self._blocks(session.tree.end):
                 raise RuntimeError(f"KV blocks leaked: {len(session.table)} held for {session.tree.end} cells")
         self.pool.check([session.table.blocks.tolist() for session in open_])
-
-
-class SlottedModel:
-    """The part of `ports.LanguageModel` that depends on the slots only."""
-
-    _slots: Slots
-
-    @property
-    def num_free_slots(self) -> int:
-        return self._slots.num_free
-
-    @property
-    def block_size(self) -> int:
-        return self._slots.size.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        return self._slots.size.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self._slots.pool.num_available
-
-    @property
-    def evicted_age_s(self) -> float:
-        return self._slots.pool.evicted_age_s
-
-    def blocks_needed(self, slot: int, num_rows: int) -> int:
-        return self._slots.blocks_needed(slot, num_rows)
-
-    def open(self, tokens: Sequence[int] = (), *, salt: str = "") -> int:
-        return self._slots.open(tokens, salt)
-
-    def close(self, slot: int) -> None:
-        self._slots.close(slot)
-
-    def length(self, slot: int) -> int:
-        return self._slots[slot].length
-
-    def release(self, slot: int, keep: Collection[int] = ()) -> None:
-        self._slots.release(slot, keep)
-
-    def tree(self, slot: int) -> KvTree:
-        """The KV tree of a slot, for reading."""
-        return self._slots[slot]
-
-    def check_idle(self) -> None:
-        """RuntimeError unless cells and blocks are conserved (see `Slots.check`)."""
-        self._slots.check()
 
 
 def kept_rows(batch: Sequence[Rows], num_logits: Sequence[int] | None) -> list[range]:

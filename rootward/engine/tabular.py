@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
-from rootward.engine.slots import Entry, Size, Slots, SlottedModel, kept_rows
+from rootward.engine.slots import Entry, Size, Slots, kept_rows
 from rootward.ports import LosslessLevel, ModelInfo, Reduction, Rows
 
 MAX_CACHED_LAWS = 65536
 MAX_LAID_OUT = 1 << 23  # numbers: 64 MiB
 
 
-class TabularModel(SlottedModel):
+class TabularModel(Slots):
     """Log-probabilities float64[V] for every context, a pure function of the arguments.
 
     sharpness  standard deviation of the logits: 0 is uniform, 5 nearly deterministic
@@ -55,7 +55,6 @@ class TabularModel(SlottedModel):
         tree_room: int = 1024,
         kv_cache_tokens: int | None = None,
         block_size: int = 16,
-        name: str = "",
     ):
         self.vocab, self.seed, self.order, self.sharpness, self.zeros = vocab, seed, order, sharpness, zeros
         self.eos, self.noise, self.noise_seed, self.step_ms = eos, noise, noise_seed, step_ms
@@ -65,8 +64,8 @@ class TabularModel(SlottedModel):
         self._laws: dict[tuple[int, ...], NDArray[np.float64]] = {}
         self._exposed: tuple[int, ...] = ()
         self._last: list[Entry] = []  # of the last forward
-        self._info = self._describe(name, max_positions)
-        self._slots = Slots(size, vocab, self._info.fingerprint)
+        self.info = self._describe(max_positions)
+        super().__init__(size, vocab, self.info.fingerprint)
         if step_ms and vocab ** (order + 1) <= MAX_LAID_OUT:  # so that the first step with a context takes no longer
             for key in product(range(vocab), repeat=order):
                 self.log_law(key)
@@ -87,18 +86,12 @@ class TabularModel(SlottedModel):
             if not ok:
                 raise ValueError(f"{name}: {value!r} {why}")
 
-    def _describe(self, name: str, max_positions: int) -> ModelInfo:
+    def _describe(self, max_positions: int) -> ModelInfo:
         law = f"tabular:vocab={self.vocab},seed={self.seed},order={self.order},sharpness={self.sharpness:g}"
         for key, value in (("zeros", self.zeros), ("noise", self.noise), ("noise_seed", self.noise_seed)):
             law += f",{key}={value:g}" if value else ""
         eos_ids = () if self.eos is None else (self.eos,)
-        return ModelInfo(
-            name or law, self.vocab, max_positions, eos_ids, fingerprint=law, lossless=LosslessLevel.BITWISE
-        )
-
-    @property
-    def info(self) -> ModelInfo:
-        return self._info
+        return ModelInfo(law, self.vocab, max_positions, eos_ids, fingerprint=law, lossless=LosslessLevel.BITWISE)
 
     def forward(
         self, batch: Sequence[Rows], *, num_logits: Sequence[int] | None = None, reduction: Reduction | None = None
@@ -106,7 +99,7 @@ class TabularModel(SlottedModel):
         """Log-probabilities float64[T, V], -inf for tokens without probability; or their reduction."""
         end_s = time.monotonic() + self.step_ms / 1e3
         kept = kept_rows(batch, num_logits)
-        with self._slots.placed(batch) as entries:
+        with self.placed(batch) as entries:
             for entry in entries:
                 self._token[entry.table.cells(entry.plan.cells)] = entry.rows.token
         contexts = [self._context(entry, row) for entry, rows in zip(entries, kept, strict=True) for row in rows]
@@ -126,7 +119,7 @@ class TabularModel(SlottedModel):
         return torch.tensor([[float((*c, *[-1] * (i + 1))[i]) for i in self._exposed] for c in contexts])
 
     def commit(self, slot: int, node: int, *, keep_below: bool) -> None:
-        moves = self._slots.commit(slot, node, keep_below=keep_below)
+        moves = self.commit_cells(slot, node, keep_below=keep_below)
         self._token[moves.target] = self._token[moves.source]
 
     def law(self, context: Sequence[int]) -> NDArray[np.float64]:

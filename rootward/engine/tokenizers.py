@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rootward.errors import ConfigurationError
+from rootward.errors import ConfigurationError, first_line
 
 BYTE_PIECE = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in a vocabulary of pieces of text
 
@@ -36,8 +36,9 @@ def load_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except Exception as wrong:
-        line = str(wrong).strip().splitlines()[0] if str(wrong).strip() else type(wrong).__name__
-        raise ConfigurationError(f"tokenizer: none at {path!r} ({line}); check the path or name") from wrong
+        raise ConfigurationError(
+            f"tokenizer: none at {path!r} ({first_line(wrong)}); check the path or name"
+        ) from wrong
     # For a folder without tokenizer files transformers returns a tokenizer of special tokens only.
     if len(tokenizer.get_vocab()) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
         raise ConfigurationError(f"tokenizer: none at {path!r}; save one beside the model with save_pretrained")

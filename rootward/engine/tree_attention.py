@@ -3,12 +3,11 @@
 Registered through the public interfaces of transformers and chosen by the load probe: the Triton kernel on a GPU, `cpu_attention` on a CPU.
 Soft caps and sinks are supported; other arguments are refused.
 
-Legend: B entries, H query heads, H_kv heads of K and V, Q rows, KV keys, D head dimension.
+Legend: B entries, H query heads, H_kv heads of K and V, Q rows, D head dimension.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -46,8 +45,9 @@ def attention(
         raise ValueError(f"{NAME} knows no position_bias; use eager")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     now = running.get()
-    if now is None:
-        return without_cache(query, key, value, attention_mask, scale, softcap, s_aux), None
+    assert now is not None, (
+        "attention outside of a step; choose another implementation for a forward without the engine's cache"
+    )
     layer = now.layer
     assert layer is not None, "attention without keys and values of its own"
     if is_available(query.device):
@@ -57,31 +57,6 @@ def attention(
     rows = query.transpose(1, 2).flatten(0, 1)
     out = attend(rows, layer, now.step.visible(layer.window), scale, softcap=softcap, sinks=s_aux)
     return out.to(query.dtype).view(query.shape[0], query.shape[2], query.shape[1], -1), None
-
-
-def without_cache(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """[B, Q, H, D]: a forward over whole texts; `mask` bool[B, 1, Q, KV] or None for a causal one."""
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    score = query.float() @ key.float().transpose(-1, -2) * scaling
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
-    if mask is None:
-        rows, keys = score.shape[-2:]  # the rows are the last ones of the text
-        mask = torch.ones(rows, keys, dtype=torch.bool, device=score.device).tril(keys - rows)
-    score = score.masked_fill(~mask, -math.inf)
-    if sinks is not None:
-        score = torch.cat([score, sinks.float()[None, :, None, None].expand(*score.shape[:-1], 1)], -1)
-    weight = score.softmax(-1)[..., : key.shape[-2]]
-    return (weight @ value.float()).to(query.dtype).transpose(1, 2).contiguous()
 
 
 for _name in NAMES:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from unit.engine.networks import own_attention
 
 from rootward.ports import COMMITTED, LanguageModel, Rows
 
@@ -63,7 +64,8 @@ def last_logits(network: Any, committed: Sequence[int], path: Sequence[int], gap
         positions = torch.arange(ids.shape[1])
         positions[len(committed) :] += gap
         told = {"position_ids": positions[None], "attention_mask": torch.ones_like(ids)}
-    logits: torch.Tensor = network(input_ids=ids, use_cache=False, **told).logits
+    with own_attention(network):
+        logits: torch.Tensor = network(input_ids=ids, use_cache=False, **told).logits
     return logits[0, -1].float()
 
 

@@ -103,7 +103,8 @@ def p_value(model: HuggingFaceModel, texts: list[list[int]]) -> float:
     covariance = np.zeros((VOCAB, VOCAB, VOCAB))
     for i, text in enumerate(texts):
         whole = [3, 2 + i % 5, 4, *text]
-        logits = model.network(input_ids=torch.tensor([whole]), use_cache=False).logits[0, 2:-1]
+        with networks.own_attention(model.network):
+            logits = model.network(input_ids=torch.tensor([whole]), use_cache=False).logits[0, 2:-1]
         for law, before, token in zip(logits.double().softmax(-1).numpy(), whole[2:], text, strict=False):
             sums[before] += np.eye(VOCAB)[token] - law
             covariance[before] += np.diag(law) - np.outer(law, law)

@@ -13,12 +13,13 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from unit.engine.networks import SHAPE, VOCAB, tiny, truth
+from unit.engine.networks import SHAPE, VOCAB, own_attention, tiny, truth
 
 from rootward.engine import cpu_attention
 from rootward.engine import model as model_module
 from rootward.engine import probe as probe_module
 from rootward.engine.attention import DenseView
+from rootward.engine.checkpoint import read_network
 from rootward.engine.layers import LlamaNetwork
 from rootward.engine.loading import load_model
 from rootward.engine.model import HuggingFaceModel
@@ -47,7 +48,7 @@ def test_plain_decoding_equals_generate() -> None:
     network = tiny(LLAMA)
     model = HuggingFaceModel(network, name="tiny", max_slots=1)
     prompt = [5, 9, 2, 44, 17]
-    with torch.inference_mode():
+    with torch.inference_mode(), own_attention(network):
         ids = torch.tensor([prompt])
         reference = network.generate(ids, do_sample=False, max_new_tokens=50, min_new_tokens=50, eos_token_id=None)
     assert decode_greedily(model, prompt, 50) == reference[0, len(prompt) :].tolist()
@@ -107,11 +108,11 @@ def test_a_network_that_reads_trees_wrongly_is_found(
     dense = DenseView.mask
     monkeypatch.setattr(DenseView, "mask", lambda *args: torch.zeros_like(dense(*args)))
     with pytest.raises(ConfigurationError, match=r"off by \d") as caught:
-        HuggingFaceModel.load(str(tmp_path), dtype=dtype, require_trees=True)
+        load_model(str(tmp_path), dtype=dtype, require_trees=True)
     assert caught.value.exit_code == 3
     assert str(tmp_path) in str(caught.value)
     assert "without speculation" in str(caught.value)
-    assert not HuggingFaceModel.load(str(tmp_path)).info.supports_trees
+    assert not load_model(str(tmp_path)).info.supports_trees
 
 
 def test_the_probe_leaves_the_network_as_it_was() -> None:
@@ -124,11 +125,11 @@ def test_the_probe_leaves_the_network_as_it_was() -> None:
 
 
 def test_networks_that_slice_logits_their_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Early transformers 5 knows no mask of wanted rows; some networks know no `logits_to_keep` at all."""
+    """Early transformers 5 knows no other tensors than positions for all entries; some networks know no `logits_to_keep` at all."""
     network = tiny(LLAMA)
     forward = type(network).forward
 
-    def no_masks(self: object, *args: object, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
+    def positions_only(self: object, *args: object, logits_to_keep: int | torch.Tensor = 0, **kwargs: object) -> object:
         if isinstance(logits_to_keep, torch.Tensor) and logits_to_keep.ndim > 1:
             raise IndexError("too many indices")
         return forward(self, *args, logits_to_keep=logits_to_keep, **kwargs)
@@ -137,11 +138,10 @@ def test_networks_that_slice_logits_their_own_way(monkeypatch: pytest.MonkeyPatc
         assert "logits_to_keep" not in kwargs
         return forward(self, input_ids, **kwargs)
 
-    for own in (forward, no_masks, nothing):
+    for own in (forward, positions_only, nothing):
         monkeypatch.setattr(type(network), "forward", own)
         model = HuggingFaceModel(network, name="tiny", max_slots=2)
         assert model.info.supports_trees, model.probe_report
-        assert own is not no_masks or not model.probe_report.ragged
         a, b = model.open(), model.open()
         logits = model.forward([Rows.chain(b, 0, [1, 2, 3]), Rows.chain(a, 0, [4, 5])], num_logits=[1, 2])
         expected = torch.stack([truth(network, context) for context in ([1, 2, 3], [4], [4, 5])])
@@ -183,7 +183,7 @@ def test_a_folder_is_read_and_described(tmp_path: Path) -> None:
     assert info.eos_ids == (1, 7)
     assert info.num_parameters == sum(p.numel() for p in tiny(LLAMA).parameters())
     assert len(info.tokenizer_hash) == len(info.fingerprint) == 64
-    again = HuggingFaceModel.load(str(tmp_path)).info
+    again = load_model(str(tmp_path)).info
     assert (again.fingerprint, again.tokenizer_hash) == (info.fingerprint, info.tokenizer_hash)
     assert again.max_positions == SHAPE["max_position_embeddings"]
     slot = model.open()
@@ -200,17 +200,17 @@ def test_fingerprints_distinguish_weights() -> None:
 def test_a_model_without_a_tokenizer_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tiny("MambaConfig", state_size=4).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING, logger="rootward"):
-        model = HuggingFaceModel.load(str(tmp_path), max_len=32)
+        model = load_model(str(tmp_path), max_len=32)
     assert model.info.tokenizer_hash == ""
     assert "decodes plainly" in caplog.text
     with pytest.raises(ConfigurationError, match="recurrent") as caught:
-        HuggingFaceModel.load(str(tmp_path), require_trees=True)
+        load_model(str(tmp_path), require_trees=True)
     assert caught.value.exit_code == 3
 
 
 def test_an_unknown_dtype_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="dtype"):
-        HuggingFaceModel.load(str(tmp_path), dtype="int3")
+        read_network(str(tmp_path), dtype="int3")
 
 
 def test_bad_input_changes_nothing() -> None:
@@ -304,12 +304,11 @@ def test_known_prefixes_are_not_computed_again() -> None:
     model.check_idle()
 
 
-def test_kv_memory_is_bounded(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_kv_memory_is_bounded() -> None:
     """Three sessions share room for one and a half; who is told of it closes one, and goes on later."""
-    save(tmp_path)
-    with caplog.at_level(logging.INFO, logger="rootward"):
-        model = HuggingFaceModel.load(str(tmp_path), max_slots=3, max_len=64, tree_room=16, kv_cache_tokens=120)
-    assert "7 blocks of 16 tokens of 0.2 KiB; 112 tokens fit, 3 sessions at their longest take 240" in caplog.text
+    model = HuggingFaceModel(tiny(LLAMA), name="tiny", max_slots=3, max_len=64, tree_room=16, kv_cache_tokens=120)
+    plan = "7 blocks of 16 tokens of 0.2 KiB; 112 tokens fit, 3 sessions at their longest take 240"
+    assert plan in str(model.memory)
     text = np.random.default_rng(1).integers(0, 80, 40).tolist()
     a, b = model.open(), model.open()
     assert model.blocks_needed(a, 40) == 3
@@ -332,4 +331,4 @@ def test_kv_memory_is_bounded(caplog: pytest.LogCaptureFixture, tmp_path: Path) 
     model.close(b)
     assert model.num_free_blocks == model.num_blocks
     with pytest.raises(ConfigurationError, match="kv_cache_tokens"):
-        load_model(str(tmp_path), max_len=64, kv_cache_tokens=100)
+        HuggingFaceModel(tiny(LLAMA), name="tiny", max_len=64, kv_cache_tokens=100)

@@ -79,7 +79,7 @@ def test_recorded_steps_on_the_kernel_are_right(kernel: list[int]) -> None:
     network.set_attn_implementation(tree_attention.NAME)
     size = Size.of(2, 64, 32, 16, None)
     replays, slots = Replays(), Slots(size, VOCAB, "")
-    own = TreePass(network, size, layer_windows(network.config), ragged=True, capture=replays)
+    own = TreePass(network, size, layer_windows(network.config), capture=replays)
     alone, rng = PathPass(network, size), np.random.default_rng(0)
     prompts = [Rows.chain(slots.open(), 0, rng.integers(2, VOCAB, num).tolist()) for num in (19, 33)]
     steps = [(prompts, [1, 1])] + [([tree(slot, 2 + step % 2, rng) for slot in (1, 0)], None) for step in range(4)]
@@ -90,7 +90,7 @@ def test_recorded_steps_on_the_kernel_are_right(kernel: list[int]) -> None:
             with eager(network):
                 torch.testing.assert_close(got, alone.run(entries, kept), atol=1e-5, rtol=1e-5)
         for rows in batch:
-            moves = slots.commit(rows.slot, int(rows.node[-1]), keep_below=False)
+            moves = slots.commit_cells(rows.slot, int(rows.node[-1]), keep_below=False)
             own.move(moves)
             alone.move(moves)
     assert own.graphs is not None

@@ -177,8 +177,7 @@ async def assert_at_rest(system: System) -> None:
     await until(lambda: not system.service._running and not system.service._live)
     drafts = system.drafter.grower.model
     # A tree is forgotten before its slot is closed, on the thread that grows.
-    await until(lambda: not system.drafter.grower.trees and drafts.num_free_slots == len(drafts._slots))
+    await until(lambda: not system.drafter.grower.trees and drafts.num_free_slots == drafts.size.num_slots)
     for model in (system.service.model, drafts):
         model.check_idle()
-        assert model.num_free_slots == model._slots.num_free
     assert system.service.model.num_free_slots == system.service.max_sessions

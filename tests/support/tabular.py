@@ -17,6 +17,6 @@ def perturbed(target: TabularModel, noise: float, seed: int) -> TabularModel:
         eos=target.eos,
         noise=noise,
         noise_seed=seed,
-        max_slots=len(target._slots),
-        tree_room=target._slots.size.num_cells - target.info.max_positions,
+        max_slots=target.size.num_slots,
+        tree_room=target.size.num_cells - target.info.max_positions,
     )

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.forward import FORWARD, ONEDNN, OWN, linears, main
 from rootward import demo
-from rootward.engine.model import HuggingFaceModel
+from rootward.engine.loading import load_model
 
 
 def test_forward_and_its_linear_layers_are_timed_by_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +25,6 @@ def test_forward_and_its_linear_layers_are_timed_by_rows(tmp_path: Path, capsys:
 
 
 def test_joined_layers_count_once() -> None:
-    model = HuggingFaceModel.load(str(demo.paths().target), max_slots=1, max_len=16)
+    model = load_model(str(demo.paths().target), max_slots=1, max_len=16)
     config = model.network.config
     assert len(linears(model)) == 4 * config.num_hidden_layers + 1

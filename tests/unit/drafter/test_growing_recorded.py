@@ -19,7 +19,7 @@ from rootward.core.frames import Commit, Grow, Open, extend_hash
 from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
-from rootward.engine import atoms, batch
+from rootward.engine import atoms
 from rootward.engine.atoms import Atoms
 from rootward.engine.grower import Grower
 from rootward.engine.model import HuggingFaceModel
@@ -78,7 +78,7 @@ def tables(model: HuggingFaceModel) -> HuggingFaceModel:
     def look_up(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
         rows, keep = table[kwargs["input_ids"]], kwargs.get("logits_to_keep")
         if keep is not None:
-            rows = rows[keep] if keep.dtype == torch.bool else rows[:, keep]
+            rows = rows[:, keep]
         out.logits = rows
         return out
 
@@ -143,8 +143,7 @@ def test_recorded_levels_of_a_network_grow_the_same_trees() -> None:
 @pytest.mark.parametrize("num", [1, 5])
 def test_a_level_is_one_copy_to_the_host(replays: bool, num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of trees; and nothing else of it is looked at."""
-    for module in (atoms, batch):
-        monkeypatch.setattr(module, "host_can_read", lambda device: False)
+    monkeypatch.setattr(atoms, "host_can_read", lambda device: False)
     model = model_of("llama", Replays() if replays else None)
     edited = {"sampling": Sampling(0.9, logit_bias=((4, 1.0),), repetition_penalty=1.2)}
     opens = openings((*MIXED[3:], edited, *MIXED)[:num])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import transformers
+
+from rootward.engine.probe import eager
+from rootward.engine.tree_attention import NAMES
 
 VOCAB = 96
 WINDOW = 5
@@ -77,8 +81,14 @@ def tiny(config: str, seed: int = 0, **changes: Any) -> Any:
     return network.eval()
 
 
+def own_attention(network: Any) -> AbstractContextManager[None]:
+    """A network that the engine has taken over runs without the engine's cache in this context."""
+    return eager(network) if network.config._attn_implementation in NAMES else nullcontext()
+
+
 @torch.inference_mode()
 def truth(network: Any, context: Sequence[int]) -> torch.Tensor:
     """Logits [V] of what follows this context, by a forward that knows neither cache nor tree."""
-    logits: torch.Tensor = network(input_ids=torch.tensor([list(context)]), use_cache=False).logits[0, -1].float()
-    return logits
+    with own_attention(network):
+        logits: torch.Tensor = network(input_ids=torch.tensor([list(context)]), use_cache=False).logits
+    return logits[0, -1].float()

@@ -55,7 +55,7 @@ class Case:
 
 
 def grow(slots: Slots, slot: int, rng: np.random.Generator, num: int, chain: float = 0.3) -> Rows:
-    tree = slots[slot]
+    tree = slots.tree(slot)
     known = [COMMITTED, *tree._node.tolist()]
     first = max(known) + 1
     parents = []
@@ -85,7 +85,7 @@ def random_case(
         num = min(left[slot], int(rng.integers(1, 12)))
         with slots.placed([grow(slots, slot, rng, num, chain=1.0)]) as entries:
             pass
-        slots.commit(slot, int(entries[0].rows.node[-1]), keep_below=False)
+        slots.commit_cells(slot, int(entries[0].rows.node[-1]), keep_below=False)
         left[slot] -= num
     if old:
         for slot in mine[::2]:

@@ -11,7 +11,7 @@ import torch
 from support.waits import Waits
 from unit.engine.networks import FAMILIES, VOCAB, tiny
 
-from rootward.engine import batch, graphs, tree_attention
+from rootward.engine import graphs, tree_attention
 from rootward.engine.attention import layer_windows
 from rootward.engine.graphs import Run, StaticStep, bucket_of
 from rootward.engine.kv_cache import running
@@ -110,10 +110,9 @@ def test_recorded_steps_give_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-def test_rows_wanted_by_number_equal_those_wanted_by_a_mask(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask would have a device asked how many rows it keeps."""
+def test_wanted_rows_are_taken_without_a_wait(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of them would have a device asked how many rows it keeps."""
     expected = session(model_of("llama", None))
-    monkeypatch.setattr(batch, "host_can_read", lambda device: False)
     model = model_of("llama", Replays() if recorded else None)
     with Waits(monkeypatch) as waits:
         found = session(model)
@@ -212,9 +211,7 @@ def test_what_cannot_be_recorded_runs_as_before() -> None:
 
     model = model_of("llama", None)
     plain = session(model_of("llama", None))
-    model._pass.graphs = TreePass(
-        model.network, model._slots.size, layer_windows(model.network.config), ragged=True, capture=broken
-    ).graphs
+    model._pass.graphs = TreePass(model.network, model.size, layer_windows(model.network.config), capture=broken).graphs
     for ours, theirs in zip(session(model), plain, strict=True):
         torch.testing.assert_close(ours, theirs)
     assert len(model._pass.graphs) == 0
@@ -228,7 +225,7 @@ def meta_pass(family: str, attention: str) -> TreePass:
     network = tiny(config, **changes).to(META)
     network.set_attn_implementation(attention)
     windows = layer_windows(network.config.get_text_config())
-    return TreePass(network, Size.of(4, 128, 64, 16, None), windows, ragged=True)
+    return TreePass(network, Size.of(4, 128, 64, 16, None), windows)
 
 
 @torch.inference_mode()
@@ -242,7 +239,7 @@ def test_a_step_reads_nothing(family: str, attention: str, monkeypatch: pytest.M
     monkeypatch.setattr(tree_attention, "tree_attention", kernel)
     own = meta_pass(family, attention)
     static = StaticStep(Extents(4, 8, 4, 8), own.size, META)
-    assert own._recordable(static).shape == (4, 8, VOCAB)
+    assert own._forward(static).shape == (4, 8, VOCAB)
 
 
 def test_a_step_that_reads_is_seen() -> None:
@@ -254,5 +251,5 @@ def test_a_step_that_reads_is_seen() -> None:
             lambda module, args, kwargs, read=read: read(kwargs["input_ids"]), with_kwargs=True
         )
         with pytest.raises((RuntimeError, NotImplementedError)):
-            own._recordable(static)
+            own._forward(static)
         handle.remove()

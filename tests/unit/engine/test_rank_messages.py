@@ -23,7 +23,7 @@ def entries() -> list[Entry]:
     a, b = slots.open(), slots.open()
     with slots.placed([Rows.chain(b, 1, [5] * 9)]):
         pass
-    slots.commit(b, 9, keep_below=False)
+    slots.commit_cells(b, 9, keep_below=False)
     tree = Rows(b, np.array([20, 21, 22]), np.array([COMMITTED, 20, 20]), np.array([3, 4, 5]))
     with slots.placed([Rows.chain(a, 1, [7, 8, 9]), tree]) as placed:
         return [
@@ -53,7 +53,7 @@ def test_moves_a_report_and_the_end_arrive_as_they_were() -> None:
     (found,) = moved.arguments()
     for name in ("token", "source", "target"):
         np.testing.assert_array_equal(getattr(found, name), getattr(moves, name))
-    report = ProbeReport(False, "sdpa", True, math.inf, 1e-4, "rows are off", 12)
+    report = ProbeReport(False, "sdpa", math.inf, "rows are off", 12)
     assert decode(encode(Probed(report=report))) == Probed(report=report)
     assert decode(encode(Done())) == Done()
 

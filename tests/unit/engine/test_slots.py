@@ -36,12 +36,12 @@ class SlotsMachine(RuleBasedStateMachine):
         salt, *known = data.draw(st.sampled_from(self.history))
         tokens = [*known[: data.draw(st.integers(0, len(known)))], *more][:22]
         salt = "other" if other_salt else salt
-        if self.slots.num_free == 0:
+        if self.slots.num_free_slots == 0:
             with pytest.raises(RuntimeError, match="are taken"):
                 self.slots.open()
             return
-        slot = self.slots.open(tokens, salt)
-        held = self.slots[slot].length
+        slot = self.slots.open(tokens, salt=salt)
+        held = self.slots.tree(slot).length
         assert held % BLOCK == 0
         assert held <= max(0, len(tokens) - 1)
         self.texts[slot], self.nodes[slot] = (salt, *tokens[:held]), {}
@@ -53,16 +53,16 @@ class SlotsMachine(RuleBasedStateMachine):
     @rule(data=st.data(), chain=st.booleans(), fails=st.booleans())
     def forward(self, data: st.DataObject, chain: bool, fails: bool) -> None:
         slots = data.draw(st.lists(st.sampled_from(sorted(self.texts)), unique=True)) if self.texts else []
-        slots = [slot for slot in slots if self.slots[slot].length < 24]
-        batch = [self.rows(data, slot, chain) for slot in slots if self.slots[slot].num_free > 6]
+        slots = [slot for slot in slots if self.slots.tree(slot).length < 24]
+        batch = [self.rows(data, slot, chain) for slot in slots if self.slots.tree(slot).num_free > 6]
         if not batch:
             return
-        before = [(self.slots[r.slot].num_uncommitted, len(self.slots.session(r.slot).table)) for r in batch]
+        before = [(self.slots.tree(r.slot).num_uncommitted, len(self.slots.session(r.slot).table)) for r in batch]
         most = sum(self.slots.blocks_needed(rows.slot, len(rows.node)) for rows in batch)
         free = self.slots.pool.num_available
         if self._runs(batch, most, fails):
             return
-        after = [(self.slots[r.slot].num_uncommitted, len(self.slots.session(r.slot).table)) for r in batch]
+        after = [(self.slots.tree(r.slot).num_uncommitted, len(self.slots.session(r.slot).table)) for r in batch]
         assert after == before
         assert fails or most > free
 
@@ -106,10 +106,10 @@ class SlotsMachine(RuleBasedStateMachine):
 
     def _commit(self, slot: int, node: int, keep_below: bool) -> None:
         text = self.nodes[slot][node]
-        tree = self.slots[slot]
+        tree = self.slots.tree(slot)
         row = tree._row[node]
         below = {n for i, n in enumerate(tree._node.tolist()) if tree._ancestors[i, row] and n != node}
-        moves = self.slots.commit(slot, node, keep_below=keep_below)
+        moves = self.slots.commit_cells(slot, node, keep_below=keep_below)
         moved = [self.storage[cell] for cell in moves.source.tolist()]
         self.storage.update(zip(moves.target.tolist(), moved, strict=True))
         self.texts[slot] = text
@@ -131,12 +131,12 @@ class SlotsMachine(RuleBasedStateMachine):
     def sound(self) -> None:
         if not hasattr(self, "slots"):
             return
-        self.slots.check()
+        self.slots.check_idle()
         for slot, text in self.texts.items():
-            assert self.slots[slot].length == len(text) - 1
+            assert self.slots.tree(slot).length == len(text) - 1
             for i in range(1, len(text)):
                 assert self.storage[self.cell(slot, i - 1)] == text[: i + 1]
-            tree = self.slots[slot]
+            tree = self.slots.tree(slot)
             for node, own in zip(tree._node.tolist(), tree._cell.tolist(), strict=True):
                 assert self.storage[self.cell(slot, own)] == self.nodes[slot][node]
 
@@ -165,16 +165,16 @@ def test_a_batch_is_refused_as_a_whole() -> None:
     for wrong in ([1, 1], [0], [3]):
         with pytest.raises(ValueError, match="num_logits"):
             kept_rows([good], wrong)
-    assert slots[a].num_uncommitted == slots[b].num_uncommitted == 0
+    assert slots.tree(a).num_uncommitted == slots.tree(b).num_uncommitted == 0
     with slots.placed([Rows.chain(b, 0, [1] * 16)]):
         pass
-    slots.commit(b, 15, keep_below=False)
+    slots.commit_cells(b, 15, keep_below=False)
     with pytest.raises(ValueError, match="context of 16"), slots.placed([Rows.chain(b, 0, [1])]):
         pass
     with pytest.raises(RuntimeError, match="all 2 are taken"):
         slots.open()
     slots.close(a)
-    assert slots.num_free == 1
+    assert slots.num_free_slots == 1
     assert slots.open() == a
 
 
