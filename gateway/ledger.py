@@ -245,16 +245,13 @@ class Ledger:
     async def held(self, request: VerifierRequest, is_held: IsHeld) -> dict[str, int]:
         """The number of tokens of a prompt that each verifier is thought to hold. Waits for the store for at most HINT_S."""
         keys = prefix_keys(self._model(), request)
-        own = self.prefixes.holders(keys)
-        found = tokens_held(own, is_held)
-        self.prefixes.withdraw(keys, own, is_held)
+        found = tokens_held(self.prefixes.holders(keys), is_held)
         if keys and max(found.values(), default=0) < prefix_lengths(len(request.prompt))[-1]:
             with suppress(StoreUnavailable):
                 async with self._answering(HINT_S):
                     shared = await self._store.hints(self._model(), keys)
                 for name, tokens in tokens_held(shared, is_held).items():
                     found[name] = max(tokens, found.get(name, 0))
-                self.prefixes.withdraw(keys, shared, is_held)
         return found
 
     # -- Writing --------------------------------------------------------------------------------------------------------
@@ -279,7 +276,7 @@ class Ledger:
                 if self.down:
                     await self._store.ping()  # there may be nothing to write that would show whether it is back
                 await self._write([entry for entry in self._entries if self._is_due(entry)])
-                await self._store.put_hints(self._model(), *self.prefixes.take_changes(), TTL_S)
+                await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
             except StoreUnavailable:
                 self._mark_down()
                 too_old = self._now() - KEPT_AFTER_END_S

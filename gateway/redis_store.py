@@ -252,17 +252,12 @@ class RedisStore:
             items: Any = await self._client.lrange(log, 0, -1)
         return Record(dict(fields), Run.joined(items))
 
-    async def put_hints(
-        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
-    ) -> None:
-        if not held and not gone:
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        if not held:
             return
         now_s = self._clock.wall()
         async with self._answering():
             pipeline: Any = self._client.pipeline(transaction=False)
-            for process, keys in gone.items():
-                for key in keys:
-                    pipeline.zrem(self._hint_key(model, key), process)
             for process, keys in held.items():
                 for key in (self._hint_key(model, key) for key in keys):
                     pipeline.zadd(key, {process: now_s})

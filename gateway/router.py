@@ -7,8 +7,8 @@ verifier's slots, so that a warm cache does not draw all requests to one verifie
 
 Hints on held prefixes are hashes, which gateways share through the session store. Prefixes have fixed lengths, four in each doubling
 (`prefix_lengths`), so a long prompt has few keys. A key also depends on the model, the tenant and the cache salt, as cached prefixes do. A
-hint names the process that computed the prefix and holds until that process ends or evicts the prefix: verifiers report how long unused
-text stays in their cache (`kv_evicted_age_s`), and older hints are withdrawn.
+hint names the process that computed the prefix and counts until that process ends or evicts the prefix: verifiers report how long unused
+text stays in their cache (`kv_evicted_age_s`), and older hints are ignored until they expire.
 
 Verifiers are listed or discovered, and asked for their state once a second.
 """
@@ -111,10 +111,9 @@ def _score(key: str, name: str) -> bytes:
     return hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
 
 
-Holders = Mapping[
-    str, float
-]  # process of a verifier (`Upstream.holder`) → age in seconds of the hint that it holds a prefix
-IsHeld = Callable[[str, float], bool | None]  # (process, age) → whether the hint is true; None: unknown
+# Process of a verifier (`Upstream.holder`) → age in seconds of the hint that it holds a prefix.
+Holders = Mapping[str, float]
+IsHeld = Callable[[str, float], bool]  # (process, age) → whether the hint is true, as far as is known
 
 
 def _lengths() -> Iterator[int]:
@@ -151,52 +150,48 @@ def tokens_held(holders: Sequence[Holders], is_held: IsHeld) -> dict[str, int]:
     return held
 
 
-class Prefixes:
-    """The prefixes that processes of verifiers hold, from the requests of this gateway. `now` is in seconds.
+@dataclass(slots=True)
+class _Hint:
+    """A process holds a prefix. Times are in seconds."""
 
-    unpublished   process → keys that are not yet in the session store
-    withdrawn     process → keys that are in the session store and no longer held
-    """
+    used_at: float
+    published_at: float = -math.inf
+
+
+class Prefixes:
+    """Hints from the requests of this gateway. `now` is in seconds."""
 
     def __init__(self, now: Callable[[], float]):
         self._now = now
-        self._known: OrderedDict[str, dict[str, float]] = OrderedDict()  # least recently used first
-        self._published: dict[tuple[str, str], float] = {}
-        self.unpublished: dict[str, list[str]] = {}
-        self.withdrawn: dict[str, list[str]] = {}
+        self._known: OrderedDict[str, dict[str, _Hint]] = OrderedDict()  # by key and process, least recently used first
+        self._unpublished: dict[str, list[str]] = {}  # by process: keys that are not yet in the session store
 
     def sent(self, keys: Sequence[str], process: str) -> None:
         """A prompt with these prefixes was sent to a verifier, which will soon hold them."""
         now = self._now()
         for key in keys:
-            self._known.setdefault(key, {})[process] = now
+            hints = self._known.setdefault(key, {})
             self._known.move_to_end(key)
-            if now - self._published.get((key, process), -math.inf) >= PUBLISHED_S:
-                self._published[key, process] = now
-                self.unpublished.setdefault(process, []).append(key)
+            if process not in hints:
+                for expired in [name for name, hint in hints.items() if now - hint.used_at > TTL_S]:
+                    del hints[expired]
+                hints[process] = _Hint(now)
+            hint = hints[process]
+            hint.used_at = now
+            if now - hint.published_at >= PUBLISHED_S:
+                hint.published_at = now
+                self._unpublished.setdefault(process, []).append(key)
         while len(self._known) > MAX_KNOWN:
-            key, processes = self._known.popitem(last=False)
-            for process in processes:
-                self._published.pop((key, process), None)
+            self._known.popitem(last=False)
 
     def holders(self, keys: Sequence[str]) -> list[Holders]:
         """The hints on each prefix."""
         now = self._now()
-        return [{process: now - at for process, at in self._known.get(key, {}).items()} for key in keys]
+        return [{process: now - hint.used_at for process, hint in self._known.get(key, {}).items()} for key in keys]
 
-    def withdraw(self, keys: Sequence[str], holders: Sequence[Holders], is_held: IsHeld) -> None:
-        """Remove the hints among these that are no longer true, here and in the session store."""
-        for key, hints in zip(keys, holders, strict=True):
-            for process, age_s in hints.items():
-                if is_held(process, age_s) is False:
-                    self._known.get(key, {}).pop(process, None)
-                    self._published.pop((key, process), None)
-                    self.withdrawn.setdefault(process, []).append(key)
-
-    def take_changes(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """(unpublished, withdrawn); both are empty afterwards."""
-        taken = self.unpublished, self.withdrawn
-        self.unpublished, self.withdrawn = {}, {}
+    def take_unpublished(self) -> dict[str, list[str]]:
+        """Keys to publish, by process; none are left afterwards."""
+        taken, self._unpublished = self._unpublished, {}
         return taken
 
 
@@ -228,10 +223,12 @@ class Upstream:
         """The name of its process in hints."""
         return f"{self.name}@{self.incarnation:x}"
 
-    def kept_s(self, now: float) -> float:
-        """Age in seconds up to which text that was in use is in its cache."""
-        age_s = self.info.stats.get("kv_evicted_age_s", math.inf) if self.info else 0.0
-        return min(age_s + now - self.reported_at, TTL_S)
+    def holds(self, process: str, age_s: float, now: float) -> bool:
+        """Whether it is this process, and text that was in use `age_s` seconds ago is still in its cache."""
+        if self.info is None or process != self.holder:
+            return False
+        kept_s = self.info.stats.get("kv_evicted_age_s", math.inf) + now - self.reported_at
+        return age_s <= min(kept_s, TTL_S)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -287,14 +284,10 @@ class Upstreams:
     def get(self, name: str) -> Upstream:
         return self._upstreams[name]
 
-    def is_held(self, process: str, age_s: float) -> bool | None:
-        """Whether a process still holds the prefix of a hint of this age. None: the hint is newer than the last report of the verifier."""
-        upstream, now = self._upstreams.get(process.rpartition("@")[0]), asyncio.get_running_loop().time()
-        if upstream is None or upstream.info is None:
-            return None
-        if upstream.holder != process:
-            return False if age_s > now - upstream.reported_at else None
-        return age_s <= upstream.kept_s(now)
+    def is_held(self, process: str, age_s: float) -> bool:
+        """Whether a process still holds the prefix of a hint of this age, as far as this gateway knows."""
+        upstream = self._upstreams.get(process.rpartition("@")[0])
+        return upstream is not None and upstream.holds(process, age_s, asyncio.get_running_loop().time())
 
     def choose(
         self, key: str, *, held: Mapping[str, int] | None = None, avoid: Collection[str] = frozenset()

@@ -220,10 +220,8 @@ class MemoryStore:
         stored = self._requests.get(request_id)
         return Record(dict(stored.fields), stored.log) if stored else Record()
 
-    async def put_hints(
-        self, model: str, held: Mapping[str, Sequence[str]], gone: Mapping[str, Sequence[str]], ttl_s: float
-    ) -> None:
-        """Publish keys of prefixes: held and no longer held, by process of a verifier. In memory no other gateway would read them."""
+    async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
+        """Publish keys of held prefixes, by process of a verifier. In memory no other gateway would read them."""
 
     async def hints(self, model: str, keys: Sequence[str]) -> Sequence[Holders]:
         """The holders of each of these prefixes, in one round trip."""

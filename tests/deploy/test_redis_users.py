@@ -83,7 +83,7 @@ async def test_every_role_can_do_its_work(urls):
         lease = await store.begin("r1", "gateway-1", 5.0, {"digest": "d"})
         assert (await store.record("r1")).fields["digest"] == "d"
         assert (await store.next_epoch(lease, 5.0)).epoch > lease.epoch
-        await store.put_hints("llama", {"v@1": ["0a"]}, {"v@0": ["0a"]}, 5.0)
+        await store.put_hints("llama", {"v@1": ["0a"]}, 5.0)
     finally:
         await store.close()
 

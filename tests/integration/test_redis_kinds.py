@@ -48,8 +48,7 @@ async def check_store(store: RedisStore, name: str) -> Lease:
     assert await store.write([last, Write(leases[0])], 30) == [3, -1]
     assert (await store.take_over(f"{name}-0", "c", 30, "d"))[0] is None
     assert (await store.next_epoch(leases[1], 30)).epoch == 2
-    await store.put_hints(name, {"v": [f"k{i}" for i in range(5)], "w": ["k0", "k4"]}, {}, 30)
-    await store.put_hints(name, {}, {"w": ["k4"]}, 30)
+    await store.put_hints(name, {"v": [f"k{i}" for i in range(5)], "w": ["k0"]}, 30)
     assert [set(h) for h in await store.hints(name, ["k0", "k4", "k9"])] == [{"v", "w"}, {"v"}, set()]
     assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) == 0
     assert await store.take_tokens(name, 5, Rate(1.0, 8.0)) > 0

@@ -212,11 +212,8 @@ async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(red
     two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6")
     assert await two.held(prompt, held) == {"v1:1": 96, "v2:1": 64}
 
-    # A restart: whoever sees the hint withdraws it, for all.
+    # A restart.
     assert await two.held(prompt, lambda process, age_s: process != "v1:1@5") == {"v2:1": 64}
-    await two.flush()
-    three = Ledger(stores[0], now=asyncio.get_running_loop().time, model=lambda: "m")
-    assert await three.held(prompt, held) == {"v2:1": 64}
     for store in stores:
         await store.close()
 
@@ -243,19 +240,24 @@ def test_the_longest_prefix_that_is_held_counts():
     assert tokens_held(hints, held) == {"a:1": 32, "b:1": 96, "c:1": 64}
 
 
-def test_hints_are_published_now_and_then_and_withdrawn_once():
+def test_hints_are_published_now_and_then():
     time = [0.0]
     prefixes = Prefixes(lambda: time[0])
     prefixes.sent(["k"], "v@1")
-    assert prefixes.take_changes() == ({"v@1": ["k"]}, {})
+    assert prefixes.take_unpublished() == {"v@1": ["k"]}
     time[0] = 0.9 * PUBLISHED_S
     prefixes.sent(["k"], "v@1")
-    assert prefixes.take_changes() == ({}, {})
+    assert prefixes.take_unpublished() == {}
     assert prefixes.holders(["k"]) == [{"v@1": 0}]  # the age that counts here is that of the last use
     time[0] = 1.5 * PUBLISHED_S
     prefixes.sent(["k"], "v@1")
-    assert prefixes.take_changes() == ({"v@1": ["k"]}, {})
-    prefixes.withdraw(["k"], prefixes.holders(["k"]), lambda process, age_s: None)
-    assert prefixes.take_changes() == ({}, {})
-    prefixes.withdraw(["k"], prefixes.holders(["k"]), lambda process, age_s: False)
-    assert (prefixes.take_changes(), prefixes.holders(["k"])) == (({}, {"v@1": ["k"]}), [{}])
+    assert prefixes.take_unpublished() == {"v@1": ["k"]}
+
+
+def test_hints_that_have_expired_are_forgotten_with_the_next_process():
+    time = [0.0]
+    prefixes = Prefixes(lambda: time[0])
+    prefixes.sent(["k"], "v@1")
+    time[0] = TTL_S + 1
+    prefixes.sent(["k"], "v@2")
+    assert prefixes.holders(["k"]) == [{"v@2": 0}]

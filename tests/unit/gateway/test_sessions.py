@@ -190,7 +190,7 @@ async def test_every_redis_key_has_a_prefix_and_a_time_to_live(redis_url, name, 
     store = open_store(redis_url, prefix=prefix)
     lease = await store.begin(name, "a", 5, ABOUT)
     await write(store, lease, 0, 1)
-    await store.put_hints(name, {"v": ["k"]}, {}, 5)
+    await store.put_hints(name, {"v": ["k"]}, 5)
     keys = [k async for k in store._client.scan_iter(match=f"*{name}*")]
     assert len(keys) == 5
     assert all(key.startswith(f"{prefix}:") for key in keys)
