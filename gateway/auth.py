@@ -41,9 +41,9 @@ from rootward.wire.status import Context
 log = structlog.get_logger()
 
 _BEARER = re.compile(r"^\s*bearer\s+(\S+)\s*$", re.IGNORECASE)
+# Beginnings of the methods of administrators.
 ADMIN_RPC = ("/rootward.v1.Control/Drain", "/rootward.v1.Control/WatchSession", "/grpc.reflection.")
 ABORT_RPC = "/rootward.v1.Control/Abort"  # a key aborts requests of its own tenant, see `ends_requests_of`
-REFLECTION = "/grpc.reflection."
 OPEN_HTTP = {"/", "/version", "/openapi.json", "/health", "/health/live", "/health/ready"}
 OPEN_FILES = "/page/"  # of the page at /, which asks for a key itself
 
@@ -180,7 +180,7 @@ def ends_requests_of() -> str | None:
 
 def rpc_scope(method: str) -> Scope:
     """The scope that a gRPC method needs, as "/package.Service/Method". (Health is not checked.)"""
-    return Scope.ADMIN if method in ADMIN_RPC or method.startswith(REFLECTION) else Scope.GENERATE
+    return Scope.ADMIN if method.startswith(ADMIN_RPC) else Scope.GENERATE
 
 
 def http_scope(path: str) -> Scope | None:

@@ -197,7 +197,8 @@ async def scaler_port(settings: GatewaySettings) -> AsyncIterator[None]:
         watch = DemandWatch(registry, [served.name for served in settings.served])
         looking = asyncio.create_task(watch.run(), name="scaler")
         try:
-            async with RpcServer(settings.scaler_listen, tls=settings.scaler_tls, grace_s=GRACE_S) as server:
+            # KEDA needs a certificate of the authority, since nothing else identifies it.
+            async with RpcServer(settings.scaler_listen, tls=settings.server_tls, grace_s=GRACE_S) as server:
                 ScalerServicer(watch).register(server)
                 await server.start()
                 await server.set_ready(True)

@@ -50,7 +50,6 @@ _KINDS: dict[str, tuple[int, str, str]] = {
 }
 # Fields with another name than in gRPC.
 _NAMES = {
-    "token_ids": "prompt",
     "structured_output": "structured_outputs",
     "chat.template_kwargs": "chat_template_kwargs",
 }

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from gateway.requests import Chat, GenerateRequest, of_tenant
 from gateway.tokenizer import Tokenizer
-from rootward.core.requests import MAX_BAD, DraftMode, Rule, Stopping, VerifierRequest
+from rootward.core.requests import MAX_BAD, DraftMode, Rule, Stopping, VerifierRequest, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest
 from rootward.ports import ModelInfo
 
@@ -82,10 +82,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest("stop", stop[:16], f"is not 1 to {MAX_STOP_CHARACTERS} characters long")
     prompt = _truncated(request, prompt, model)
-    with refusing():
-        most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
-    check_ids("token_ids", prompt, model.vocab_size)
-    check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
+    most = _max_tokens(request, len(prompt), model)  # before each token of a prompt that is too long is checked
     prediction = () if isinstance(request.prediction, str) else request.prediction  # see `without_texts`
     speculation = request.speculation
     warnings: tuple[str, ...] = ()
@@ -95,6 +92,7 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         elif speculation.rule not in (None, Rule.MATCH) and not request.sampling.greedy:
             warnings = ("seed_not_reproducible",)
     with refusing():
+        check_ids("resume_tokens", request.resume.tokens if request.resume else (), model.vocab_size)
         stopping = Stopping(most, request.stop_token_ids, request.ignore_eos, request.min_tokens)
         first = VerifierRequest(
             request_id=of_tenant(request.tenant, request.request_id),
@@ -117,16 +115,6 @@ def make_plan(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInf
         first.check_tokens(model.vocab_size, model.eos_ids)
     stop_ids = frozenset(request.stop_token_ids).union(() if request.ignore_eos else model.eos_ids)
     return Plan(request, first, stop_ids, warnings)
-
-
-def prompt_ids(request: GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Token ids of the prompt. Takes time in the length of a text."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens=request.add_special_tokens)
-    if isinstance(prompt, Chat):
-        return tokenizer.encode_chat(prompt)
-    return prompt
 
 
 def _truncated(request: GenerateRequest, prompt: tuple[int, ...], model: ModelInfo) -> tuple[int, ...]:
@@ -192,11 +180,3 @@ def check_resume(request: GenerateRequest) -> None:
 def _check_at_most(field: str, number: int, most: int, noun: str) -> None:
     if number > most:
         raise InvalidRequest(field, number, f"{noun} are more than {most}")
-
-
-def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    """InvalidRequest for an id that is no token of the model."""
-    bad = next((i for i in ids if not 0 <= i < vocab_size), None)
-    if bad is not None:
-        fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
-        raise InvalidRequest(field, bad, fix)

@@ -126,8 +126,8 @@ end
 return length
 """
 
-# `Buckets.take`. KEYS: bucket. ARGV: cost (negative: given back), tokens per second, size of the bucket. Returns 0 = taken; else the ms
-# until the tokens are there. One request may overdraw a full bucket, so that none is too large for ever.
+# `MemoryStore.take_tokens`. KEYS: bucket. ARGV: cost, tokens per second, size of the bucket. Returns 0 = taken; else the ms until the tokens
+# are there.
 TAKE_TOKENS = """
 local time = redis.call('TIME')
 local now, size = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])

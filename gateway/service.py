@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextman
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from gateway import planning
 from gateway.admission import Admission
 from gateway.auth import Scope, caller
 from gateway.choices import is_output_of
@@ -19,7 +18,7 @@ from gateway.generation import Aborted, Cutoff, Generation
 from gateway.grammar_check import GrammarCheck
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import GAUGES, Metrics
-from gateway.planning import Plan, check_ids, check_resume, make_plan, within, without_texts
+from gateway.planning import Plan, check_resume, make_plan, refusing, within, without_texts
 from gateway.quotas import Account
 from gateway.redis_store import Store
 from gateway.requests import Chat, Delta, Ending, GenerateRequest
@@ -31,7 +30,7 @@ from gateway.tokenizer import CHARACTERS_PER_TOKEN, INLINE_CHARACTERS, Tokenizer
 from gateway.watching import WatchedRequest, Watching
 from rootward.client.types import Timing, Usage
 from rootward.clock import SystemClock
-from rootward.core.requests import FinishReason, SpeculationStats
+from rootward.core.requests import FinishReason, SpeculationStats, check_ids
 from rootward.errors import ContextLengthExceeded, InvalidRequest, ServiceError, Unavailable
 from rootward.metrics import Gauges
 from rootward.ports import Lease, ModelInfo
@@ -195,7 +194,8 @@ class GatewayService:
         longest = max(self.model.max_positions, MIN_DETOKENIZED)
         if len(ids) > longest:
             raise ContextLengthExceeded("token_ids", len(ids), f"ids are more than {longest}; send them in parts")
-        check_ids("token_ids", ids, self.model.vocab_size)
+        with refusing():
+            check_ids("token_ids", ids, self.model.vocab_size)
         await self._charge(tenant, CHARACTERS_PER_TOKEN * len(ids))
         decode = partial(self.tokenizer.decode, skip_special_tokens=skip_special_tokens)
         return await self.tokenizer_pool.run(CHARACTERS_PER_TOKEN * len(ids), decode, ids)
@@ -234,8 +234,12 @@ class GatewayService:
         if isinstance(prompt, tuple):
             return prompt
         self._check_characters(prompt)
-        size = _characters(prompt) if isinstance(prompt, str) else INLINE_CHARACTERS + _characters(prompt)
-        return await self.tokenizer_pool.run(size, planning.prompt_ids, request, self.tokenizer)
+        if isinstance(prompt, str):
+            encode = partial(self.tokenizer.encode, add_special_tokens=request.add_special_tokens)
+            return await self.tokenizer_pool.run(len(prompt), encode, prompt)
+        return await self.tokenizer_pool.run(
+            INLINE_CHARACTERS + _characters(prompt), self.tokenizer.encode_chat, prompt
+        )
 
     def _check_characters(self, prompt: str | Chat) -> None:
         limit = self.settings.max_prompt_characters

@@ -22,7 +22,6 @@ from rootward.ports import Lease
 RETENTION_S = 660.0  # the longest request (600 s) + 60 s
 KEPT_AFTER_END_S = 60.0
 FORGET_EVERY_S = 1.0
-MAX_BUCKETS = 4096  # after which full ones are forgotten
 MAX_POISON = 1024  # requests that a MemoryStore remembers
 
 RUNNING, FINISHED, INTERRUPTED = "running", "finished", "interrupted"
@@ -102,29 +101,11 @@ class Rate:
     size: float
 
 
-class Buckets:
-    """Buckets of one process; the rule is that of `redis_store.TAKE_TOKENS`. `now` is in seconds."""
-
-    def __init__(self, now: Callable[[], float]):
-        self._now = now
-        self._levels: dict[str, tuple[float, float]] = {}  # tenant → (level, when)
-
-    def take(self, tenant: str, cost: int, rate: Rate) -> float:
-        """Take `cost` tokens; a negative cost gives them back. Returns 0 if taken, else the seconds until the tokens are there. One request
-        may overdraw a full bucket."""
-        now = self._now()
-        level, at = self._levels.get(tenant, (rate.size, now))
-        level = min(rate.size, level + (now - at) * rate.tokens_per_s)
-        needed = min(cost, rate.size)
-        if cost > 0 and level < needed:
-            return (needed - level) / rate.tokens_per_s
-        self._levels[tenant] = min(rate.size, level - cost), now
-        if len(self._levels) > MAX_BUCKETS:
-            self._levels = {name: known for name, known in self._levels.items() if not self._full(known, rate)}
-        return 0.0
-
-    def _full(self, known: tuple[float, float], rate: Rate) -> bool:
-        return known[0] + (self._now() - known[1]) * rate.tokens_per_s >= rate.size
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    filled_at: float  # up to this level
+    expires: float  # when it is full, as a new one is
 
 
 @dataclass(slots=True)
@@ -155,7 +136,7 @@ class MemoryStore:
         self._responses: dict[str, dict[str, _StoredResponse]] = {}  # by space and name, the oldest first
         self._poison: dict[str, float] = {}  # content → when it expires
         self._suspicion = asyncio.Lock()
-        self._buckets = Buckets(now)
+        self._buckets: dict[str, _Bucket] = {}  # by tenant
         self._next_forget = 0.0
 
     async def ping(self) -> None:
@@ -228,8 +209,18 @@ class MemoryStore:
         return [{} for _ in keys]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
-        """Take tokens from the tenant's bucket, as `Buckets.take`."""
-        return self._buckets.take(tenant, cost, rate)
+        """Take `cost` tokens from the tenant's bucket; a negative cost gives them back. Returns 0 if they were taken, else the seconds until
+        there are so many. One request may overdraw a full bucket, so that none is too large for ever."""
+        self._forget_expired()
+        now = self._now()
+        bucket = self._buckets.get(tenant, _Bucket(rate.size, now, now))
+        level = min(rate.size, bucket.level + (now - bucket.filled_at) * rate.tokens_per_s)
+        needed = min(cost, rate.size)
+        if cost > 0 and level < needed:
+            return (needed - level) / rate.tokens_per_s
+        level = min(rate.size, level - cost)
+        self._buckets[tenant] = _Bucket(level, now, now + (rate.size - level) / rate.tokens_per_s)
+        return 0.0
 
     async def add_poison(self, content: str, ttl_s: float) -> None:
         """Remember the hash of a request that verifiers died of."""
@@ -289,6 +280,7 @@ class MemoryStore:
             return
         self._next_forget = now + FORGET_EVERY_S
         self._requests = {name: one for name, one in self._requests.items() if one.expires > now}
+        self._buckets = {tenant: one for tenant, one in self._buckets.items() if one.expires > now}
         self._poison = {content: until for content, until in self._poison.items() if until > now}
         alive = {
             space: {name: one for name, one in stored.items() if one.expires > now}

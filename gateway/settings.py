@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -144,11 +143,13 @@ class GatewaySettings(ProcessSettings):
 
     @property
     def public_tls(self) -> ServerTls | None:
-        """TLS for clients."""
-        if self.certificates is None or self.public_tls_certificate is None or self.public_tls_key is None:
-            return self.server_tls
-        public = Certificates(self.public_tls_certificate, self.public_tls_key, self.certificates.authority)
-        return ServerTls(public, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers))
+        """TLS for clients, who need a certificate only if tls_peers is set."""
+        files = self.certificates
+        if files is None:
+            return None
+        if self.public_tls_certificate is not None and self.public_tls_key is not None:
+            files = Certificates(self.public_tls_certificate, self.public_tls_key, files.authority)
+        return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers))
 
     @model_validator(mode="after")
     def _one_or_several(self) -> Self:
@@ -177,17 +178,6 @@ class GatewaySettings(ProcessSettings):
         own = {served.name: served.tool_call_format for served in self.served}
         chosen = {name: self.tool_call_format if form == "auto" else form for name, form in own.items()}
         return {name: CallFormat[form.upper()] for name, form in chosen.items() if form != "auto"}
-
-    @property
-    def server_tls(self) -> ServerTls | None:
-        """Clients need a certificate only if tls_peers is set."""
-        files = self.certificates
-        return ServerTls(files, mutual=bool(self.tls_peers), peers=tuple(self.tls_peers)) if files else None
-
-    @property
-    def scaler_tls(self) -> ServerTls | None:
-        """TLS for KEDA, which always needs a certificate of the authority, since nothing else identifies it."""
-        return replace(tls, mutual=True) if (tls := self.server_tls) else None
 
     @property
     def http_hosts(self) -> frozenset[str] | None:

@@ -69,9 +69,7 @@ class ByModel(Collector):
         for model, source in self.sources.items():
             for of in source.collect():
                 family = made.setdefault(of.name, Metric(of.name, of.documentation, of.type, of.unit))
-                for sample in of.samples:
-                    labels = {**sample.labels, "model_name": model}
-                    family.add_sample(sample.name, labels, sample.value, sample.timestamp)
+                _add_samples(family, of, model)
         yield from made.values()
 
 
@@ -87,11 +85,14 @@ class VllmNames(Collector):
         for family in self.source.collect():
             name = family.name.removeprefix(PREFIX)
             if family.name.startswith(PREFIX) and (name in SAME or name in RENAMED):
-                yield self._renamed(family, VLLM_PREFIX + RENAMED.get(name, name))
+                renamed = VLLM_PREFIX + RENAMED.get(name, name)
+                made = Metric(renamed, family.documentation, family.type, family.unit)
+                _add_samples(made, family, self.model_name)
+                yield made
 
-    def _renamed(self, family: Metric, name: str) -> Metric:
-        made = Metric(name, family.documentation, family.type, family.unit)
-        for sample in family.samples:
-            labels = {"model_name": self.model_name, **sample.labels}
-            made.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value, sample.timestamp)
-        return made
+
+def _add_samples(made: Metric, source: Metric, model_name: str) -> None:
+    """Add the samples of `source`, under the name of `made`. Their label `model_name` is kept if they have one."""
+    for sample in source.samples:
+        name = made.name + sample.name.removeprefix(source.name)
+        made.add_sample(name, {"model_name": model_name, **sample.labels}, sample.value, sample.timestamp)

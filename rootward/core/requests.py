@@ -7,7 +7,7 @@ These types are used by gateway, verifier and drafter and are independent of tex
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -41,6 +41,14 @@ _FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the
 def _require(ok: bool, name: str, value: object, fix: str) -> None:
     if not ok:
         raise ValueError(f"{name}: {value!r} {fix}")
+
+
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """ValueError, naming the field `name`, for an id that is no token of a vocabulary of this size."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        unknown = next(token for token in ids if not 0 <= token < vocab_size)
+        fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
+        raise ValueError(f"{name}: {unknown!r} {fix}")
 
 
 class DraftMode(str, Enum):
@@ -335,10 +343,7 @@ class VerifierRequest:
             ("allowed_token_ids", sampling.allowed_token_ids),
             ("bad_words", tuple(token for run in sampling.bad_sequences for token in run)),
         ):
-            if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
-                unknown = next(token for token in ids if not 0 <= token < vocab_size)
-                fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
-                _require(False, name, unknown, fix)
+            check_ids(name, ids, vocab_size)
         stops = {*stopping.stop_token_ids, *(() if stopping.ignore_eos else eos_ids)}
         last = {run[-1] for run in sampling.bad_sequences}
         _require(not last or len(last | stops) < vocab_size, "bad_words", len(last), "leave no token")

@@ -11,43 +11,43 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.redis_store import open_store
 from gateway.requests import GenerateRequest
-from gateway.session_store import Buckets, MemoryStore, Rate, StoreUnavailable
+from gateway.session_store import MemoryStore, Rate, StoreUnavailable
 from rootward.errors import ContextLengthExceeded, RateLimited
 
 RATE = Rate(10.0, 100.0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(1, 150)), max_size=40))
-def test_no_tenant_gets_more_than_its_rate(asks):
+async def test_no_tenant_gets_more_than_its_rate(asks):
     """Over any time: at most a full bucket, what flowed in, and one overdraft."""
     now, taken, largest = 0.0, 0, 0
-    buckets = Buckets(lambda: now)
+    store = MemoryStore(now=lambda: now)
     for pause, cost in asks:
         now += pause
-        wait_s = buckets.take("t", cost, RATE)
+        wait_s = await store.take_tokens("t", cost, RATE)
         assert wait_s >= 0
         if not wait_s:
             taken, largest = taken + cost, max(largest, cost)
         assert taken <= RATE.size + RATE.tokens_per_s * now + max(0, largest - RATE.size) + 1e-6
 
 
-def test_tokens_are_there_after_the_returned_wait():
+async def test_tokens_are_there_after_the_returned_wait():
     now = 0.0
-    buckets = Buckets(lambda: now)
-    assert buckets.take("t", 70, RATE) == 0
-    assert buckets.take("t", 70, RATE) == pytest.approx(4.0)
-    assert buckets.take("u", 70, RATE) == 0
+    store = MemoryStore(now=lambda: now)
+    assert await store.take_tokens("t", 70, RATE) == 0
+    assert await store.take_tokens("t", 70, RATE) == pytest.approx(4.0)
+    assert await store.take_tokens("u", 70, RATE) == 0
     now = 4.0
-    assert buckets.take("t", 70, RATE) == 0
+    assert await store.take_tokens("t", 70, RATE) == 0
 
 
-def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_off():
+async def test_what_is_larger_than_the_bucket_passes_when_it_is_full_and_is_paid_off():
     now = 0.0
-    buckets = Buckets(lambda: now)
-    assert buckets.take("t", 250, RATE) == 0
-    assert buckets.take("t", 1, RATE) == pytest.approx(15.1)
-    buckets.take("t", -200, RATE)
-    assert buckets.take("t", 50, RATE) == 0
+    store = MemoryStore(now=lambda: now)
+    assert await store.take_tokens("t", 250, RATE) == 0
+    assert await store.take_tokens("t", 1, RATE) == pytest.approx(15.1)
+    await store.take_tokens("t", -200, RATE)
+    assert await store.take_tokens("t", 50, RATE) == 0
 
 
 async def test_the_bucket_in_redis_is_shared_and_follows_the_same_rule():
