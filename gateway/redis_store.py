@@ -126,8 +126,8 @@ end
 return length
 """
 
-# `MemoryStore.take_tokens`. KEYS: bucket. ARGV: cost, tokens per second, size of the bucket. Returns 0 = taken; else the ms until the tokens
-# are there.
+# `MemoryStore.take_tokens`. KEYS: bucket. ARGV: cost, tokens per second, size of the bucket. Returns 0 = taken; else the ms until there are
+# so many.
 TAKE_TOKENS = """
 local time = redis.call('TIME')
 local now, size = time[1] * 1000 + math.floor(time[2] / 1000), tonumber(ARGV[3])

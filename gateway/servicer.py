@@ -6,23 +6,25 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
+from google.protobuf.message import Message
+
 import rootward
 from gateway.auth import ends_requests_of, rpc_headers, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
-from gateway.detokenizer import Span, text_of
+from gateway.detokenizer import Span
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, speculation_of
 from gateway.router import Upstream
 from gateway.service import SLOW_CLIENT_S, GatewayService
 from rootward.client.codec import LOAD, ROUND, TIMING, USAGE
-from rootward.core.requests import Speculation, TokenLogprob
+from rootward.core.requests import Speculation
 from rootward.errors import DeadlineExceeded, InvalidRequest, UnsupportedParameter
 from rootward.v1 import control_pb2, control_pb2_grpc, generate_pb2, generate_pb2_grpc
 from rootward.wire.columns import pack_u32
@@ -65,7 +67,6 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
 
     async def Generate(self, request: generate_pb2.GenerateRequest, context: Context) -> generate_pb2.GenerateResponse:
         """The whole answer."""
-        spans: dict[int, list[Span]] = {}
         async with errors_as_status(context, request.request_id):
             if request.response.trees:
                 fix = "is for GenerateStream; trees are sent as they are verified"
@@ -73,17 +74,19 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
             service = self._models.of(request.model)
             wanted = _request(service, request, context)
             deltas, tally = await _deltas(service, wanted, context), Tally(wanted.n)
+            spans: list[list[Span]] = [[] for _ in range(wanted.n)]
+            choices: dict[int, generate_pb2.Choice] = {}
             async with aclosing(deltas):
                 async for delta in deltas:
-                    spans.setdefault(delta.index, []).extend(delta.spans)
                     tally.add(delta)
-        endings = sorted(tally.endings.items())
+                    spans[delta.index] += delta.spans
+                    if delta.ending is not None:
+                        choice = choices[delta.index] = generate_pb2.Choice(index=delta.index)
+                        _set_output(choice, replace(delta, offset=0, spans=tuple(spans[delta.index])), request.response)
         return generate_pb2.GenerateResponse(
             request_id=delta.request_id,
             model=service.served_model,
-            choices=[
-                choice_to_pb(i, spans[i], ending, request.response, tally.prompt_logprobs[i]) for i, ending in endings
-            ],
+            choices=[choice for _, choice in sorted(choices.items())],
             usage=USAGE.to_pb(tally.usage),
         )
 
@@ -105,7 +108,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
 
     async def Tokenize(self, request: generate_pb2.TokenizeRequest, context: Context) -> generate_pb2.TokenizeResponse:
         async with errors_as_status(context):
-            special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+            special = _optional(request, "add_special_tokens")
             service = self._models.of(request.model)
             kind = request.WhichOneof("prompt")
             if kind is None:
@@ -119,7 +122,7 @@ class InferenceServicer(generate_pb2_grpc.InferenceServicer):
         self, request: generate_pb2.DetokenizeRequest, context: Context
     ) -> generate_pb2.DetokenizeResponse:
         async with errors_as_status(context):
-            skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+            skip = _optional(request, "skip_special_tokens", True)
             text = await self._models.of(request.model).detokenize(
                 request.token_ids, skip_special_tokens=skip, tenant=tenant(rpc_headers(context))
             )
@@ -247,25 +250,25 @@ def request_from_pb(
             request_id=message.request_id or headers.get("x-request-id", ""),
             model=message.model,
             sampling=processors_from_pb(message.sampling, message.decoding),
-            max_tokens=stopping.max_tokens if stopping.HasField("max_tokens") else None,
+            max_tokens=_optional(stopping, "max_tokens"),
             stop=tuple(stopping.stop),
             stop_token_ids=tuple(stopping.stop_token_ids),
             include_stop=stopping.include_stop_str_in_output,
             ignore_eos=stopping.ignore_eos,
-            skip_special_tokens=response.skip_special_tokens if response.HasField("skip_special_tokens") else True,
-            seed=message.sampling.seed if message.sampling.HasField("seed") else None,
+            skip_special_tokens=_optional(response, "skip_special_tokens", True),
+            seed=_optional(message.sampling, "seed"),
             speculation=_speculation(message.speculation),
             session_id=message.session_id or headers.get("x-session-id", ""),
             deadline_s=deadline_s,
             min_tokens=stopping.min_tokens,
             structure=structure_from_pb(message.decoding),
             bad_words=tuple(message.decoding.bad_words),
-            logprobs=response.logprobs if response.HasField("logprobs") else None,
-            n=message.sampling.n if message.sampling.HasField("n") else 1,
+            logprobs=_optional(response, "logprobs"),
+            n=_optional(message.sampling, "n", 1),
             priority=message.priority,
             tenant=tenant(headers),
             resume=_resume(message),
-            prompt_logprobs=response.prompt_logprobs if response.HasField("prompt_logprobs") else None,
+            prompt_logprobs=_optional(response, "prompt_logprobs"),
             prediction=message.speculation.prediction,
             traceparent=headers.get("traceparent", ""),
             cache_salt=uuid.uuid4().hex if message.cache.bypass_prefix_cache else message.cache.cache_salt,
@@ -289,7 +292,7 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
             {"role": one.role, "content": one.content, **({"name": one.name} if one.name else {})}
             for one in message.messages
         ),
-        message.add_generation_prompt if message.HasField("add_generation_prompt") else True,
+        _optional(message, "add_generation_prompt", True),
         message.continue_final_message,
         template_kwargs,
     )
@@ -313,51 +316,28 @@ def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
 def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:
     """A delta with the fields that the client asks for."""
     chunk = generate_pb2.GenerateChunk(request_id=delta.request_id, index=delta.index, offset=delta.offset)
-    _set_output(chunk, delta.spans, response)
+    _set_output(chunk, delta, response)
     if response.speculation_detail:
         chunk.text_ends = pack_u32(list(accumulate(len(s.text) for s in delta.spans)), "text_ends")
-    if delta.offset == 0:
-        _set_prompt_logprobs(chunk, delta.prompt_logprobs)
     chunk.rounds.extend(map(ROUND.to_pb, delta.rounds))
-    if delta.ending is not None:
-        chunk.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
     return chunk
 
 
-def choice_to_pb(
-    index: int,
-    spans: Sequence[Span],
-    ending: Ending,
-    response: generate_pb2.ResponseOptions,
-    prompt_logprobs: Sequence[TokenLogprob] = (),
-) -> generate_pb2.Choice:
-    """A whole choice with the fields that the client asks for."""
-    choice = generate_pb2.Choice(index=index, finish=finish_to_pb(ending, detail=response.speculation_detail))
-    _set_output(choice, spans, response)
-    _set_prompt_logprobs(choice, prompt_logprobs)
-    return choice
-
-
 def _set_output(
-    message: generate_pb2.GenerateChunk | generate_pb2.Choice,
-    spans: Sequence[Span],
-    response: generate_pb2.ResponseOptions,
+    message: generate_pb2.GenerateChunk | generate_pb2.Choice, delta: Delta, response: generate_pb2.ResponseOptions
 ) -> None:
-    """Text, ids and log-probabilities, if the client asks for them."""
-    if not response.HasField("text") or response.text:
-        message.text = text_of(spans)
-    if not response.HasField("token_ids") or response.token_ids:
-        message.token_ids = pack_u32([s.token for s in spans], "token_ids")
-        message.accepted = bytes(s.accepted for s in spans)
-    if response.HasField("logprobs") and spans:
-        message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in spans if s.logprob is not None]))
-
-
-def _set_prompt_logprobs(
-    message: generate_pb2.GenerateChunk | generate_pb2.Choice, logprobs: Sequence[TokenLogprob]
-) -> None:
-    if logprobs:
-        message.prompt_logprobs.CopyFrom(logprobs_to_pb(logprobs))
+    """Text, ids and log-probabilities, if the client asks for them, and the finish of a last delta."""
+    if _optional(response, "text", True):
+        message.text = delta.text
+    if _optional(response, "token_ids", True):
+        message.token_ids = pack_u32(delta.token_ids, "token_ids")
+        message.accepted = bytes(delta.accepted)
+    if response.HasField("logprobs") and delta.spans:
+        message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in delta.spans if s.logprob is not None]))
+    if delta.offset == 0 and delta.prompt_logprobs:
+        message.prompt_logprobs.CopyFrom(logprobs_to_pb(delta.prompt_logprobs))
+    if delta.ending is not None:
+        message.finish.CopyFrom(finish_to_pb(delta.ending, detail=response.speculation_detail))
 
 
 def _prompt(message: generate_pb2.GenerateRequest) -> str | tuple[int, ...] | Chat:
@@ -373,21 +353,27 @@ def _prompt(message: generate_pb2.GenerateRequest) -> str | tuple[int, ...] | Ch
 
 def _resume(message: generate_pb2.GenerateRequest) -> Resume | None:
     received = tuple(message.resume_tokens.ids)
-    if not message.HasField("resume_offset"):
-        return Resume(len(received), received) if received else None
-    return Resume(message.resume_offset, received)
+    offset = _optional(message, "resume_offset", len(received) or None)
+    return None if offset is None else Resume(offset, received)
 
 
 def _speculation(message: generate_pb2.Speculation) -> Speculation:
     mode = _enum_name(generate_pb2.Speculation.Mode, "speculation.mode", message.mode)
     verification = _enum_name(generate_pb2.Speculation.Verification, "speculation.verification", message.verification)
-    sizes = {
-        name: getattr(message, name) if message.HasField(name) else None
-        for name in ("num_draft_tokens", "max_depth", "topk")
-    }
     return speculation_of(
-        mode or "auto", verification, message.draft_strategy or None, drafter=message.drafter, **sizes
+        mode or "auto",
+        verification,
+        message.draft_strategy or None,
+        num_draft_tokens=_optional(message, "num_draft_tokens"),
+        max_depth=_optional(message, "max_depth"),
+        topk=_optional(message, "topk"),
+        drafter=message.drafter,
     )
+
+
+def _optional(message: Message, field: str, default: Any = None) -> Any:
+    """The value of an optional field, `default` if the message has none."""
+    return getattr(message, field) if message.HasField(field) else default
 
 
 def _enum_name(kind: Any, field: str, number: int) -> str:

@@ -209,8 +209,10 @@ class MemoryStore:
         return [{} for _ in keys]
 
     async def take_tokens(self, tenant: str, cost: int, rate: Rate) -> float:
-        """Take `cost` tokens from the tenant's bucket; a negative cost gives them back. Returns 0 if they were taken, else the seconds until
-        there are so many. One request may overdraw a full bucket, so that none is too large for ever."""
+        """Take `cost` tokens from the tenant's bucket; a negative cost gives them back.
+
+        Returns 0 if they were taken, else the seconds until there are so many. One request may overdraw a full bucket, so that none is
+        too large for ever."""
         self._forget_expired()
         now = self._now()
         bucket = self._buckets.get(tenant, _Bucket(rate.size, now, now))
