@@ -16,7 +16,7 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +24,11 @@ from pathlib import Path
 import structlog
 
 from gateway.settings import LocalSettings
+from rootward.addresses import split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
-from rootward.host import available_cores, environment_with, threads_of_drafters
+from rootward.host import available_cores, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
@@ -71,23 +72,23 @@ def address_in(line: str) -> str:
 class Child:
     """A process that `run` keeps alive until `stop`. `ready` is set while it serves.
 
-    read_address: takes a line of its output, returns its address once it serves, else "".
+    read_address: takes a line of its output, returns its address once it serves, else "". environment: variables that are set unless this
+    process has them.
     """
 
     def __init__(
         self,
         role: str,
         command: Sequence[str],
-        read_address: Callable[[str], str],
         *,
+        read_address: Callable[[str], str] = address_in,
         log_to: int | None = None,
         environment: Mapping[str, str] | None = None,
     ):
-        """environment: variables that are set unless this process has them."""
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
         self._command, self._read_address, self._log_to = list(command), read_address, log_to
-        self._environment = environment_with(environment or {})
+        self._environment = {**(environment or {}), **os.environ}
         self._process: Process | None = None
         self._stopping = False
 
@@ -187,12 +188,7 @@ class Deployment:
 
     async def unless_failed(self, events: Sequence[asyncio.Event]) -> None:
         """Wait for all of them; ConfigurationError as soon as a process does not start (again)."""
-
-        async def all_set() -> None:
-            for event in events:
-                await event.wait()
-
-        work = asyncio.create_task(all_set())
+        work = asyncio.gather(*(event.wait() for event in events))
         try:
             await asyncio.wait({work, *self.runs}, return_when=asyncio.FIRST_COMPLETED)
             for run in self.runs:
@@ -254,64 +250,65 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         name = name or Path(target).stem  # not that of the folder with the converted weights
         target = local_model(target)
     count = 0 if draft == "none" else settings.num_drafters
-    ports = _free_ports(count + 2)
-    verifier_port, redis_port, drafter_ports = ports[0], ports[1], ports[2:]
+    redis, verifier, *drafters = (f"127.0.0.1:{port}" for port in _free_ports(count + 2))
+    threads = settings.num_threads or available_cores()
+    of_gateway = {
+        "--model": target,
+        "--served-model-name": name,
+        "--verifiers": verifier,
+        "--listen": settings.listen,
+        "--http-listen": settings.http_listen,
+        "--shutdown-timeout-s": settings.shutdown_timeout_s,
+    }
+    of_verifier = {
+        "--model": target,
+        "--served-model-name": name,
+        "--drafters": ",".join(drafters),
+        "--listen": verifier,
+        "--num-threads": threads,
+        "--shutdown-timeout-s": settings.shutdown_timeout_s,
+    }
+    of_drafters = {"--model": draft, "--num-threads": threads_of_drafters(threads, count)}
+    if draft.startswith("head:"):
+        of_verifier["--draft-head"] = draft.removeprefix("head:")
+        of_drafters["--target"] = target
+    if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
+        of_drafters["--target-tokenizer"] = target
+    if settings.redis_url != "none":
+        of_gateway["--redis-url"] = settings.redis_url or f"redis://{redis}/0"
 
     def service(
-        role: str, module: str, own: list[str], more: str, environment: Mapping[str, str] | None = None
+        module: str, flags: Mapping[str, object], more: str, environment: Mapping[str, str] | None = None
     ) -> Child:
-        shared = ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
-        command = [sys.executable, "-m", module, *own, *shared, *shlex.split(more)]
-        return Child(role, command, address_in, log_to=log_to, environment=environment)
+        command = [sys.executable, "-m", module, *(str(part) for pair in flags.items() for part in pair)]
+        command += ["--log-level", settings.log_level, *(["--log-json"] if settings.log_json else [])]
+        role = module.removesuffix("_service")
+        return Child(role, [*command, *shlex.split(more)], log_to=log_to, environment=environment)
 
-    def redis_address(line: str) -> str:
-        return f"127.0.0.1:{redis_port}" if "Ready to accept connections" in line else ""
+    def drafter(address: str) -> Child:
+        flags = {**of_drafters, "--listen": address}
+        return service("drafter_service", flags, settings.drafter_flags, PASSIVE_WAITING)
 
-    stop = ["--shutdown-timeout-s", str(settings.shutdown_timeout_s)]
-    drafters = [f"127.0.0.1:{port}" for port in drafter_ports]
-    verifier = f"127.0.0.1:{verifier_port}"
-    redis_url = settings.redis_url or f"redis://127.0.0.1:{redis_port}/0"
-    threads = settings.num_threads or available_cores()
-    of_drafters = ["--model", draft, "--num-threads", str(threads_of_drafters(threads, count))]
-    if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
-        of_drafters += ["--target-tokenizer", target]
-    if draft.startswith("head:"):
-        of_drafters += ["--target", target]
-    of_verifier = ["--model", target, "--num-threads", str(threads), "--listen", verifier]
-    of_verifier += ["--drafters", ",".join(drafters), *stop]
-    of_verifier += ["--served-model-name", name]
-    of_verifier += ["--draft-head", draft.removeprefix("head:")] if draft.startswith("head:") else []
-    of_gateway = ["--model", target, "--verifiers", verifier, "--listen", settings.listen, *stop]
-    of_gateway += ["--http-listen", settings.http_listen, "--served-model-name", name]
-    of_gateway += [] if redis_url == "none" else ["--redis-url", redis_url]
-    own_redis = [] if settings.redis_url else redis_command(redis_port, folder)
+    def redis_child() -> Child:
+        def read_address(line: str) -> str:
+            return redis if "Ready to accept connections" in line else ""
+
+        command = redis_command(split_host_port(redis)[1], folder)
+        return Child("redis", command, read_address=read_address, log_to=log_to)
+
     return Deployment(
-        service("gateway", "gateway", of_gateway, settings.gateway_flags),
-        service("verifier", "verifier_service", of_verifier, settings.verifier_flags),
-        [
-            service(
-                "drafter",
-                "drafter_service",
-                [*of_drafters, "--listen", address],
-                settings.drafter_flags,
-                PASSIVE_WAITING,
-            )
-            for address in drafters
-        ],
-        Child("redis", own_redis, redis_address, log_to=log_to) if own_redis else None,
+        service("gateway", of_gateway, settings.gateway_flags),
+        service("verifier_service", of_verifier, settings.verifier_flags),
+        [drafter(address) for address in drafters],
+        None if settings.redis_url else redis_child(),
     )
 
 
 def _free_ports(count: int) -> list[int]:
     """Unused ports. They are needed before the processes start, because each gets the addresses of others."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for made in sockets:
-            made.bind(("127.0.0.1", 0))
-        return [made.getsockname()[1] for made in sockets]
-    finally:
-        for made in sockets:
-            made.close()
+    with ExitStack() as opened:
+        sockets = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [own.getsockname()[1] for own in sockets]
 
 
 async def _started(deployment: Deployment, settings: LocalSettings) -> None:
