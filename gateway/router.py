@@ -242,8 +242,15 @@ class Upstream:
         info = self.info
         if info is None:
             return VerifierView(self.name, ready=False)
-        load = info.num_running, info.num_waiting, info.max_sessions, self.num_in_flight
-        return VerifierView(self.name, self.ready, *load, recently_lost=now - self.lost_at < RECENTLY_LOST_S)
+        return VerifierView(
+            self.name,
+            self.ready,
+            num_running=info.num_running,
+            num_waiting=info.num_waiting,
+            max_sessions=info.max_sessions,
+            num_in_flight=self.num_in_flight,
+            recently_lost=now - self.lost_at < RECENTLY_LOST_S,
+        )
 
 
 class Upstreams:

@@ -31,18 +31,14 @@ CALL_TIMEOUT_S = 10.0  # of one list
 Json = Mapping[str, Any]
 
 
-def peers_in(slices: Iterable[Json], port: str) -> tuple[Peer, ...]:
-    """The peers, sorted by address. While slices are rebuilt an endpoint may be in two of them; the entry that is ready counts."""
-    found: dict[str, Peer] = {}
+def peers_in(slices: Iterable[Json], port: str) -> list[Peer]:
+    """The peers of all slices. While slices are rebuilt an endpoint may be in two of them."""
+    found = []
     for item in slices:
         number = port_of(item.get("ports") or (), port)
-        if number is None or item.get("addressType") not in ("IPv4", "IPv6"):
-            continue
-        for endpoint in item.get("endpoints") or ():
-            peer = _peer(endpoint, number)
-            if peer is not None and (peer.address not in found or found[peer.address].leaving):
-                found[peer.address] = peer
-    return tuple(found[address] for address in sorted(found))
+        if number is not None and item.get("addressType") in ("IPv4", "IPv6"):
+            found += [_peer(endpoint, number) for endpoint in item.get("endpoints") or ()]
+    return [peer for peer in found if peer is not None]
 
 
 def _peer(endpoint: Json, port: int) -> Peer | None:
@@ -76,7 +72,7 @@ def endpoint_slice_discovery(
 ) -> PolledDiscovery:
     """The pods of a service. Status 401 and 403 mean that the service account may not list EndpointSlices."""
 
-    async def ask() -> tuple[Peer, ...]:
+    async def ask() -> list[Peer]:
         answer = await api.list_namespaced_endpoint_slice(
             namespace,
             label_selector=f"{SERVICE_LABEL}={service}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -19,12 +19,12 @@ RETRY_S = 1.0  # pause after an unexpected error of a source
 class PolledDiscovery:
     """Asks a source every `every_s` seconds. While it fails, its last answer holds.
 
-    ask: the peers now; raises one of `failures` if the source does not answer. source: its name in the log.
+    ask: the peers now, see `by_address`; raises one of `failures` if the source does not answer. source: its name in the log.
     """
 
     def __init__(
         self,
-        ask: Callable[[], Awaitable[tuple[Peer, ...]]],
+        ask: Callable[[], Awaitable[Iterable[Peer]]],
         *,
         source: str,
         every_s: float,
@@ -43,7 +43,7 @@ class PolledDiscovery:
         answered = True
         while True:
             try:
-                found = await self._ask()
+                found = by_address(await self._ask())
             except self._failures as error:
                 if answered:
                     log.warning("discovery_failed", source=self._source, error=f"{type(error).__name__}: {error}")
@@ -54,6 +54,16 @@ class PolledDiscovery:
                     known = found
                     yield found
             await self._clock.sleep(self._every_s)
+
+
+def by_address(peers: Iterable[Peer]) -> tuple[Peer, ...]:
+    """One peer for each address, sorted by it. Of two at one address, one of which leaves, the other one counts: it has just been replaced,
+    or the source is in the middle of an update."""
+    found: dict[str, Peer] = {}
+    for peer in peers:
+        if peer.address not in found or found[peer.address].leaving:
+            found[peer.address] = peer
+    return tuple(found[address] for address in sorted(found))
 
 
 async def follow(

@@ -174,20 +174,10 @@ def registry_discovery(
 ) -> PolledDiscovery:
     """The workers of a role under a name."""
 
-    async def ask() -> tuple[Peer, ...]:
-        return peers_of(await registry.workers(role, name))
+    async def ask() -> list[Peer]:
+        return [Peer(w.address, w.zone, w.draining) for w in await registry.workers(role, name)]
 
     return PolledDiscovery(ask, source="redis", every_s=every_s, failures=(RegistryUnavailable,), clock=clock)
-
-
-def peers_of(workers: tuple[Worker, ...]) -> tuple[Peer, ...]:
-    """Sorted by address. Of two workers at one address one has just been replaced; a connection reaches the one that listens."""
-    by_address: dict[str, Peer] = {}
-    for worker in workers:
-        known = by_address.get(worker.address)
-        leaving = worker.draining and (known is None or known.leaving)
-        by_address[worker.address] = Peer(worker.address, worker.zone, leaving)
-    return tuple(by_address[address] for address in sorted(by_address))
 
 
 _WORKER = TypeAdapter(Worker)

@@ -117,10 +117,9 @@ def dns_discovery(
     """Every A and AAAA record of a name; a headless service has one per ready pod."""
     resolved = resolve or addresses_of
 
-    async def ask() -> tuple[Peer, ...]:
+    async def ask() -> list[Peer]:
         async with asyncio.timeout(DNS_TIMEOUT_S):
-            addresses = await resolved(host, port)
-        return tuple(Peer(address) for address in sorted(set(addresses)))
+            return [Peer(address) for address in await resolved(host, port)]
 
     return PolledDiscovery(ask, source=f"dns:{host}", every_s=every_s, failures=(OSError, TimeoutError), clock=clock)
 

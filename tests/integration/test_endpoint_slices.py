@@ -16,7 +16,7 @@ from support.services import until
 
 from rootward.discovery import kubernetes as module
 from rootward.discovery.kubernetes import endpoint_slice_discovery, open_endpoint_slices, peers_in
-from rootward.discovery.polling import PolledDiscovery
+from rootward.discovery.polling import PolledDiscovery, by_address
 from rootward.errors import ConfigurationError
 from rootward.ports import Peer
 
@@ -39,6 +39,10 @@ def recorded(*conditions: dict[str, bool], name: str = NAME, service: str = "dra
 READY = {"ready": True, "serving": True, "terminating": False}
 UNREADY = {"ready": False, "serving": False, "terminating": False}
 LEAVING = {"ready": False, "serving": True, "terminating": True}
+
+
+def found_in(slices: list[dict], port: str) -> tuple[Peer, ...]:
+    return by_address(peers_in(slices, port))
 
 
 class Watched:
@@ -116,25 +120,25 @@ async def test_a_slice_of_a_thousand_pods_is_read() -> None:
 
 def test_absent_conditions_mean_ready_and_ports_go_by_name_or_number() -> None:
     slices = [recorded({})]
-    assert peers_in(slices, "grpc") == (FIRST,)
-    assert peers_in(slices, "admin") == (Peer("10.244.1.17:9090", "eu-west-1a"),)
-    assert peers_in(slices, "1234") == (Peer("10.244.1.17:1234", "eu-west-1a"),)
-    assert peers_in(slices, "http") == ()
+    assert found_in(slices, "grpc") == (FIRST,)
+    assert found_in(slices, "admin") == (Peer("10.244.1.17:9090", "eu-west-1a"),)
+    assert found_in(slices, "1234") == (Peer("10.244.1.17:1234", "eu-west-1a"),)
+    assert found_in(slices, "http") == ()
     only = recorded({})
     only["ports"] = [{"name": "", "port": 5}]
-    assert peers_in([only], "grpc") == (Peer("10.244.1.17:5", "eu-west-1a"),)
+    assert found_in([only], "grpc") == (Peer("10.244.1.17:5", "eu-west-1a"),)
 
 
 def test_an_endpoint_in_two_slices_counts_once_and_ready_wins() -> None:
-    assert peers_in([recorded(LEAVING), recorded(READY, name="new")], "grpc") == (FIRST,)
-    assert peers_in([recorded(READY), recorded(LEAVING, name="new")], "grpc") == (FIRST,)
+    assert found_in([recorded(LEAVING), recorded(READY, name="new")], "grpc") == (FIRST,)
+    assert found_in([recorded(READY), recorded(LEAVING, name="new")], "grpc") == (FIRST,)
 
 
 def test_addresses_of_version_6_are_bracketed_and_names_are_not_dialled() -> None:
     six, name = recorded(READY), recorded(READY, name="fqdn")
     six["addressType"], six["endpoints"][0]["addresses"] = "IPv6", ["fd00::1", "fd00::2"]
     name["addressType"], name["endpoints"][0]["addresses"] = "FQDN", ["a.example"]
-    assert peers_in([six, name], "grpc") == (Peer("[fd00::1]:50061", "eu-west-1a"),)
+    assert found_in([six, name], "grpc") == (Peer("[fd00::1]:50061", "eu-west-1a"),)
 
 
 async def test_outside_a_cluster_and_without_a_kubeconfig_is_a_configuration_error(monkeypatch, tmp_path) -> None:
