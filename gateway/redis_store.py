@@ -245,13 +245,6 @@ class RedisStore:
         """The first arguments of every script on a request."""
         return [holder, epoch, _ms(ttl_s), self._retention_ms]
 
-    async def record(self, request_id: str) -> Record:
-        key, _, _, log = self._request_keys(request_id)
-        async with self._answering():
-            fields: Any = await self._client.hgetall(key)
-            items: Any = await self._client.lrange(log, 0, -1)
-        return Record(dict(fields), Run.joined(items))
-
     async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
         if not held:
             return

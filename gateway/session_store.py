@@ -196,11 +196,6 @@ class MemoryStore:
             stored.expires = self._now() + KEPT_AFTER_END_S
         return len(stored.log)
 
-    async def record(self, request_id: str) -> Record:
-        self._forget_expired()
-        stored = self._requests.get(request_id)
-        return Record(dict(stored.fields), stored.log) if stored else Record()
-
     async def put_hints(self, model: str, held: Mapping[str, Sequence[str]], ttl_s: float) -> None:
         """Publish keys of held prefixes, by process of a verifier. In memory no other gateway would read them."""
 

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from support.cheats import drawn_by
 from support.helm import ROOT, named, of_kind
 from support.processes import free_port, wait_until
+from support.records import record_of
 
 from gateway.local import redis_command
 from gateway.redis_store import open_store
@@ -81,7 +82,7 @@ async def test_every_role_can_do_its_work(urls):
     store = open_store(urls["gateway"])
     try:
         lease = await store.begin("r1", "gateway-1", 5.0, {"digest": "d"})
-        assert (await store.record("r1")).fields["digest"] == "d"
+        assert (await record_of(store, "r1")).fields["digest"] == "d"
         assert (await store.next_epoch(lease, 5.0)).epoch > lease.epoch
         await store.put_hints("llama", {"v@1": ["0a"]}, 5.0)
     finally:

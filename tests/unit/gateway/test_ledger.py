@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from support.records import record_of
 from unit.gateway.redis_for_tests import redis_server
 
 from gateway.ledger import Ledger
@@ -33,10 +34,6 @@ class Counting(MemoryStore):
         self._check()
         return await super().next_epoch(*args)
 
-    async def record(self, *args):
-        self._check()
-        return await super().record(*args)
-
     async def hints(self, *args):
         self._check()
         return await super().hints(*args)
@@ -56,7 +53,7 @@ def run(*tokens):
 
 
 async def logged(store):
-    return (await store.record("r")).output.tokens
+    return (await record_of(store, "r")).output.tokens
 
 
 @pytest.fixture(scope="module")

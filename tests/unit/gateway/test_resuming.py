@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
+from support.records import record_of
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier
 
@@ -78,7 +79,7 @@ async def test_what_runs_elsewhere_is_taken_from_it():
             [_ async for _ in deltas]
         await at_rest(one, verifier)
         await at_rest(two, verifier)
-        assert (await store.record("one")).output.tokens == IDS
+        assert (await record_of(store, "one")).output.tokens == IDS
 
 
 async def test_what_runs_on_the_same_gateway_gives_way():
@@ -153,7 +154,7 @@ async def test_resume_tokens_of_the_client_may_exceed_the_stored_log():
             assert TEXT.endswith(text)
             assert verifier.requests[-1].committed == held
             await at_rest(service, verifier)
-            assert (await store.record("one")).output.tokens == IDS
+            assert (await record_of(store, "one")).output.tokens == IDS
 
 
 async def test_a_record_that_was_lost_does_not_bring_back_epochs_that_verifiers_refuse():

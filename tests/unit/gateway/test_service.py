@@ -6,6 +6,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from support.records import record_of
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import END_ID, SpellingVerifier, older_epoch
@@ -241,10 +242,10 @@ async def test_a_live_id_is_refused_and_an_ended_one_may_be_used_again():
             await collect(service, GenerateRequest("a", request_id="one"))
         assert (await first).text == TEXT
         await at_rest(service, verifier)
-        assert (await store.record("one")).output.tokens == IDS
+        assert (await record_of(store, "one")).output.tokens == IDS
         assert (await collect(service, GenerateRequest("a", request_id="one", max_tokens=2))).request_id == "one"
         await at_rest(service, verifier)
-        assert (await store.record("one")).output.tokens == IDS[:2]
+        assert (await record_of(store, "one")).output.tokens == IDS[:2]
 
 
 async def test_an_id_may_be_used_again_before_its_end_is_stored():
@@ -253,7 +254,7 @@ async def test_an_id_may_be_used_again_before_its_end_is_stored():
         for most in (3, 2, 1):
             await collect(service, GenerateRequest("a", request_id="one", max_tokens=most))
         await service.drain(5.0)
-    assert (await store.record("one")).output.tokens == IDS[:1]
+    assert (await record_of(store, "one")).output.tokens == IDS[:1]
 
 
 async def test_a_lease_taken_by_another_gateway_ends_the_generation():
@@ -302,8 +303,8 @@ async def test_a_store_that_dies_stops_no_request():
         store.dead = False
         await asyncio.sleep(2.5)
         await at_rest(service, dying, other)
-        assert (await store.record("one")).output.tokens == IDS
-        assert (await store.record("two")).output.tokens == IDS
+        assert (await record_of(store, "one")).output.tokens == IDS
+        assert (await record_of(store, "two")).output.tokens == IDS
 
 
 async def test_turns_of_a_session_go_to_the_verifier_that_holds_them():

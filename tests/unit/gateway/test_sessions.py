@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 from redis.asyncio import Redis
+from support.records import record_of
 from unit.gateway.redis_for_tests import redis_server, running
 from unit.gateway.service_for_tests import IDS, TEXT, collect, serving
 
@@ -112,16 +113,16 @@ async def test_the_log_grows_only_at_its_end_and_keeps_flags_and_logprobs(store,
     assert await write(store, lease, 1, 1) == 2
     assert await write(store, lease, 3, 1) == 2
     assert await store.write([Write(lease, 2, Run((9,), (True,), top[:1]))], 5) == [3]
-    assert (await store.record(name)).output == Run((7, 8, 9), (True, False, True), (*top, top[0]))
+    assert (await record_of(store, name)).output == Run((7, 8, 9), (True, False, True), (*top, top[0]))
     assert await write(store, lease, 3, *range(10_000)) == 10_003
 
 
 async def test_it_ends_only_with_the_whole_log(store, name):
     lease = await store.begin(name, "a", 5, ABOUT)
     assert await write(store, lease, 3, 4, state="finished") == 0  # a store that has lost the first three
-    assert (await store.record(name)).fields["state"] == "running"
+    assert (await record_of(store, name)).fields["state"] == "running"
     assert await write(store, lease, 0, 1, 2, 3, 4, state="finished", finish="x") == 4
-    record = await store.record(name)
+    record = await record_of(store, name)
     assert (record.finished, record.fields["finish"], record.fields["seed"]) == (True, "x", "5")
 
 
@@ -144,7 +145,7 @@ async def test_another_holder_takes_over_what_runs_or_was_interrupted(store, nam
 
 
 async def test_take_over_returns_a_finished_record_and_an_empty_one_for_an_unknown_request(store, name):
-    assert await store.take_over(name, "b", 5, "d") == (None, await store.record(name))
+    assert await store.take_over(name, "b", 5, "d") == (None, await record_of(store, name))
     lease = await store.begin(name, "a", 5, ABOUT)
     await write(store, lease, 0, 1, 2, state="finished", finish="x")
     taken, record = await store.take_over(name, "b", 5, "d")
@@ -165,17 +166,17 @@ async def test_a_new_run_under_a_known_id_begins_with_an_empty_log(store, name):
     old = await store.begin(name, "a", 5, ABOUT)
     await write(store, old, 0, 1, 2, state="interrupted", verifier="v1")
     new = await store.begin(name, "b", 5, ABOUT)
-    assert "verifier" not in (await store.record(name)).fields
+    assert "verifier" not in (await record_of(store, name)).fields
     assert await write(store, new, 0, 3) == 1
     assert await write(store, old, 0, 5) == -1
-    assert (await store.record(name)).output == run(3)
+    assert (await record_of(store, name)).output == run(3)
 
 
 async def test_a_write_at_the_beginning_replaces_the_log(store, name):
     lease = await store.begin(name, "a", 5, ABOUT)
     assert await write(store, lease, 0, 1, 2) == 2
     assert await write(store, lease, 0, 3) == 1
-    assert (await store.record(name)).output == run(3)
+    assert (await record_of(store, name)).output == run(3)
     assert await write(store, lease, 0) == 0
 
 
@@ -223,9 +224,9 @@ async def test_a_gateway_starts_without_redis_and_records_its_requests_when_it_i
             with running(path, folder):
                 other = open_store(f"unix://{path}")
                 async with asyncio.timeout(20):
-                    while not (await other.record(name)).finished:
+                    while not (await record_of(other, name)).finished:
                         await asyncio.sleep(0.05)
-                assert (await other.record(name)).output.tokens == IDS
+                assert (await record_of(other, name)).output.tokens == IDS
                 await other.close()
 
 

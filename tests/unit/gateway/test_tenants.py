@@ -8,6 +8,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.records import record_of
 from unit.gateway.service_for_tests import IDS, TEXT, at_rest, collect, ids_of, serving, settings_of
 from unit.gateway.tokenizers_for_tests import byte_level
 from unit.gateway.verifier_for_tests import SpellingVerifier
@@ -50,7 +51,7 @@ async def test_two_tenants_use_one_id_at_once():
         assert len({r.request_id for r in verifier.requests}) == 3
         await at_rest(service, verifier)
     for name in ("t one", "u one", "one"):
-        assert (await store.record(name)).output.tokens == IDS
+        assert (await record_of(store, name)).output.tokens == IDS
 
 
 async def test_an_abort_ends_the_requests_of_its_tenant_alone():
