@@ -96,7 +96,8 @@ class Admission:
         """Overloaded unless the queue has room for the request, or gets it by refusing a request of the tenant with the most."""
         while (full := self._full(waiting.tokens)) is not None:
             refused = self._newest_of_largest(waiting.tenant)
-            error = Overloaded(full, retry_after_s=self._retry_after_s())
+            queue_s = self.num_waiting * self._between_ends_s  # until the present queue is served, at the recent rate
+            error = Overloaded(full, retry_after_s=retry_after_s(queue_s))
             if refused is None:
                 raise error
             self._queue.remove(refused)
@@ -144,7 +145,7 @@ class Admission:
             self._between_ends_s += NEWEST * (min(now - self._last_end, LONGEST_RETRY_AFTER_S) - self._between_ends_s)
         self._last_end = now
 
-    def _retry_after_s(self) -> float:
-        """Time until the present queue is served, at the recent rate."""
-        wait_s = self.num_waiting * self._between_ends_s
-        return float(math.ceil(min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)))
+
+def retry_after_s(wait_s: float) -> float:
+    """The time that a client should wait, in whole seconds within bounds."""
+    return float(math.ceil(min(max(wait_s, RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)))

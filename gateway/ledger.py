@@ -8,7 +8,6 @@ when the store answers again.
 from __future__ import annotations
 
 import asyncio
-import math
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -17,7 +16,7 @@ from hashlib import blake2b
 
 import structlog
 
-from gateway.admission import LONGEST_RETRY_AFTER_S
+from gateway.admission import retry_after_s
 from gateway.redis_store import Store
 from gateway.requests import as_chosen
 from gateway.router import TTL_S, IsHeld, Prefixes, prefix_keys, prefix_lengths, tokens_held
@@ -197,7 +196,8 @@ class Ledger:
         except StoreUnavailable:
             wait_s = await self._stand_in.take_tokens(tenant, cost, rate)
         if wait_s:
-            raise out_of_tokens(tenant, cost, wait_s)
+            message = f"tenant: {tenant!r} has used up its tokens; {cost} are asked for"
+            raise RateLimited(message, retry_after_s=retry_after_s(wait_s))
 
     async def add_poison(self, request: VerifierRequest) -> None:
         """Refuse requests of this content for POISON_TTL_S, here and, if the store answers, at all gateways."""
@@ -357,8 +357,3 @@ def _due(entry: Entry) -> Write:
 def _holder() -> str:
     """One per run: a second run of the same id on this gateway is a duplicate, too."""
     return uuid.uuid4().hex
-
-
-def out_of_tokens(tenant: str, cost: int, wait_s: float) -> RateLimited:
-    retry_after_s = float(math.ceil(min(wait_s, LONGEST_RETRY_AFTER_S)))
-    return RateLimited(f"tenant: {tenant!r} has used up its tokens; {cost} are asked for", retry_after_s=retry_after_s)

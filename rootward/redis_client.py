@@ -41,11 +41,18 @@ def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
         if scheme not in SCHEMES or "@" in urlsplit(url).path:
             raise ValueError
         plain, _, kind = scheme.partition("+")
+        common = {
+            "decode_responses": True,
+            "socket_timeout": timeout_s,
+            "socket_connect_timeout": timeout_s,
+            # One immediate retry: connections in the pool may be from before a restart. The caller bounds the whole time.
+            "retry": Retry(NoBackoff(), 1),
+        }
         if kind == "sentinel":
-            return _sentinel(url, plain, _common(timeout_s))
+            return _sentinel(url, plain, common)
         if kind == "cluster":
-            return _cluster(url, plain, _common(timeout_s))
-        return Redis.from_url(url, **_common(timeout_s))
+            return _cluster(url, plain, common)
+        return Redis.from_url(url, **common)
     except (ValueError, TypeError):  # whose message may have a part of the password: it is not chained
         example = "redis://host:port/0, redis+sentinel://host:port/name or redis+cluster://host:port"
         quoting = "and / ? # @ in a password as %2F %3F %23 %40"
@@ -83,17 +90,6 @@ def redacted(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment=""))
 
 
-def _common(timeout_s: float) -> dict[str, Any]:
-    # One immediate retry: connections in the pool may be from before a restart. The caller bounds the whole time.
-    once = Retry(NoBackoff(), 1)
-    return {
-        "decode_responses": True,
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
-        "retry": once,
-    }
-
-
 def _sentinel(url: str, plain: str, common: dict[str, Any]) -> Redis:
     name, _, db = urlsplit(url).path.strip("/").partition("/")
     if not name:
@@ -122,9 +118,8 @@ def _hosts(url: str, port: int) -> list[tuple[str, int]]:
 def _options(url: str, plain: str, query: dict[str, str]) -> dict[str, Any]:
     """User, password and TLS, as the client's own parser of URLs of one server reads them."""
     user = urlsplit(url).netloc.rpartition("@")[0]
-    found: dict[str, Any] = dict(parse_url(f"{plain}://{user}@host/?{urlencode(query)}"))
-    for name in ("host", "port", "db"):
-        found.pop(name, None)
+    parsed = parse_url(f"{plain}://{user}@host/?{urlencode(query)}")
+    found: dict[str, Any] = {name: value for name, value in parsed.items() if name not in ("host", "port", "db")}
     if found.pop("connection_class", None) is SSLConnection:
         found["ssl"] = True
     return found

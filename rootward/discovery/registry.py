@@ -1,7 +1,8 @@
 """The registry of workers in Redis: which are alive, their addresses and load.
 
     rw:worker:{role}:{id}      hash   the description of the worker (`Worker`); lives for 3 heartbeats
-    rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server; entries older than 3 heartbeats are ignored
+    rw:workers:{role}:{name}   zset   ids by last beat, on the clock of the Redis server, so that those of the machines need not agree;
+                                      entries older than 3 heartbeats are ignored
 
 `rw` is the setting `redis_prefix`.
 `name` is what peers ask for: the served model of verifiers, the pool of drafters. Everything is written again at every heartbeat, so a
@@ -80,9 +81,8 @@ class Registry:
         """A heartbeat. A reader between two of these writes sees the worker as it was before, or not at all."""
         key, index = self._worker_key(worker.role, worker.id), self._index_key(worker.role, worker.name)
         async with self._answering():
-            now_s = await self._now()
-            fields = [part for field in to_fields(worker).items() for part in field]
-            await self._client.hset(key, items=fields)
+            now_s = await server_time(self._client)
+            await self._client.hset(key, mapping=to_fields(worker))
             await self._client.pexpire(key, round(self.stale_s * 1e3))
             await self._client.zadd(index, {worker.id: now_s})
             await self._client.zremrangebyscore(index, "-inf", now_s - 10 * self.stale_s)
@@ -96,7 +96,7 @@ class Registry:
     async def workers(self, role: str, name: str) -> tuple[Worker, ...]:
         """The workers that are alive, sorted by id. A worker whose hash cannot be read is left out."""
         async with self._answering():
-            oldest_s = await self._now() - self.stale_s
+            oldest_s = await server_time(self._client) - self.stale_s
             ids: Any = await self._client.zrangebyscore(self._index_key(role, name), oldest_s, "+inf")
             hashes: Any = await asyncio.gather(*(self._client.hgetall(self._worker_key(role, i)) for i in ids))
         found = (from_fields(role, i, name, fields) for i, fields in zip(ids, hashes, strict=True))
@@ -110,10 +110,6 @@ class Registry:
 
     def _index_key(self, role: str, name: str) -> str:
         return f"{self._prefix}:workers:{role}:{name}"
-
-    async def _now(self) -> float:
-        """The clock of the server, so that those of the machines need not agree."""
-        return await server_time(self._client)
 
     def _answering(self) -> AbstractAsyncContextManager[None]:
         return answering("the registry", self._timeout_s, RegistryUnavailable)
