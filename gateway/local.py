@@ -188,7 +188,12 @@ class Deployment:
 
     async def unless_failed(self, events: Sequence[asyncio.Event]) -> None:
         """Wait for all of them; ConfigurationError as soon as a process does not start (again)."""
-        work = asyncio.gather(*(event.wait() for event in events))
+
+        async def all_set() -> None:
+            for event in events:
+                await event.wait()
+
+        work = asyncio.create_task(all_set())
         try:
             await asyncio.wait({work, *self.runs}, return_when=asyncio.FIRST_COMPLETED)
             for run in self.runs:

@@ -301,15 +301,16 @@ def chat_from_pb(message: generate_pb2.ChatPrompt) -> Chat:
 def finish_to_pb(ending: Ending, *, detail: bool) -> generate_pb2.Finish:
     """The finish message. `detail` adds the histogram of accepted lengths."""
     stats = ending.stats if detail else replace(ending.stats, acceptance_histogram=())
-    return generate_pb2.Finish(
+    finish = generate_pb2.Finish(
         reason=REASONS[ending.reason],
-        eos_token_id=ending.eos_token_id,
-        stop_token_id=ending.stop_token_id,
-        stop_string=ending.stop_string,
         speculation=stats_to_pb(stats),
         timing=TIMING.to_pb(ending.timing),
         warnings=ending.warnings,
     )
+    for field in ("eos_token_id", "stop_token_id", "stop_string"):
+        if (value := getattr(ending, field)) is not None:
+            setattr(finish, field, value)
+    return finish
 
 
 def chunk_to_pb(delta: Delta, response: generate_pb2.ResponseOptions) -> generate_pb2.GenerateChunk:

@@ -41,7 +41,7 @@ def open_redis(url: str, *, timeout_s: float) -> Redis | RedisCluster:
         if scheme not in SCHEMES or "@" in urlsplit(url).path:
             raise ValueError
         plain, _, kind = scheme.partition("+")
-        common = {
+        common: dict[str, Any] = {
             "decode_responses": True,
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,

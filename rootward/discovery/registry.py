@@ -82,7 +82,8 @@ class Registry:
         key, index = self._worker_key(worker.role, worker.id), self._index_key(worker.role, worker.name)
         async with self._answering():
             now_s = await server_time(self._client)
-            await self._client.hset(key, mapping=to_fields(worker))
+            fields: dict[Any, Any] = to_fields(worker)
+            await self._client.hset(key, mapping=fields)
             await self._client.pexpire(key, round(self.stale_s * 1e3))
             await self._client.zadd(index, {worker.id: now_s})
             await self._client.zremrangebyscore(index, "-inf", now_s - 10 * self.stale_s)

@@ -91,7 +91,7 @@ async def test_a_strangers_id_is_as_good_as_unknown():
 
 
 def level(store, tenant="t"):
-    return store._buckets._levels[tenant][0]
+    return store._buckets[tenant].level
 
 
 async def resumed_elsewhere(one, two):
