@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 import rootward
 from gateway.auth import ends_requests_of, rpc_headers, tenant
 from gateway.choices import Tally, coalesced, concurrent_deltas, outputs, tokenised
-from gateway.detokenizer import Span
+from gateway.detokenizer import Span, text_of
 from gateway.models import Models
 from gateway.planning import check_length, check_name, refusing
 from gateway.requests import Chat, Delta, Ending, GenerateRequest, Resume, speculation_of
@@ -328,10 +328,10 @@ def _set_output(
 ) -> None:
     """Text, ids and log-probabilities, if the client asks for them, and the finish of a last delta."""
     if _optional(response, "text", True):
-        message.text = delta.text
+        message.text = text_of(delta.spans)
     if _optional(response, "token_ids", True):
-        message.token_ids = pack_u32(delta.token_ids, "token_ids")
-        message.accepted = bytes(delta.accepted)
+        message.token_ids = pack_u32([s.token for s in delta.spans], "token_ids")
+        message.accepted = bytes(s.accepted for s in delta.spans)
     if response.HasField("logprobs") and delta.spans:
         message.logprobs.CopyFrom(logprobs_to_pb([s.logprob for s in delta.spans if s.logprob is not None]))
     if delta.offset == 0 and delta.prompt_logprobs:
