@@ -115,7 +115,7 @@ class DrafterService:
 
     def describe(self) -> DrafterInfo:
         """The answer to GetInfo: model, handshake and load."""
-        return DrafterInfo(self.info, self._answer(None), self._load(), rootward.__version__, time.time())
+        return DrafterInfo(self.info, self._answer(None), self._load(None), rootward.__version__, time.time())
 
     async def __aenter__(self) -> DrafterService:
         self._growth = asyncio.create_task(self._grow_forever(), name="growth")
@@ -172,7 +172,7 @@ class DrafterService:
         try:
             async for frame in inbound:
                 if frame.hello is not None:
-                    stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(), True
+                    stream.ack, stream.load, stream.greeted = self._answer(frame.hello), self._load(stream), True
                     stream.ready.set()
                 if frame.opens or frame.commits or frame.closes or frame.features or frame.unreadable:
                     self._post(stream, frame)
@@ -205,14 +205,22 @@ class DrafterService:
             head=self.head,
         )
 
-    def _load(self) -> Load:
-        queue_us = int(1e6 * self._queue_s)
-        return Load(len(self.grower.trees), self.capacity, queue_us, self.grower.incarnation, self.draining)
+    def _load(self, stream: Stream | None) -> Load:
+        """The report of load to the verifier of this stream, or to a caller without one."""
+        keys = list(self.grower.trees)  # one operation: the growth thread opens and closes trees meanwhile
+        return Load(
+            sessions=len(keys),
+            capacity=self.capacity,
+            queue_us=int(1e6 * self._queue_s),
+            incarnation=self.grower.incarnation,
+            draining=self.draining,
+            own_sessions=None if stream is None else sum(number == stream.number for number, _ in keys),
+        )
 
     def _report_load(self) -> None:
         for stream in self._streams.values():
             if stream.greeted:
-                stream.load = self._load()
+                stream.load = self._load(stream)
                 stream.ready.set()
 
     async def _beat_forever(self) -> None:

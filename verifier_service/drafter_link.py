@@ -93,7 +93,7 @@ class Link:
         self.latency_s = self.gain = 0.0
         self.pace = DraftPace()
         self.send_buffer = SendBuffer()
-        self._load, self._load_s, self._num_own_at_report = Load(), 0.0, 0
+        self._load, self._load_s, self._num_others = Load(), 0.0, 0
         self._full_until_s, self._num_refusals = 0.0, 0
         self._next_slot = 1
 
@@ -101,8 +101,8 @@ class Link:
 
     @property
     def used(self) -> int:
-        """Its sessions of all verifiers: its last report, corrected by the sessions that this verifier opened and closed since."""
-        return max(len(self.drafts), self._load.sessions + len(self.drafts) - self._num_own_at_report)
+        """Its sessions of all verifiers: those of others by its last report, those of this verifier now."""
+        return self._num_others + len(self.drafts)
 
     def supports(self, mode: DraftMode) -> bool:
         """Whether its stream is open and it grows trees of this draft mode."""
@@ -310,8 +310,7 @@ class Link:
         if frame.ack is not None:
             self._on_ack(frame.ack)
         if frame.load is not None:
-            self._load, self._load_s, self._num_own_at_report = frame.load, time.monotonic(), len(self.drafts)
-            self.draining = frame.load.draining
+            self._on_load(frame.load)
         for need in frame.need_syncs:
             self.orphan(need.slot, "lost step")
         for reject in frame.rejects:
@@ -329,6 +328,12 @@ class Link:
             return
         self.ack, self.draining, self._full_until_s, self._num_refusals = ack, False, 0.0, 0
         log.info("drafter_up", drafter=self.name, incarnation=ack.incarnation)
+
+    def _on_load(self, load: Load) -> None:
+        # A drafter of an older release does not say how many of its sessions are of this verifier: those of now are taken for them.
+        own = len(self.drafts) if load.own_sessions is None else load.own_sessions
+        self._load, self._load_s, self._num_others = load, time.monotonic(), max(0, load.sessions - own)
+        self.draining = load.draining
 
     def _on_reject(self, reject: Reject) -> None:
         """A tree was refused: with a time, until then, jittered so that refused verifiers do not all retry at once; without one for good,
@@ -402,7 +407,7 @@ class Link:
     def _on_stream_end(self) -> None:
         if self.ack is not None:
             log.warning("drafter_down", drafter=self.name, sessions=len(self.drafts))
-        self.ack, self.unanswered_since_s, self._load, self._num_own_at_report = None, None, Load(), 0
+        self.ack, self.unanswered_since_s, self._load, self._num_others = None, None, Load(), 0
         for slot in list(self.drafts):
             self.orphan(slot, "stream lost")
         self.send_buffer.clear()

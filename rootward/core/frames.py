@@ -272,13 +272,14 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Heartbeat of a drafter."""
+    """Heartbeat of a drafter. own_sessions: of `sessions`, those of the verifier that it is sent to; None: not known."""
 
     sessions: int = 0
     capacity: int = 0
     queue_us: int = 0
     incarnation: int = 0
     draining: bool = False
+    own_sessions: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

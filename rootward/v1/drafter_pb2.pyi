@@ -712,6 +712,7 @@ class Load(_message.Message):
     QUEUE_US_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    OWN_SESSIONS_FIELD_NUMBER: _builtins.int
     sessions: _builtins.int
     capacity: _builtins.int
     queue_us: _builtins.int
@@ -719,6 +720,8 @@ class Load(_message.Message):
     incarnation: _builtins.int
     draining: _builtins.bool
     """grows what it has and takes no more"""
+    own_sessions: _builtins.int
+    """of `sessions`, those of the verifier of this stream; absent: not known"""
     def __init__(
         self,
         *,
@@ -727,12 +730,15 @@ class Load(_message.Message):
         queue_us: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        own_sessions: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_own_sessions", b"_own_sessions", "own_sessions", b"own_sessions"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "draining", b"draining", "incarnation", b"incarnation", "queue_us", b"queue_us", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_sessions", b"_own_sessions", "capacity", b"capacity", "draining", b"draining", "incarnation", b"incarnation", "own_sessions", b"own_sessions", "queue_us", b"queue_us", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__own_sessions: _TypeAlias = _typing.Literal["own_sessions"]  # noqa: Y015
+    _WhichOneofArgType__own_sessions: _TypeAlias = _typing.Literal["_own_sessions", b"_own_sessions"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__own_sessions) -> _WhichOneofReturnType__own_sessions | None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
 

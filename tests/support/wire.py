@@ -92,7 +92,7 @@ features = st.builds(
     st.floats(-1e6, 1e6, width=32),
     st.booleans(),
 )
-load = st.builds(Load, u32, u32, u64, u64, st.booleans())
+load = st.builds(Load, u32, u32, u64, u64, st.booleans(), st.none() | u32)
 opens = st.builds(
     Open,
     u32,

@@ -17,7 +17,7 @@ from unit.drafter.test_grower import Counting, hash_of, opening
 
 import drafter_service.growth_loop as module
 from drafter_service.growth_loop import DrafterService
-from rootward.core.frames import Commit, Features, FromDrafter, Hello, OpenFeatures, ToDrafter
+from rootward.core.frames import Commit, Features, FromDrafter, Hello, Load, OpenFeatures, ToDrafter
 from rootward.engine.grower import MAX_FEATURES
 from rootward.engine.tabular import TabularModel
 
@@ -28,6 +28,7 @@ class Peer:
     def __init__(self, drafter: DrafterService) -> None:
         self._drafter, self._said = drafter, asyncio.Queue[ToDrafter]()
         self.told: dict[int, list[str]] = {}
+        self.load: Load | None = None
         head = "" if drafter.head is None else drafter.head.fingerprint
         self.say(ToDrafter(hello=Hello("v", 1, "", 5, 64, head=head)))
 
@@ -52,6 +53,7 @@ class Peer:
                 self._note(frame)
 
     def _note(self, frame: FromDrafter) -> None:
+        self.load = frame.load or self.load
         for grow in frame.grows:
             self.told.setdefault(grow.slot, []).append("at rest" if grow.at_rest else "grow")
         for need in frame.need_syncs:
@@ -139,6 +141,19 @@ async def test_a_model_that_never_recovers_ends_the_drafter(drafter, monkeypatch
         peer.say(ToDrafter(opens=(opening(99),)))
         await until(lambda: drafter.ended.done())
         assert isinstance(drafter.ended.exception(), ZeroDivisionError)
+
+
+async def test_a_report_of_load_tells_each_verifier_its_own_sessions(drafter) -> None:
+    async with Peer(drafter) as one, Peer(drafter) as other:
+        one.say(ToDrafter(opens=(opening(1), opening(2))))
+        other.say(ToDrafter(opens=(opening(9),)))
+        await one.heard(2, "at rest")
+        await other.heard(9, "at rest")
+        drafter._report_load()
+        await until(lambda: one.load is not None and one.load.sessions == 3)
+        await until(lambda: other.load is not None and other.load.sessions == 3)
+        assert (one.load.own_sessions, other.load.own_sessions) == (2, 1)
+        assert drafter.describe().load.own_sessions is None
 
 
 async def test_more_atoms_than_the_drafter_offers_are_refused(drafter) -> None:

@@ -144,7 +144,7 @@ def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
     for number in range(6):
         one = session(number, num_draft_tokens=2, max_depth=1, topk=1)
         pool.place([one])
-        names.append(one.drafter_name)
+        names.append(one.draft.drafter if one.draft is not None else "")
     assert sorted(names) == ["", "", "large", "large", "large", "small"]
     opened = next(iter(pool.links[1].send_buffer._opens.values()))
     assert (opened.node_cap, opened.max_depth, opened.topk) == (2, 1, 1)
@@ -168,8 +168,8 @@ def test_no_session_is_placed_on_a_drafter_without_its_draft_mode() -> None:
     chosen.ack = replace(chosen.ack, laws=(DraftMode.TOP_K, DraftMode.GREEDY))
     pool, sampled, greedy = pool_of(chosen), session(1, DraftMode.SAMPLED), session(2, DraftMode.GREEDY)
     pool.place([sampled, greedy])
-    assert (sampled.draft, sampled.drafter_name) == (None, "")
-    assert greedy.drafter_name == "chosen"
+    assert sampled.draft is None
+    assert greedy.draft.drafter == "chosen"
     assert (pool.has("", DraftMode.SAMPLED), pool.has("", DraftMode.GREEDY)) == (False, True)
     old = up(link("old"))
     pool.links.append(old)
@@ -177,7 +177,7 @@ def test_no_session_is_placed_on_a_drafter_without_its_draft_mode() -> None:
     heard_load(old, 1, draining=True)
     heard_load(chosen, 1)
     pool.balance([sampled])
-    assert (sampled.drafter_name, sampled.next_draft) == ("old", None)  # nor moved there
+    assert (sampled.draft.drafter, sampled.next_draft) == ("old", None)  # nor moved there
 
 
 def test_the_last_load_report_of_a_drafter_counts() -> None:
@@ -209,8 +209,10 @@ def pool_of(*links: Link) -> DrafterPool:
     return pool
 
 
-def heard_load(link: Link, sessions: int, capacity: int = 4, *, draining: bool = False) -> None:
-    link._receive(FromDrafter(load=Load(sessions, capacity, 0, 2, draining)))
+def heard_load(
+    link: Link, sessions: int, capacity: int = 4, *, draining: bool = False, own_sessions: int | None = None
+) -> None:
+    link._receive(FromDrafter(load=Load(sessions, capacity, 0, 2, draining, own_sessions)))
 
 
 def grown(link: Link, draft: Draft, token: int = 1) -> None:
@@ -244,7 +246,7 @@ def test_a_move_makes_before_it_breaks() -> None:
     grown(new, coming)
     assert one.draft is first  # a tree that waits for its round is not replaced in it
     pool.commit(one, (2,))
-    assert (one.draft, one.next_draft, one.drafter_name) == (coming, None, "new")
+    assert (one.draft, one.next_draft) == (coming, None)
     assert first.link is None
     assert not old.drafts
     assert list(new.drafts) == [coming.slot]
@@ -389,4 +391,20 @@ def test_room_counts_the_sessions_of_other_verifiers() -> None:
     heard_load(busy, 3)  # two of them are not ours
     assert (busy.used, busy.room) == (3, 1)
     opened(busy, session(2))
+    assert (busy.used, busy.room) == (4, 0)
+
+
+def test_trees_that_were_just_closed_are_not_taken_for_those_of_other_verifiers() -> None:
+    """A report of load may be older than the end of a burst. The drafter says itself how many of its sessions are of this verifier."""
+    busy = up(link(), 4)
+    burst = [session(number) for number in range(4)]
+    for one in burst:
+        opened(busy, one)
+    for one in burst:
+        busy.close(one.draft, "ended")
+    heard_load(busy, 4, own_sessions=4)  # sent before the drafter read of the end
+    assert (busy.used, busy.room) == (0, 4)
+    opened(busy, session(5))
+    assert (busy.used, busy.room) == (1, 3)
+    heard_load(busy, 3, own_sessions=0)  # three of others, and this verifier's has not arrived there yet
     assert (busy.used, busy.room) == (4, 0)
