@@ -172,7 +172,6 @@ class DrafterPool:
             name = best_drafter([link.view() for link in self.links if _accepts(session, link)], unfit=session.unfit)
             if name is not None:
                 session.draft = self._open(name, session)
-                session.drafter_name = name
 
     def balance(self, sessions: Iterable[Session]) -> None:
         """Once per interval, and whenever there are no sessions: update `demand.sessions` and start moves between drafters."""
@@ -253,7 +252,6 @@ class DrafterPool:
                 link.commit(draft, tokens, lambda kept: budget(session, kept), session)
         if draft is None and next_draft is not None:
             draft, next_draft = next_draft, None
-            session.drafter_name = draft.drafter
         session.draft, session.next_draft = draft, next_draft
 
     @staticmethod

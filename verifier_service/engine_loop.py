@@ -194,18 +194,28 @@ class EngineLoop:
         return [session for session in self.running.values() if not session.done]
 
     def _joins(self, session: Session) -> bool:
-        return 0 < session.prefill_left <= self.settings.max_num_batched_tokens and session.joins
+        """Whether its first round may share a forward with the end of its prefill: no log-probabilities of the prompt are wanted, and the
+        round need not wait for a tree."""
+        fits = 0 < session.prefill_left <= self.settings.max_num_batched_tokens
+        return fits and session.request.prompt_logprobs is None and not session.required
 
     # -- run ----------------------------------------------------------------------------------------------------------
 
     def _chunk(self, number: int, size: int) -> Chunk:
         session = self.running[number]
         assert session.kv_slot is not None
-        tokens, follow, num_top = session.chunk(size)
-        wanted = 0
-        if (features := self._features_of(session)) is not None:
-            wanted = max(0, size - max(0, session.prefill_left - features.most))  # of the last positions of the prompt
-        return Chunk(session.kv_slot, tokens, follow, num_top, session=number, num_features=wanted)
+        start, end, num_top = session.fed, session.fed + size, session.request.prompt_logprobs
+        num_features = 0
+        if (features := self._features_of(session)) is not None:  # of the last positions of the prompt
+            num_features = max(0, size - max(0, session.prefill_left - features.most))
+        return Chunk(
+            session.kv_slot,
+            tuple(session.tokens[start:end]),
+            follow=() if num_top is None else session.request.prompt[start + 1 : end + 1],
+            num_top=num_top or 0,
+            session=number,
+            num_features=num_features,
+        )
 
     def _features_of(self, session: Session) -> TextFeatures | None:
         """Where fused features of the session are kept, while a drafter wants them."""
@@ -292,15 +302,18 @@ class EngineLoop:
         if done.drafter and outcome.draws is not None:
             self.audit.observe(done.drafter, outcome.draws)
         missed = self.rounds.ended(session, outcome, prefilled=bool(done.fill), draft_s=draft_s)
-        trace_round(session, outcome, missed=missed)
         local = session.local
-        self.local.learn_successors(session, outcome.successors)
         is_local = local is not None and local.launched and outcome.num_nodes > 0
+        drafter = local.name if local is not None and is_local else done.drafter
+        trace_round(session, outcome, missed=missed, drafter=drafter)
+        self.local.learn_successors(session, outcome.successors)
         self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
         if session.features is not None and outcome.features is not None:
             session.features.add(done.length - 1 - len(done.fill), outcome.features)
         tree = session.seen(done.tree, outcome.path)
-        committed = session.advance(outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed)
+        committed = session.advance(
+            outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed, drafter=drafter
+        )
         self.rounds.begin_next(session)
         if not session.done:
             self.pool.commit(session, committed.tokens, self.rounds.budget)

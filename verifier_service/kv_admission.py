@@ -78,18 +78,16 @@ class Slots:
         ):
             self._waiting.pop(session)
             try:
-                session.kv_slot = self.model.open(session.tokens, salt=session.salt)
+                kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
                 failed(session, error)  # a preempted one stays in `_away` until `release_done`: it may hold a tree
                 continue
             self._away.pop(session.number, None)
             # From a text with the same prefix, or from its own before it was preempted.
-            session.fed = self.model.length(session.kv_slot)
-            if session.num_cached is None:
-                session.num_cached = min(session.fed, len(session.request.prompt))
+            num_cached = self.model.length(kv_slot)
+            session.take_slot(kv_slot, num_cached)
             self.num_asked += len(session.tokens)
-            self.num_cached += session.fed
-            session.on(Event.ADMIT)
+            self.num_cached += num_cached
             self.running[session.number] = session
             entered.append(session)
         return entered
@@ -116,9 +114,7 @@ class Slots:
 
     def _leave(self, number: int) -> Session:
         session = self.running.pop(number)
-        assert session.kv_slot is not None
-        self.model.close(session.kv_slot)
-        session.kv_slot, session.fed = None, 0
+        self.model.close(session.leave_slot())
         return session
 
 

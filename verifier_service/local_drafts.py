@@ -173,8 +173,6 @@ class LocalDrafts:
         if local is None:
             return drafted
         local.launched = drafted is None and local.num_nodes > 0
-        if local.launched and not session.drafter_name:
-            session.drafter_name = local.name
         return local.tree if local.launched else drafted
 
     @staticmethod

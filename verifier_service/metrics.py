@@ -99,7 +99,7 @@ class Metrics:
             self._ranks.labels(min(rank, MAX_INDEX_LABEL)).inc()
 
 
-def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
+def trace_round(session: Session, outcome: Outcome, *, missed: bool, drafter: str) -> None:
     """Export the span of a round that has ended. wait_ms: from the previous commit to the launch; verify_ms: forward and verdict."""
     if not session.span.is_recording():
         return
@@ -115,5 +115,5 @@ def trace_round(session: Session, outcome: Outcome, *, missed: bool) -> None:
         wait_ms=1e3 * (session.round.launched_s - session.round.committed_s),
         verify_ms=1e3 * (now_s - session.round.launched_s),
         draft_queue_ms=1e3 * draft.queued_s if draft is not None else 0.0,
-        drafter=session.drafter_name,
+        drafter=drafter,
     ).end()

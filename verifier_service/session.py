@@ -1,9 +1,8 @@
 """One generation inside the verifier: committed tokens, its tree, its counts.
 
 A session is a state machine (`TRANSITIONS`) without I/O. Each part has one writer, and all of them run in the engine loop, between steps:
-text, state and output the methods of `Session`; `kv_slot` the slots (`kv_admission`); `draft` and `next_draft` the `DrafterPool`;
-`local_drafts` the `LocalDrafts`; `round` the `Rounds`; `features` the `EngineLoop`. Two fields have two writers: `fed` (the slots, too) and
-`drafter_name` (the pool and the local drafts).
+text, KV, state and output the methods of `Session`; `draft` and `next_draft` the `DrafterPool`; `local_drafts` the `LocalDrafts`; `round`
+the `Rounds`; `features` the `EngineLoop`.
 """
 
 from __future__ import annotations
@@ -188,13 +187,12 @@ class Session:
     local: LocalDraft | None = None  # the one of the present round
     features: TextFeatures | None = None  # kept while a drafter with a head may draft for it
     unfit: set[str] = field(default_factory=set)  # drafters that can never take it
-    drafter_name: str = ""  # the first one whose nodes were verified
     statistics: Statistics = field(default_factory=Statistics)  # of rounds of its kind
 
     round: PresentRound = field(default_factory=PresentRound)
 
     # output
-    counts: SpeculationStats = field(default_factory=SpeculationStats)  # so far; names are added at the end
+    counts: SpeculationStats = field(init=False)  # so far
     out: asyncio.Queue[Committed | ServiceError] = field(default_factory=asyncio.Queue)
     deadline_s: float | None = None  # on the clock of the event loop
     span: Span = INVALID_SPAN  # of the request, in a trace
@@ -206,6 +204,7 @@ class Session:
             self.history = History(self.request.prompt, self.request.committed)
         self.tokens = [*self.request.prompt, *self.request.committed]
         self.hash = prefix_hash(self.tokens)
+        self.counts = SpeculationStats(verification=self.rule.value, seed=self.request.seed)
 
     def on(self, event: Event) -> None:
         """Change the state. RuntimeError: the event is illegal in the present state."""
@@ -235,7 +234,8 @@ class Session:
 
     @property
     def key(self) -> Key:
-        """Ratio tests: two requests of one seed must not share coins, for what one's rounds teach shapes the other's (`speculation.py`)."""
+        """Key of its random numbers. Under ratio tests two requests of one seed have different ones: the rounds of one request decide how
+        many nodes the rounds of the other have (`speculation.py`)."""
         own = 0 if self.rule is Rule.MATCH else number_of(self.request.request_id)
         return Key(self.request.seed ^ own, self.request.choice)
 
@@ -275,12 +275,6 @@ class Session:
         return max(0, len(self.tokens) - 1 - self.fed)
 
     @property
-    def joins(self) -> bool:
-        """Whether its first round may share a forward with the end of its prefill: no log-probabilities of the prompt are wanted, and the
-        round need not wait for a tree."""
-        return self.request.prompt_logprobs is None and not self.required
-
-    @property
     def num_output(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
@@ -296,12 +290,18 @@ class Session:
         output = self.tokens[len(self.tokens) - min(longest, self.num_output) :]
         return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
 
-    def chunk(self, size: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """The next `size` tokens of prefill; the prompt tokens after each, where log-probabilities are wanted; and how many likely ones are
-        wanted beside each."""
-        start, end, wanted = self.fed, self.fed + size, self.request.prompt_logprobs
-        follow = () if wanted is None else self.request.prompt[start + 1 : end + 1]
-        return tuple(self.tokens[start:end]), follow, wanted or 0
+    def take_slot(self, kv_slot: int, num_cached: int) -> None:
+        """Run on a KV slot that holds the first `num_cached` tokens of its text already."""
+        self.on(Event.ADMIT)
+        self.kv_slot, self.fed = kv_slot, num_cached
+        if self.num_cached is None:
+            self.num_cached = min(num_cached, len(self.request.prompt))
+
+    def leave_slot(self) -> int:
+        """Its KV slot, which the caller closes."""
+        assert self.kv_slot is not None
+        kv_slot, self.kv_slot, self.fed = self.kv_slot, None, 0
+        return kv_slot
 
     def feed(self, size: int, logprobs: Sequence[TokenLogprob]) -> None:
         """Record a chunk of prefill and its log-probabilities of the prompt, some of which are known after a preemption."""
@@ -316,12 +316,16 @@ class Session:
         tree: VerifiedTree | None = None,
         *,
         missed: bool,
+        drafter: str = "",
     ) -> Committed:
-        """Commit a verdict: accepted path + bonus token. Cut the run at the first stop; a stop beats length inside it."""
+        """Commit a verdict: accepted path + bonus token. Cut the run at the first stop; a stop beats length inside it.
+
+        missed: the round waited for a tree in vain; drafter: drafter or local draft of the nodes that it verified."""
         offset = self.num_output
         run, stop_id = self._cut(tokens)
         accepted = tuple(i < len(tokens) - 1 for i in range(len(run)))
-        self.counts = self.counts.after_round(num_nodes, sum(accepted), missed=missed)
+        counts = self.counts.after_round(num_nodes, sum(accepted), missed=missed)
+        self.counts = replace(counts, drafter=drafter or counts.drafter)
         self.tokens += run
         for token in run:  # few: quicker one by one
             self.hash = extend_hash(self.hash, token)
@@ -349,8 +353,7 @@ class Session:
 
     def finish(self, reason: FinishReason, stop_id: int | None = None) -> Finish:
         self.end()
-        stats = replace(self.counts, drafter=self.drafter_name, verification=self.rule.value, seed=self.request.seed)
-        return Finish(reason, stop_id, stats)
+        return Finish(reason, stop_id, self.counts)
 
     def _cut(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         for i, token in enumerate(tokens[: self.tokens_left]):

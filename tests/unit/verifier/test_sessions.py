@@ -104,6 +104,23 @@ def test_processors_see_the_text_so_far() -> None:
     assert list(three.prefix.output) == [3, 3, 3]
 
 
+def test_statistics_name_the_source_of_the_last_verified_tree() -> None:
+    one = session(max_tokens=4)
+    one.advance((3,), 0, missed=False)
+    assert one.counts.drafter == ""
+    one.advance((3,), 2, missed=False, drafter="ngram")
+    one.advance((3,), 2, missed=False, drafter="d")
+    run = one.advance((3,), 0, missed=True)
+    assert run.finish is not None
+    stats = run.finish.stats
+    assert (stats.drafter, stats.verification, stats.num_spec_steps, stats.num_drafter_misses) == (
+        "d",
+        "traversal",
+        2,
+        1,
+    )
+
+
 def test_logprobs_are_cut_with_the_run() -> None:
     one = session(max_tokens=10)
     told = tuple(TokenLogprob(-float(i)) for i in range(4))
