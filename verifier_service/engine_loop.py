@@ -214,6 +214,7 @@ class EngineLoop:
             follow=() if num_top is None else session.request.prompt[start + 1 : end + 1],
             num_top=num_top or 0,
             session=number,
+            first=start,
             num_features=num_features,
         )
 
@@ -283,7 +284,7 @@ class EngineLoop:
         for (number, size), chunk in zip(plan.chunks, chunks, strict=True):
             session = self.running[number]
             if session.features is not None and chunk.num_features:
-                session.features.add(session.fed + size - chunk.num_features, *chunk.features)
+                session.features.add(chunk.first + size - chunk.num_features, *chunk.features)
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
@@ -309,7 +310,7 @@ class EngineLoop:
         self.local.learn_successors(session, outcome.successors)
         self.metrics.record_round(done.tree, outcome, missed=missed, local=is_local)
         if session.features is not None and outcome.features is not None:
-            session.features.add(done.length - 1 - len(done.fill), outcome.features)
+            session.features.add(done.first, outcome.features)
         tree = session.seen(done.tree, outcome.path)
         committed = session.advance(
             outcome.tokens, outcome.num_nodes, outcome.logprobs, tree, missed=missed, drafter=drafter

@@ -1,6 +1,13 @@
-"""One engine step on the target model: rows → ONE forward → processed laws → verdicts → KV commit. Runs on the model's thread.
+"""One engine step on the target model: one forward for all chunks and rounds, then verdicts, then the KV commit.
 
-Nothing here knows of streams, sessions or time. Host work per round is O(tree × K); whatever is O(V) stays where the logits are.
+    rows       the tokens of each prefill chunk; of each round the end of its prefill, the root and the nodes of its tree
+    forward    one call for all rows
+    verdicts   processors on the logits of each row, then the rule of each round (`engine.verify.decide`)
+    commit     the rows of the chunks, and of each round the rows down to its stop node, enter the committed KV
+    states     hidden states of the committed rows go to the draft head, and to drafters that want features
+
+Runs on the thread of the model. The module knows neither sessions nor streams nor clocks. Host work per round is O(tree x K); work that is
+O(vocabulary) runs on the device of the logits.
 """
 
 from __future__ import annotations
@@ -24,19 +31,20 @@ from rootward.engine.verify import LawFunction, decide, forest_law
 from rootward.ports import COMMITTED, LanguageModel, Rows
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
-FILL = 1 << 40  # ids of the end of the prefill among the nodes of a round
+FIRST_FILL_ID = 1 << 40  # node ids of the end of a prefill in a round; nodes of trees have smaller ones
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Prefill: tokens that extend the committed chain of a KV slot.
+    """A chunk of prefill: tokens that extend the committed text of a KV slot.
 
-    follow           token after each of the first ones, where log-probabilities of the prompt are wanted
-    num_top          likeliest tokens whose log-probabilities are wanted beside each
-    prompt_logprobs  filled by the step
-    session          number of the session, by which a draft head knows its text
-    num_features     positions at the end of the chunk whose fused features are wanted
-    features         filled by the step
+    follow           prompt token after each of the first tokens, where log-probabilities of the prompt are wanted
+    num_top          number of likeliest tokens whose log-probabilities are wanted beside each of these
+    prompt_logprobs  output: log-probability of each token of `follow`
+    session          number of the session; the draft head keeps its text under it
+    first            position of the first token
+    num_features     number of positions at the end of the chunk whose fused features are wanted
+    features         output: one array float32[num_features, size], if any features of this step are wanted
     """
 
     kv_slot: int
@@ -45,6 +53,7 @@ class Chunk:
     num_top: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     session: int = 0
+    first: int = 0
     num_features: int = 0
     features: list[NDArray[np.float32]] = field(default_factory=list)
 
@@ -55,18 +64,21 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Verification of one session: root token, its absolute position + 1 = length of the committed text, and a tree (None: none).
+    """The verification of one session's tree.
 
-    prefix    what processors need to know of that text
-    logprobs  as in `VerifierRequest`
-    shared    the bonus token follows noise that the drafter knows (algorithms.md 6.6)
-    drafter   address of the drafter that grew the tree; "" for a local tree, or none
-    copies    siblings are i.i.d. copies, each drawn from the whole row
-    num_successors  most likely next tokens that are wanted of every row
-    fill      the end of the prefill: tokens right before the root whose KV the same forward makes
-    wanted    a tree that a draft head grows before the forward; it becomes `snapshot`
-    session   number of the session, by which a draft head knows its text
-    wants_features  fused features of what is committed are wanted
+    root            last committed token
+    length          length of the committed text, the root included
+    snapshot        the tree and its declared draft distributions; None: no tree
+    prefix          state of the committed text for the processors
+    logprobs        as in `VerifierRequest`
+    shared          the bonus token follows noise that the drafter knows (algorithms.md 6.6)
+    fill            the end of the prefill: the tokens right before the root whose KV the same forward computes
+    copies          siblings are i.i.d. copies, each drawn from the whole distribution
+    num_successors  number of most likely next tokens wanted of every row
+    drafter         address of the drafter that grew the tree; "": a local tree, or no tree
+    wanted          a tree that the draft head grows before the forward; it becomes `snapshot`
+    session         number of the session; the draft head keeps its text under it
+    wants_features  fused features of the committed rows are wanted
     """
 
     kv_slot: int
@@ -97,29 +109,42 @@ class Round:
         """The declared draft distribution of each node."""
         return self.snapshot.rows if self.snapshot is not None else (None,)
 
+    @property
+    def first(self) -> int:
+        """Position of its first row."""
+        return self.length - 1 - len(self.fill)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round committed: accepted draft tokens, then the bonus token. `expected` is the closed-form block efficiency of the
-    tree (free of coin noise); 0 under target matching."""
+    """The verdict of a round.
+
+    tokens      the accepted draft tokens, then the bonus token
+    num_nodes   nodes that were verified, root excluded
+    expected    closed-form block efficiency of the tree, free of coin noise; 0 under target matching
+    path        numbers of the accepted nodes, in draw order from 1
+    logprobs    one per token, where they are wanted
+    successors  (token of a node, the target's most likely tokens after it, best first), where they are wanted
+    draws       input of the audit of drafters
+    features    float32[fill + root + path, size]: fused features, where they are wanted
+    """
 
     tokens: tuple[int, ...]
     num_nodes: int
     expected: float = 0.0
-    path: tuple[int, ...] = ()  # numbers of the accepted nodes, in draw order from 1
-    logprobs: tuple[TokenLogprob, ...] = ()  # one per token where they are asked for
-    successors: tuple[
-        tuple[int, tuple[int, ...]], ...
-    ] = ()  # (token of a node, the target's most likely tokens after it)
-    draws: Draws | None = field(default=None, compare=False)  # what the audit of the drafter looks at
-    features: NDArray[np.float32] | None = field(
-        default=None, compare=False
-    )  # of fill, root and path, where they are wanted
+    path: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    successors: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    draws: Draws | None = field(default=None, compare=False)
+    features: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
 class Runner:
-    """Drives a target model. `law` is the law of ratio tests; tests swap in wrong ones to show that they are detected. `heads`: trees of a
-    draft head, which is shown the hidden states of every forward. `head`: fuses the features that drafters want; alone it costs nothing.
+    """Runs the steps of a target model.
+
+    law    law of ratio tests; tests replace it to show that wrong laws are detected
+    heads  trees of a draft head; it observes the hidden states of every forward
+    head   the draft head that fuses features for drafters; without `heads` it costs nothing until features are wanted
     """
 
     def __init__(
@@ -132,18 +157,12 @@ class Runner:
     ) -> None:
         self.model = model
         self.law = law
-        self.heads, self.head = heads, head if heads is None else heads.model
+        self.heads = heads
+        self.head = head if heads is None else heads.model
         self._exposed = False
 
-    def prefill(self, chunks: Sequence[Chunk]) -> None:
-        self.step(chunks, [])
-
-    def verify(self, rounds: Sequence[Round]) -> list[Outcome]:
-        """One round for every session, in order."""
-        return self.step([], rounds)
-
     def drafted(self, rounds: Sequence[Round]) -> tuple[list[Round], float]:
-        """The rounds with the trees that a draft head grows for them, and the seconds that took."""
+        """The rounds with the trees that the draft head grows for them, and the seconds that this took."""
         wanted = [r.wanted for r in rounds if r.wanted is not None]
         if self.heads is None or not wanted:
             return list(rounds), 0.0
@@ -152,70 +171,36 @@ class Runner:
         return found, self.heads.draft_s
 
     def forget(self, session: int) -> None:
-        """It has ended."""
+        """The session has ended."""
         if self.heads is not None:
             self.heads.forget(session)
 
     def step(self, chunks: Sequence[Chunk], rounds: Sequence[Round]) -> list[Outcome]:
-        """Prefill and rounds in ONE forward; the outcomes of the rounds, in order."""
+        """Compute all chunks and rounds in one forward. Returns the outcomes of the rounds, in order; those of chunks are in the chunks."""
         wants_features = any(c.num_features for c in chunks) or any(r.wants_features for r in rounds)
         self._expose(wanted=self.heads is not None or wants_features)
-        slots = [c.kv_slot for c in chunks] + [r.kv_slot for r in rounds]
-        firsts = [] if self.heads is None else [self.model.length(slot) for slot in slots]
         batch = [Rows.chain(c.kv_slot, 0, c.tokens) for c in chunks] + [_rows(r) for r in rounds]
         num_logits = [c.num_logits for c in chunks] + [len(r.tree) for r in rounds]
         logits_TV = self.model.forward(batch, num_logits=num_logits)
-        self._filled(chunks, logits_TV)
-        outcomes = self._decided(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
+        self._commit_chunks(chunks, logits_TV)
+        outcomes = self._verify(rounds, logits_TV[sum(c.num_logits for c in chunks) :]) if rounds else []
+        if not self._exposed:
+            return outcomes
+        committed = _committed_rows(chunks, rounds, outcomes)
         if self.heads is not None:
-            self._observe(self.heads, firsts, chunks, rounds, outcomes)
-        return self._fused(chunks, rounds, outcomes) if wants_features else outcomes
+            entries: list[Chunk | Round] = [*chunks, *rounds]
+            for entry, rows in zip(entries, committed, strict=True):
+                self.heads.observe(entry.session, entry.first, self.model.states[rows])
+        return self._with_features(chunks, rounds, outcomes, committed) if wants_features else outcomes
 
     def _expose(self, *, wanted: bool) -> None:
-        """Whether forwards leave their hidden states: on a GPU a change costs its recorded graphs."""
+        """Make forwards leave their hidden states, or stop it. Only on a change: on a GPU it costs the recorded graphs."""
         if wanted != self._exposed:
             assert self.head is not None
             self.model.expose(self.head.reads if wanted else ())
             self._exposed = wanted
 
-    def _fused(self, chunks: Sequence[Chunk], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The outcomes with the features that are wanted; all of a step are fused together."""
-        assert self.head is not None
-        rows: list[range | list[int]] = []
-        at = 0
-        for chunk in chunks:
-            end = at + len(chunk.tokens)
-            rows.append(range(end - min(chunk.num_features, len(chunk.tokens)), end))
-            at = end
-        for r, outcome in zip(rounds, outcomes, strict=True):
-            rows.append(_committed_rows(r, outcome, at) if r.wants_features else [])
-            at += len(r.fill) + len(r.tree)
-        wanted = torch.tensor([row for own in rows for row in own])
-        states = self.model.states
-        fused = self.head.fuse(states.index_select(0, wanted.to(states.device))).cpu().numpy()
-        parts = np.split(fused, np.cumsum([len(own) for own in rows])[:-1])
-        for chunk, part in zip(chunks, parts, strict=False):
-            chunk.features.append(part)
-        return [replace(o, features=part) for o, part in zip(outcomes, parts[len(chunks) :], strict=True)]
-
-    def _observe(
-        self,
-        heads: HeadDrafts,
-        firsts: Sequence[int],
-        chunks: Sequence[Chunk],
-        rounds: Sequence[Round],
-        outcomes: Sequence[Outcome],
-    ) -> None:
-        """Show the states of what was committed to the head. firsts: position of each entry's first row."""
-        states, at = self.model.states, 0
-        for chunk, first in zip(chunks, firsts, strict=False):
-            heads.observe(chunk.session, first, states[at : at + len(chunk.tokens)])
-            at += len(chunk.tokens)
-        for r, first, outcome in zip(rounds, firsts[len(chunks) :], outcomes, strict=True):
-            heads.observe(r.session, first, states[_committed_rows(r, outcome, at)])
-            at += len(r.fill) + len(r.tree)
-
-    def _filled(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
+    def _commit_chunks(self, chunks: Sequence[Chunk], logits_TV: torch.Tensor) -> None:
         at = 0
         for chunk in chunks:
             if chunk.follow:
@@ -224,8 +209,8 @@ class Runner:
             at += chunk.num_logits
             self.model.commit(chunk.kv_slot, len(chunk.tokens) - 1, keep_below=False)
 
-    def _decided(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> list[Outcome]:
-        """Verdicts on the logits of all rows of all rounds; what they accept is committed to the KV cache."""
+    def _verify(self, rounds: Sequence[Round], logits_TV: torch.Tensor) -> list[Outcome]:
+        """Verdicts on the logits of all rows of all rounds. The accepted paths enter the committed KV."""
         ends = np.cumsum([len(r.tree) for r in rounds])
         starts = ends - [len(r.tree) for r in rounds]
         scores_TV = adjusted(logits_TV, [(r.sampling, r.prefix, r.tree) for r in rounds])
@@ -237,23 +222,55 @@ class Runner:
             assert r.rule is Rule.MATCH or bonus not in tree.token[tree.parent == stop]
             self.model.commit(r.kv_slot, stop, keep_below=False)
             tokens = (*tree.path(stop), bonus)
-            logprobs = _logprobs(r, start, stop, tokens, logits_TV)
-            path = tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist())
-            successors = _successors(r, logits_TV[start : start + len(tree)])
-            outcomes.append(
-                Outcome(tokens, len(tree) - 1, decision.expected, path, logprobs, successors, decision.draws)
+            outcome = Outcome(
+                tokens=tokens,
+                num_nodes=len(tree) - 1,
+                expected=decision.expected,
+                path=tuple(np.flatnonzero(tree.ancestors[stop])[1:].tolist()),
+                logprobs=_logprobs(r, start, stop, tokens, logits_TV),
+                successors=_successors(r, logits_TV[start : start + len(tree)]),
+                draws=decision.draws,
             )
+            outcomes.append(outcome)
         return outcomes
 
+    def _with_features(
+        self,
+        chunks: Sequence[Chunk],
+        rounds: Sequence[Round],
+        outcomes: Sequence[Outcome],
+        committed: Sequence[list[int]],
+    ) -> list[Outcome]:
+        """The outcomes with the wanted features. All rows of a step are fused together. committed: see `_committed_rows`."""
+        assert self.head is not None
+        wanted = [rows[len(rows) - c.num_features :] for c, rows in zip(chunks, committed, strict=False)]
+        wanted += [rows if r.wants_features else [] for r, rows in zip(rounds, committed[len(chunks) :], strict=True)]
+        states = self.model.states
+        index = torch.tensor([row for rows in wanted for row in rows])
+        fused = self.head.fuse(states.index_select(0, index.to(states.device))).cpu().numpy()
+        parts = np.split(fused, np.cumsum([len(rows) for rows in wanted])[:-1])
+        for chunk, part in zip(chunks, parts, strict=False):
+            chunk.features.append(part)
+        return [replace(o, features=part) for o, part in zip(outcomes, parts[len(chunks) :], strict=True)]
 
-def _committed_rows(r: Round, outcome: Outcome, at: int) -> list[int]:
-    """Rows of the forward that a round has committed: its fill, the root and the accepted path. at: its first row."""
-    root = at + len(r.fill)
-    return [*range(at, root + 1), *(root + node for node in outcome.path)]
+
+def _committed_rows(chunks: Sequence[Chunk], rounds: Sequence[Round], outcomes: Sequence[Outcome]) -> list[list[int]]:
+    """Rows of the forward that were committed, of each chunk, then of each round: all of a chunk; the fill, the root and the accepted path
+    of a round."""
+    committed: list[list[int]] = []
+    at = 0
+    for chunk in chunks:
+        committed.append(list(range(at, at + len(chunk.tokens))))
+        at += len(chunk.tokens)
+    for r, outcome in zip(rounds, outcomes, strict=True):
+        root = at + len(r.fill)
+        committed.append([*range(at, root + 1), *(root + node for node in outcome.path)])
+        at = root + len(r.tree)
+    return committed
 
 
 def _successors(r: Round, logits_NV: torch.Tensor) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Of every row of the round, those of rejected nodes included; best first."""
+    """Most likely next tokens of every row of the round, rejected nodes included."""
     if not r.num_successors:
         return ()
     likely = torch.topk(logits_NV, min(r.num_successors, logits_NV.shape[1])).indices.tolist()
@@ -261,11 +278,11 @@ def _successors(r: Round, logits_NV: torch.Tensor) -> tuple[tuple[int, tuple[int
 
 
 def _rows(r: Round) -> Rows:
-    """The end of the prefill as a chain, the root at its end, the tree below."""
+    """The end of the prefill as a chain, the root below its end, the tree below the root."""
     tree, num = r.tree, len(r.fill)
-    fill = FILL + np.arange(num, dtype=np.int64)
+    fill = FIRST_FILL_ID + np.arange(num, dtype=np.int64)
     parent = np.concatenate([fill - 1, tree.parent])
-    parent[num] = FILL + num - 1
+    parent[num] = FIRST_FILL_ID + num - 1
     parent[0] = COMMITTED
     token = np.concatenate([np.array([*r.fill, r.root], dtype=np.int64), tree.token[1:]])
     return Rows(r.kv_slot, np.concatenate([fill, np.arange(len(tree))]), parent, token)
@@ -274,7 +291,7 @@ def _rows(r: Round) -> Rows:
 def _logprobs(
     r: Round, start: int, stop: int, tokens: tuple[int, ...], logits_TV: torch.Tensor
 ) -> tuple[TokenLogprob, ...]:
-    """Token i of the run follows node i of the path from the root to the stop node."""
+    """Log-probability of each token of the run. Token i follows node i of the path from the root to the stop node."""
     if r.logprobs is None:
         return ()
     rows = [start + int(node) for node in np.flatnonzero(r.tree.ancestors[stop])]  # parents come first

@@ -61,10 +61,9 @@ class Recorder:
     def round_law(self, session: Session, rule: Rule, snapshot: Snapshot) -> dict[tuple[int, ...], float]:
         """Probability of each run that the round may commit."""
         slot, text = self.model.open(), session.tokens
-        self.runner.prefill([Chunk(slot, tuple(text[:-1]))])
-        self.runner.verify(
-            [Round(slot, text[-1], len(text), rule, session.request.sampling, Key(1), 1, snapshot, session.prefix)]
-        )
+        self.runner.step([Chunk(slot, tuple(text[:-1]))], [])
+        sampling = session.request.sampling
+        self.runner.step([], [Round(slot, text[-1], len(text), rule, sampling, Key(1), 1, snapshot, session.prefix)])
         self.model.close(slot)
         rows, tree = self.rows.numpy(), snapshot.tree
         runs: dict[tuple[int, ...], float] = defaultdict(float)

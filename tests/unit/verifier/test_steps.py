@@ -31,7 +31,7 @@ def test_a_mixed_step_is_its_two_halves_in_one_forward() -> None:
         honest = model.forward
         model.forward = lambda *a, calls=calls, honest=honest, **k: calls.append(1) or honest(*a, **k)
         old, new = model.open(), model.open()
-        runner.prefill([Chunk(old, tuple(texts[0][:-1]))])
+        runner.step([Chunk(old, tuple(texts[0][:-1]))], [])
         chunk = Chunk(new, tuple(texts[1][:-1]))
         if mixed:
             outcomes.append(runner.step([chunk], [round_of(old, texts[0])]))
@@ -61,7 +61,7 @@ def test_a_first_round_takes_the_end_of_its_prefill_along(grown: bool) -> None:
     for num in (0, 1, 3):  # of the prefill's three tokens go along
         slot = model.open()
         if num < 3:
-            runner.prefill([Chunk(slot, tuple(text[: 3 - num]))])
+            runner.step([Chunk(slot, tuple(text[: 3 - num]))], [])
         (outcome,) = runner.step([], [replace(first, fill=tuple(text[3 - num : 3]))])
         found.append((outcome, model.length(slot)))
         assert model.length(slot) == len(text) + len(outcome.tokens) - 1
