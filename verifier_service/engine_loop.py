@@ -145,10 +145,10 @@ class EngineLoop:
 
     def _begin_rounds(self) -> None:
         """Fix the sizes of the rounds that begin, look local trees up, and note trees that have all their nodes."""
-        memory, settings = self.slots.memory, self.settings
+        model, settings = self.slots.model, self.settings
         prefilling = any(session.prefill_left for session in self._unfinished())
         rows = settings.max_num_batched_tokens - (settings.prefill_floor if prefilling else 0)
-        self.rounds.count(min(rows, memory.free_rows))
+        self.rounds.count(min(rows, model.num_free_blocks * model.block_size))
         for session in self._unfinished():
             if session.round.max_nodes is None and (self._joins(session) or not session.prefill_left):
                 self.rounds.plan_round(session)
@@ -179,13 +179,13 @@ class EngineLoop:
         )
 
     def _limits(self, now_s: float) -> Limits:
-        settings, memory = self.settings, self.slots.memory
+        settings, model = self.settings, self.slots.model
         return Limits(
             rows=settings.max_num_batched_tokens,
             chunk=settings.max_num_batched_tokens,
             floor=settings.prefill_floor,
-            free_blocks=memory.free_blocks,
-            block_size=memory.block_size,
+            free_blocks=model.num_free_blocks,
+            block_size=model.block_size,
             step_s=self.rounds.controller.step_time.seconds,
             hold_s=self.rounds.hold_s(now_s),
         )

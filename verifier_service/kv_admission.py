@@ -1,7 +1,7 @@
 """Admission of requests, and the KV slots and blocks of sessions.
 
 Admission     checks requests, fences their epochs, bounds the queue
-Memory        KV blocks as numbers: held, wanted, free
+Memory        KV blocks as numbers: held and wanted
 WaitingQueue  sessions without a slot: by priority, preempted ones first, then tenants in turn
 Slots         sessions with a slot; those that wait for one; preempted ones
 """
@@ -26,42 +26,26 @@ from verifier_service.settings import VerifierSettings
 
 
 class Slots:
-    """`running`: sessions with a KV slot, by number."""
+    """`running`: sessions with a KV slot, by number; `waiting`: those without one."""
 
     def __init__(self, model: LanguageModel, memory: Memory) -> None:
         self.model, self.memory = model, memory
         self.running: dict[int, Session] = {}
         self.num_preemptions = self.num_asked = self.num_cached = 0  # the latter in tokens, by the prefix cache
-        self._waiting = WaitingQueue()
+        self.waiting = WaitingQueue()
         self._away: dict[int, Session] = {}  # preempted ones: they wait, and may still hold a tree at a drafter
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
 
     def gauges(self) -> dict[str, float]:
         """Values of the metrics with these names."""
         total, free = self.model.num_blocks, self.model.num_free_blocks
         return {
             "num_requests_running": float(len(self.running)),
-            "num_requests_waiting": float(self.num_waiting),
+            "num_requests_waiting": float(len(self.waiting)),
             "num_preemptions_total": float(self.num_preemptions),
             "kv_cache_usage_ratio": 1.0 - free / total,
             "prefix_cache_queries_total": float(self.num_asked),
             "prefix_cache_hits_total": float(self.num_cached),
         }
-
-    def wait(self, session: Session) -> None:
-        self._waiting.push(session)
-
-    @property
-    def num_fresh(self) -> int:
-        """Sessions that wait and have never had a slot; the limit of the queue applies to them."""
-        return self._waiting.num_fresh
-
-    def forget(self, session: Session) -> None:
-        """Remove an ended session from the queue."""
-        self._waiting.discard(session)
 
     def admit(self, failed: Callable[[Session, Exception], None]) -> list[Session]:
         """Give slots to waiting sessions in the order of the queue, while slots and blocks suffice. Returns them. A session for which there
@@ -73,10 +57,10 @@ class Slots:
         running = self.running.values()
         while (
             self.model.num_free_slots
-            and (session := self._waiting.head(running)) is not None
+            and (session := self.waiting.head(running)) is not None
             and self.memory.admits(session, running)
         ):
-            self._waiting.pop(session)
+            self.waiting.pop(session)
             try:
                 kv_slot = self.model.open(session.tokens, salt=session.salt)
             except Exception as error:
@@ -101,7 +85,7 @@ class Slots:
             if session.local is not None:
                 session.local.drop()  # planned before the prefill that it needs now
             self._away[number] = session
-            self._waiting.push(session, preempted=True)
+            self.waiting.push(session, preempted=True)
             self.num_preemptions += 1
 
     def release_done(self) -> list[Session]:
@@ -124,31 +108,17 @@ class Memory:
     def __init__(self, model: LanguageModel, num_draft_tokens: int) -> None:
         self._model, self._num_draft_tokens = model, num_draft_tokens
 
-    @property
-    def block_size(self) -> int:
-        return self._model.block_size
-
-    @property
-    def free_blocks(self) -> int:
-        return self._model.num_free_blocks
-
-    @property
-    def free_rows(self) -> int:
-        return self.free_blocks * self.block_size
-
     def held(self, session: Session) -> tuple[int, int]:
         """(rows it can write without taking a block, blocks it holds, shared ones included)."""
         length = 0 if session.kv_slot is None else self._model.length(session.kv_slot)
-        return -length % self.block_size, self._blocks(length)
+        return -length % self._model.block_size, self._blocks(length)
 
     def admits(self, session: Session, running: Iterable[Session]) -> bool:
-        """Whether there is a slot, and blocks for its text and one tree beside those that running sessions may still take. A single
-        session is always admitted: the longest one fits (`ports.LanguageModel`)."""
+        """Whether there are blocks for its text and one tree beside those that running sessions may still take. A single session is always
+        admitted: the longest one fits (`ports.LanguageModel`)."""
         others = list(running)
-        if not self._model.num_free_slots:
-            return False
         promised = sum(max(0, self._wanted(other) - self.held(other)[1]) for other in others)
-        return not others or self._wanted(session) <= self.free_blocks - promised
+        return not others or self._wanted(session) <= self._model.num_free_blocks - promised
 
     def _wanted(self, session: Session) -> int:
         """Blocks of its text so far and of one round."""
@@ -157,7 +127,7 @@ class Memory:
         return self._blocks(len(session.tokens) + nodes)
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.block_size)
+        return -(-tokens // self._model.block_size)
 
 
 MAX_EPOCHS_REMEMBERED = 65536
@@ -235,7 +205,7 @@ class WaitingQueue:
 
     @property
     def num_fresh(self) -> int:
-        """Sessions that have never had a slot."""
+        """Sessions that have never had a slot; the limit of the queue applies to them."""
         return sum(not one.done for number, one in self._waiting.items() if number not in self._preempted)
 
     def push(self, one: Session, *, preempted: bool = False) -> None:

@@ -163,7 +163,7 @@ class VerifierService:
             self.incarnation,
             self.pool.up,
             len(self._running),
-            self.slots.num_waiting,
+            len(self.slots.waiting),
             self.max_sessions,
             self.draining,
             self._stats(),
@@ -203,7 +203,7 @@ class VerifierService:
         session = self._session(request)
         session.matcher, session.deadline_s = matcher, deadline_s
         self._live[request.request_id] = session
-        self.slots.wait(session)
+        self.slots.waiting.push(session)
         self._wake.set()
         about: dict[str, str | int] = {"request_id": request.request_id, "epoch": request.epoch}
         try:
@@ -212,7 +212,7 @@ class VerifierService:
         finally:
             session.end()  # the loop frees it between steps
             self.admission.forget(session)
-            self.slots.forget(session)
+            self.slots.waiting.discard(session)
             self._wake.set()
 
     async def _matcher(self, request: VerifierRequest, deadline_s: float | None) -> TreeMatcher | None:
@@ -233,7 +233,7 @@ class VerifierService:
     def _check(self, request: VerifierRequest) -> None:
         ended = self._task is None or self._task.done()
         closed = "verifier is draining" if self.draining else "verifier is not running" if ended else ""
-        self.admission.check(request, num_queued=self.slots.num_fresh + self._num_compiling, closed=closed)
+        self.admission.check(request, num_queued=self.slots.waiting.num_fresh + self._num_compiling, closed=closed)
 
     def _session(self, request: VerifierRequest) -> Session:
         self._check(request)

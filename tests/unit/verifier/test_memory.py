@@ -8,7 +8,7 @@ from support.services import request
 from rootward.core.requests import DraftMode, Rule
 from rootward.engine.tabular import TabularModel
 from rootward.ports import Rows
-from verifier_service.kv_admission import Memory
+from verifier_service.kv_admission import Memory, Slots
 from verifier_service.session import Session
 
 
@@ -41,7 +41,7 @@ def test_room_and_blocks_are_what_the_model_would_take(fed: int) -> None:
     room, blocks = memory.held(one)
     assert target.num_blocks - target.num_free_blocks == blocks
     for rows in range(1, 10):
-        assert -(-max(0, rows - room) // memory.block_size) == target.blocks_needed(one.kv_slot, rows)
+        assert -(-max(0, rows - room) // target.block_size) == target.blocks_needed(one.kv_slot, rows)
 
 
 def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:
@@ -52,7 +52,7 @@ def test_a_place_is_promised_with_room_for_the_text_and_one_tree() -> None:
     assert not memory.admits(session(target, 2, 9), [first])
     assert memory.admits(session(target, 2, 16, uses_drafters=False), [first])  # no tree
     filled = session(target, 3, 8, fed=7)  # of its 4 it holds 2
-    assert memory.free_blocks == 6
+    assert target.num_free_blocks == 6
     assert not memory.admits(session(target, 2, 16), [filled])
     assert memory.admits(session(target, 2, 8), [filled])
 
@@ -63,4 +63,6 @@ def test_a_single_session_is_admitted_and_none_without_a_slot() -> None:
     assert memory.admits(session(target, 1, 24), [])
     for number in range(4):
         session(target, number, 1, fed=0)
-    assert not memory.admits(session(target, 9, 1), [])
+    slots = Slots(target, memory)
+    slots.waiting.push(session(target, 9, 1))
+    assert slots.admit(lambda *_: None) == []

@@ -53,9 +53,9 @@ def test_slots_are_given_in_order_and_none_overtakes_one_that_does_not_fit() -> 
     here, slots = places()
     first, large, small = session(1), session(2, prompt=18), session(3)
     for one in (first, large, small):
-        here.wait(one)
+        here.waiting.push(one)
     assert here.admit(lost) == [first]
-    assert (here.num_waiting, len(slots.open_slots)) == (2, 1)
+    assert (len(here.waiting), len(slots.open_slots)) == (2, 1)
     first.end()
     assert here.release_done() == [first]
     assert here.admit(lost) == [large]
@@ -68,7 +68,7 @@ def test_a_preempted_session_keeps_its_round_its_cap_and_its_tree() -> None:
     here, slots = places()
     one, two, three = (session(n, prompt=10) for n in (1, 2, 3))
     for some in (one, two, three):
-        here.wait(some)
+        here.waiting.push(some)
     here.admit(lost)
     two.fed, two.round.max_nodes = 2, 7
     draft = two.draft = Draft(None, 1, LivingTree(10, 0, vocab_size=5))
@@ -95,7 +95,7 @@ def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
         cap=4,
         tree=Snapshot.__new__(Snapshot),
     )
-    here.wait(one)
+    here.waiting.push(one)
     here.admit(lost)
     here.preempt([1])
     assert one.local.num_nodes == 0
@@ -104,7 +104,7 @@ def test_a_preempted_session_comes_back_without_what_was_looked_up() -> None:
 def test_one_that_ends_while_it_is_away_is_handed_out_for_its_tree_to_be_closed() -> None:
     here, slots = places()
     one = session(1)
-    here.wait(one)
+    here.waiting.push(one)
     here.admit(lost)
     here.preempt([1])
     one.end()
@@ -124,8 +124,8 @@ def test_a_session_that_the_model_refuses_fails_no_other() -> None:
         return plain_open(tokens, salt=salt)
 
     slots.open = open_  # type: ignore[method-assign]
-    here.wait(bad)
-    here.wait(good)
+    here.waiting.push(bad)
+    here.waiting.push(good)
 
     def failed(one: Session, error: Exception) -> None:
         one.end()
@@ -138,7 +138,7 @@ def test_a_session_that_the_model_refuses_fails_no_other() -> None:
 def test_one_whom_the_model_will_not_take_back_is_handed_out_for_its_tree_to_be_closed() -> None:
     here, slots = places()
     one = session(1)
-    here.wait(one)
+    here.waiting.push(one)
     here.admit(lost)
     here.preempt([1])
 

@@ -87,7 +87,7 @@ def session(service, number: int = 1, **about) -> Session:
     wanted = request(f"r{number}", mode=SpeculationMode.AUTO, **about)
     one = Session(number, wanted, Rule.TRAVERSAL, DraftMode.SAMPLED, frozenset(), uses_drafters=False)
     service._live[wanted.request_id] = one
-    service.slots.wait(one)
+    service.slots.waiting.push(one)
     return one
 
 
