@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import replace
 
 import structlog
 
@@ -31,7 +31,6 @@ from rootward.core.frames import (
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import LivingTree, MalformedFrame
 from rootward.core.requests import DraftMode
-from rootward.core.rng import Role
 from rootward.errors import ServiceError
 from rootward.ports import Drafter
 from rootward.tracing import traceparent_of
@@ -41,6 +40,7 @@ from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import DrafterView
 from verifier_service.send_buffer import SendBuffer
 from verifier_service.session import Draft, Session, number_of
+from verifier_service.settings import Shape
 from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
@@ -53,18 +53,6 @@ READ_S = 2e-3  # for each token that it may have to read first
 FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest latency and gain
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Limits of a requested tree. atoms: K; ahead: nodes for rounds after the next, by drafters on other machines and on this one."""
-
-    atoms: int
-    node_cap: int
-    max_depth: int
-    topk: int
-    ahead: int = 0
-    ahead_on_loopback: int = 0
 
 
 class Link:
@@ -181,30 +169,19 @@ class Link:
 
     def _open_message(self, slot: int, session: Session, shape: Shape) -> Open:
         assert self.ack is not None
-        request = session.request
+        request, opening = session.request, session.opening(shape)
         ahead = shape.ahead_on_loopback if is_loopback(self.name) else shape.ahead
         ahead = 0 if self.takes_features else ahead
-        return Open(
+        return replace(
+            opening,
             slot=slot,
-            session=request.request_id,
-            epoch=request.epoch,
             prefix=tuple(session.tokens),
-            sampling=request.sampling,
-            law=session.draft_mode,
-            # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
-            seed=request.seed if session.draft_mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
-            choice=request.choice,
-            num_atoms=min(shape.atoms, self.ack.max_atoms),
-            node_cap=shape.node_cap,
-            max_depth=shape.max_depth,
-            topk=shape.topk,
+            num_atoms=min(opening.num_atoms, self.ack.max_atoms),
             eos_ids=() if request.stopping.ignore_eos else tuple(session.eos_ids),
             ahead_cap=ahead,
             bonus_key=session.key.bonus().value if session.draft_mode.ratio and ahead > 0 else None,
             prediction=request.prediction,
-            num_prompt=len(request.prompt),
             tenant=number_of(session.tenant) if session.tenant else 0,
-            strategy=session.strategy,
             cache_salt=number_of(request.cache_salt) if request.cache_salt else 0,
             traceparent=traceparent_of(session.span),
             node_budget=None if session.required else session.statistics.usual_nodes or None,

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import replace
 
 import structlog
 
@@ -24,10 +23,11 @@ from rootward.demand import VerifierDemand
 from rootward.discovery.polling import follow
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.circuit_breaker import CircuitState
-from verifier_service.drafter_link import Link, Shape
+from verifier_service.drafter_link import Link
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import best_drafter, moves
 from verifier_service.session import Draft, Session
+from verifier_service.settings import Shape
 from verifier_service.stall_clock import StallClock
 
 log = structlog.get_logger("verifier.drafters")
@@ -171,7 +171,7 @@ class DrafterPool:
                 return
             name = best_drafter([link.view() for link in self.links if _accepts(session, link)], unfit=session.unfit)
             if name is not None:
-                session.draft = self._open(name, session)
+                session.draft = self._named(name).open(session, self._shape)
 
     def balance(self, sessions: Iterable[Session]) -> None:
         """Once per interval, and whenever there are no sessions: update `demand.sessions` and start moves between drafters."""
@@ -203,7 +203,7 @@ class DrafterPool:
             if fitting:
                 session = max(fitting, key=lambda s: s.tokens_left)
                 movable.remove(session)
-                session.next_draft = self._open(move.target, session)
+                session.next_draft = self._named(move.target).open(session, self._shape)
                 self.num_moves += 1
                 log.debug("session_moves", source=move.source, target=move.target)
 
@@ -213,17 +213,6 @@ class DrafterPool:
             draft = session.next_draft
             if draft is not None and (link := draft.link) is not None and link.overdue(draft.unanswered_since_s):
                 link.record_round(draft, missed=True)
-
-    def _open(self, name: str, session: Session) -> Draft:
-        link = self._named(name)
-        wish, shape = session.request.speculation, self._shape
-        limits = {
-            "node_cap": wish.num_draft_tokens or shape.node_cap,
-            "max_depth": wish.max_depth or shape.max_depth,
-            "topk": wish.topk or shape.topk,
-        }
-        limits = {limit: min(value, getattr(shape, limit)) for limit, value in limits.items()}
-        return link.open(session, replace(shape, **limits))
 
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)

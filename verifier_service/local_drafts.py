@@ -10,7 +10,7 @@ drafters are worth.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rootward.core.frames import Open
 from rootward.core.living_tree import LivingTree, Snapshot
@@ -24,7 +24,6 @@ from rootward.core.lookup import (
     extend_tree,
 )
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
-from rootward.core.rng import Role
 from verifier_service.head_drafts import Wanted
 from verifier_service.session import Draft, Session
 from verifier_service.settings import VerifierSettings
@@ -84,7 +83,7 @@ class LocalDrafts:
     """Of all sessions of a verifier."""
 
     def __init__(self, settings: VerifierSettings, vocab_size: int, controller: SpeculationController) -> None:
-        self._settings, self._vocab_size = settings, vocab_size
+        self._settings, self._shape, self._vocab_size = settings, settings.shape, vocab_size
         self._has_head = settings.local_draft.startswith(HEAD)
         self._recipes = _recipes(settings.local_draft)
         self._memories = Memories()  # by salt: as with cached prefixes, who shares them
@@ -119,31 +118,10 @@ class LocalDrafts:
             source = recipe.source(mode, memory, request.prediction, len(request.prompt))
             drafts.append(LocalDraft(recipe.name, source, self._controller.of(kind), required=session.required))
         if with_head:
-            opening = self._opening(session)
+            opening = replace(session.opening(self._shape), eos_ids=tuple(session.stop_ids))
             statistics = self._controller.of(("head", session.rule, session.draft_mode, session.strategy, *bucket))
             drafts.append(LocalDraft("head", None, statistics, opening, session.required))
         session.local_drafts, session.local = tuple(drafts), drafts[0] if drafts else None
-
-    def _opening(self, session: Session) -> Open:
-        settings, request, wish = self._settings, session.request, session.request.speculation
-        return Open(
-            slot=0,
-            session=request.request_id,
-            epoch=request.epoch,
-            prefix=(),
-            sampling=request.sampling,
-            law=session.draft_mode,
-            # Only shared noise needs the seed itself.
-            seed=request.seed if session.draft_mode is DraftMode.COUPLED else session.key.derive(Role.DRAW),
-            choice=request.choice,
-            num_atoms=settings.law_atoms,
-            node_cap=settings.num_draft_tokens,
-            max_depth=min(wish.max_depth or settings.max_depth, settings.max_depth),
-            topk=min(wish.topk or settings.topk, settings.topk),
-            eos_ids=tuple(session.stop_ids),
-            num_prompt=len(request.prompt),
-            strategy=session.strategy,
-        )
 
     def plan(self, session: Session, most: int) -> int:
         """Nodes of the tree that stands in for plain decoding in the present round; planned once per round, at most `most`.
@@ -208,16 +186,14 @@ class LocalDrafts:
             local.statistics.forget_session(session.number)
 
     def _look_up(self, session: Session, source: Source, local: LocalDraft) -> Snapshot | None:
-        tokens, settings, wish = session.tokens, self._settings, session.request.speculation
+        tokens, limits = session.tokens, self._shape.within(session.request.speculation)
         source.extend(tokens[local.fed : local.fed + CHUNK])
         local.fed = min(len(tokens), local.fed + CHUNK)
         if local.fed < len(tokens):
             return None
-        depth = min(wish.max_depth or settings.max_depth, settings.max_depth)
-        topk = min(wish.topk or settings.topk, settings.topk)
         tree = LivingTree(len(tokens), 0, vocab_size=self._vocab_size, node_cap=local.cap, eos_ids=session.stop_ids)
         tree.root.token = tokens[-1]
-        found = extend_tree(tree, source, Shape(local.cap, depth, topk, LEAST_SCORE))
+        found = extend_tree(tree, source, Shape(local.cap, limits.max_depth, limits.topk, LEAST_SCORE))
         return tree.snapshot(found) if found else None
 
 

@@ -21,7 +21,6 @@ from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailab
 from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
 from rootward.tracing import request_span
 from verifier_service.audit import DrafterAudit
-from verifier_service.drafter_link import Shape
 from verifier_service.drafter_pool import Dial, DrafterPool
 from verifier_service.engine_loop import EngineLoop
 from verifier_service.head_drafts import HeadDrafts
@@ -81,14 +80,7 @@ class VerifierService:
             dial=dial,
             prior_row_s=settings.draft_prior_row_ms / 1e3,
             zone=settings.zone,
-            shape=Shape(
-                atoms=settings.law_atoms,
-                node_cap=settings.num_draft_tokens,
-                max_depth=settings.max_depth,
-                topk=settings.topk,
-                ahead=settings.ahead,
-                ahead_on_loopback=settings.num_ahead_tokens or 0,
-            ),
+            shape=settings.shape,
             metrics=self.metrics.links,
         )
         self.audit = DrafterAudit(

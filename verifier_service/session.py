@@ -14,7 +14,7 @@ from enum import Enum
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from rootward.core.frames import extend_hash, prefix_hash
+from rootward.core.frames import Open, extend_hash, prefix_hash
 from rootward.core.living_tree import LivingTree
 from rootward.core.pairing import check_rule
 from rootward.core.requests import (
@@ -33,13 +33,14 @@ from rootward.core.requests import (
     VerifiedTree,
     VerifierRequest,
 )
-from rootward.core.rng import Key
+from rootward.core.rng import Key, Role
 from rootward.core.tree import TokenTree
 from rootward.engine.grammar import TreeMatcher
 from rootward.engine.processors import History, Prefix
 from rootward.errors import DeadlineExceeded, InvalidRequest, NotFound, ServiceError, Unavailable
 from rootward.tracing import INVALID_SPAN, Span
 from verifier_service.draft_pace import DraftPace
+from verifier_service.settings import Shape
 from verifier_service.speculation import Statistics
 
 if TYPE_CHECKING:
@@ -289,6 +290,27 @@ class Session:
         longest = max(map(len, self.request.sampling.bad_sequences), default=1) - 1
         output = self.tokens[len(self.tokens) - min(longest, self.num_output) :]
         return Prefix(self.history, left, tuple(self.stop_ids) if left else (), self.matcher, output)
+
+    def opening(self, shape: Shape) -> Open:
+        """The message that asks for a tree of this shape, or of a smaller one that the request asks for; without slot and text."""
+        request, limits = self.request, shape.within(self.request.speculation)
+        return Open(
+            slot=0,
+            session=request.request_id,
+            epoch=request.epoch,
+            prefix=(),
+            sampling=request.sampling,
+            law=self.draft_mode,
+            # Only shared noise needs the seed itself; anything else gets a key from which no coin can be computed.
+            seed=request.seed if self.draft_mode is DraftMode.COUPLED else self.key.derive(Role.DRAW),
+            choice=request.choice,
+            num_atoms=limits.atoms,
+            node_cap=limits.node_cap,
+            max_depth=limits.max_depth,
+            topk=limits.topk,
+            num_prompt=len(request.prompt),
+            strategy=self.strategy,
+        )
 
     def take_slot(self, kv_slot: int, num_cached: int) -> None:
         """Run on a KV slot that holds the first `num_cached` tokens of its text already."""

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from rootward.core.requests import DraftMode
+from rootward.core.requests import DraftMode, Speculation
 from rootward.discovery.sources import SourceList
 from rootward.process_settings import WorkerSettings
 from rootward.settings import CommaSeparated
 
 MAX_NODES = 240  # of one session at a drafter, growth ahead included: it refuses more
 DEFAULT_AHEAD = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Limits of a draft tree. atoms: K; ahead: nodes for rounds after the next, by drafters on other machines and on this one."""
+
+    atoms: int
+    node_cap: int
+    max_depth: int
+    topk: int
+    ahead: int = 0
+    ahead_on_loopback: int = 0
+
+    def within(self, wish: Speculation) -> Shape:
+        """These limits, or lower ones that a request asks for."""
+        return replace(
+            self,
+            node_cap=min(self.node_cap, wish.num_draft_tokens or self.node_cap),
+            max_depth=min(self.max_depth, wish.max_depth or self.max_depth),
+            topk=min(self.topk, wish.topk or self.topk),
+        )
 
 
 class VerifierSettings(WorkerSettings):
@@ -138,11 +160,17 @@ class VerifierSettings(WorkerSettings):
         return self.served_model_name or Path(self.model).name or self.model
 
     @property
-    def ahead(self) -> int:
-        """Nodes for later rounds that a drafter on another machine grows."""
-        if self.num_ahead_tokens is not None:
-            return self.num_ahead_tokens
-        return min(DEFAULT_AHEAD, MAX_NODES - self.num_draft_tokens)
+    def shape(self) -> Shape:
+        """Limits of the trees of all requests."""
+        ahead = self.num_ahead_tokens
+        return Shape(
+            atoms=self.law_atoms,
+            node_cap=self.num_draft_tokens,
+            max_depth=self.max_depth,
+            topk=self.topk,
+            ahead=min(DEFAULT_AHEAD, MAX_NODES - self.num_draft_tokens) if ahead is None else ahead,
+            ahead_on_loopback=ahead or 0,
+        )
 
     @property
     def draft_wait_s(self) -> float:

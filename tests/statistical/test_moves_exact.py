@@ -17,9 +17,10 @@ from rootward.core.frames import Hello, HelloAck
 from rootward.core.growth import BestFirst, Growth
 from rootward.core.living_tree import LivingTree
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
-from verifier_service.drafter_link import Link, Shape
+from verifier_service.drafter_link import Link
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.session import Draft, Session
+from verifier_service.settings import Shape
 
 PROMPT = (0, 1)
 HELLO = Hello("v", 1, "", V, 64)

@@ -15,9 +15,10 @@ from rootward.core.frames import FromDrafter, Grow, Hello, HelloAck, Load, Rejec
 from rootward.core.requests import DraftMode, Rule, Speculation, Stopping, VerifierRequest
 from rootward.core.rng import Key, Role
 from verifier_service.circuit_breaker import MAX_MISSES
-from verifier_service.drafter_link import Link, Shape
+from verifier_service.drafter_link import Link
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.session import Draft, Session
+from verifier_service.settings import Shape
 
 SHAPE = Shape(atoms=8, node_cap=8, max_depth=4, topk=2)
 

@@ -13,8 +13,8 @@ def test_trees_are_no_larger_than_drafters_grow_them() -> None:
     """A drafter refuses a larger one for good: the service would decode plainly and nobody would know why."""
     assert MAX_NODES == rootward.engine.grower.MAX_NODES
     fits = ["--model", "m", "--num-draft-tokens", "64", "--num-ahead-tokens", "176"]
-    assert VerifierSettings.load(fits).ahead == 176
-    assert VerifierSettings.load(["--model", "m", "--num-draft-tokens", "220"]).ahead == 20
+    assert VerifierSettings.load(fits).shape.ahead == 176
+    assert VerifierSettings.load(["--model", "m", "--num-draft-tokens", "220"]).shape.ahead == 20
     with pytest.raises(ConfigurationError, match=r"num_ahead_tokens.*num_draft_tokens 65.*240"):
         VerifierSettings.load([*fits, "--num-draft-tokens", "65"])
 
