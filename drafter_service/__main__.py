@@ -166,7 +166,7 @@ async def _serve(settings: DrafterSettings, admin: Admin) -> None:
         DrafterServicer(drafter, drafter.describe).register(server)
         await server.start()
         await server.set_ready(True)
-        admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.metrics.registry)
+        admin.serving(ready=lambda: not drafter.draining, live=lambda: drafter.alive, metrics=drafter.registry)
         beat = await stack.enter_async_context(in_registry(drafter, settings, server.address))
 
         async def drain() -> None:

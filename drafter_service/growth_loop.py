@@ -17,9 +17,10 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, TypeAlias
 
 import structlog
+from prometheus_client import CollectorRegistry
 
 import rootward
-from drafter_service.metrics import Metrics, Spans
+from drafter_service.metrics import GAUGES, Spans
 from drafter_service.stream import Stream
 from rootward.core.frames import (
     PROTOCOL,
@@ -38,6 +39,7 @@ from rootward.core.frames import (
 )
 from rootward.core.requests import BEST_FIRST, DraftStrategy
 from rootward.demand import DemandCollector
+from rootward.metrics import Gauges
 from rootward.ports import DEFAULT_POOL, DrafterInfo, ModelInfo
 from rootward.watchdog import Watchdog
 
@@ -87,21 +89,13 @@ class DrafterService:
         self._agree, self.head = agree or with_model, head
         self.draining = False
         self.watchdog = Watchdog()
-        self.metrics = Metrics()
-        self.metrics.watch(
-            lambda: {
-                "drafter_sessions_open": len(self.grower.trees),
-                "drafter_sessions_cap": self.capacity,
-                "drafter_rows_used_ratio": len(self.grower.trees) / self.capacity,
-                "drafter_streams": len(self._streams),
-            }
-        )
-        self.metrics.registry.register(DemandCollector(lambda: {pool: grower.demand}))
+        self.registry = CollectorRegistry()  # its own, so that several drafters can live in one process
+        Gauges(self.registry, GAUGES, self._gauges)
+        self.registry.register(DemandCollector(lambda: {pool: grower.demand}))
         self._mailbox: SimpleQueue[Mail | None] = SimpleQueue()  # None: the growth loop ends
         self._spans = Spans()
-        self._queued_s: dict[
-            Key, float
-        ] = {}  # time in the mailbox of each tree's newest Open or Commit, until its growth is sent
+        # Time in the mailbox of each tree's newest Open or Commit, until its growth is sent.
+        self._queued_s: dict[Key, float] = {}
         self._queue_s = 0.0  # exponentially weighted mean time of frames in the mailbox
         self._streams: dict[int, Stream] = {}
         self._num_streams = self._num_failures = 0
@@ -128,6 +122,15 @@ class DrafterService:
             self._beat_task.cancel()
         await asyncio.gather(*filter(None, (self._beat_task, self._growth)), return_exceptions=True)
         self._thread.shutdown(wait=True)
+
+    def _gauges(self) -> dict[str, float]:
+        num_trees = len(self.grower.trees)
+        return {
+            "drafter_sessions_open": num_trees,
+            "drafter_sessions_cap": self.capacity,
+            "drafter_rows_used_ratio": num_trees / self.capacity,
+            "drafter_streams": len(self._streams),
+        }
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -327,19 +330,15 @@ class DrafterService:
 
     def _advance(self, stream: Stream, message: Commit | OpenFeatures) -> list[Answer]:
         key = stream.number, message.slot
-        answers = self.grower.commit(key, message) if isinstance(message, Commit) else self._features(key, message)
+        answers: Sequence[Grow | NeedSync | Reject]
+        if isinstance(message, Commit):
+            answers = self.grower.commit(key, message)
+        else:
+            refused = self.grower.add_features(key, message)
+            answers = [] if refused is None else [refused]
         if any(isinstance(answer, Reject) for answer in answers):
             self._close(key)
         return [(stream, answer) for answer in answers]
-
-    def _features(self, key: Key, message: OpenFeatures) -> Sequence[Reject]:
-        add_features = getattr(self.grower, "add_features", None)
-        if add_features is None:
-            return [
-                Reject(message.slot, "features: this drafter takes none; send them where the HelloAck names a head")
-            ]
-        refused = add_features(key, message)
-        return [] if refused is None else [refused]
 
     def _open(self, stream: Stream, message: Open) -> list[Answer]:
         if message.num_atoms > self.max_atoms:  # the cost of one tree would delay all others

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from rootward.core.frames import Commit, Grow, NeedSync, Open, Reject, prefix_hash
+from rootward.core.frames import Commit, Grow, NeedSync, Open, OpenFeatures, Reject, prefix_hash
 from rootward.core.growth import BestFirst, strategy_of
 from rootward.core.living_tree import Fit, LivingTree
 from rootward.core.lookup import Memories, Shape, Source, Successors, extend_tree
@@ -102,6 +102,10 @@ class LookupGrower(Generic[K]):
         source = self._sources(message, self._memories.of(shared))
         self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
         return None
+
+    def add_features(self, key: K, message: OpenFeatures) -> Reject:
+        """Features are for draft heads."""
+        return Reject(message.slot, "features: this drafter takes none; send them where the HelloAck names a head")
 
     def commit(self, key: K, message: Commit) -> list[Grow | NeedSync]:
         """Append committed tokens. Returns a NeedSync if they do not continue the text that is held."""

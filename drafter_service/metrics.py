@@ -1,13 +1,10 @@
-"""What the drafter counts, and a span per tree in the trace of its request. No label ever holds an id."""
+"""Metrics of the drafter, and a span per tree in the trace of its request."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
-
 from rootward.core.frames import Grow, Open
-from rootward.metrics import Gauges, Read
 from rootward.tracing import Span, set_attributes, start_span
 
 GAUGES = {
@@ -16,17 +13,6 @@ GAUGES = {
     "drafter_rows_used_ratio": "Share of the trees in use, 0 to 1.",
     "drafter_streams": "Verifiers connected.",
 }
-
-
-class Metrics:
-    """One registry per drafter, so that several can live in one process."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-    def watch(self, read: Read) -> None:
-        """Export the values of GAUGES, read at every scrape."""
-        Gauges(self.registry, GAUGES, read)
 
 
 Key = tuple[int, int]  # (stream, slot)
@@ -42,7 +28,7 @@ class _Tree:
 
 
 class Spans:
-    """Trees of sampled requests; others cost a look into an empty dictionary."""
+    """Spans of the trees of traced requests."""
 
     def __init__(self) -> None:
         self._trees: dict[Key, _Tree] = {}
@@ -67,6 +53,6 @@ class Spans:
             tree.span.end()
 
     def left(self, stream: int) -> None:
-        """All of a verifier that is gone."""
+        """The verifier of this stream is gone."""
         for key in [key for key in self._trees if key[0] == stream]:
             self.closed(key)

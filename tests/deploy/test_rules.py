@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from support.helm import CHART, REGISTRY, ROOT, of_kind, parsed
 
 from drafter_service.metrics import GAUGES as OF_DRAFTER
-from drafter_service.metrics import Metrics as DrafterMetrics
 from gateway.metrics import GAUGES as OF_GATEWAY
 from gateway.metrics import Metrics as GatewayMetrics
 from rootward.core.audit import Draws
@@ -171,17 +170,16 @@ def test_every_alert_is_tested_and_has_a_runbook():
 
 def families() -> dict[str, list[tuple[str, str]]]:
     """(name, kind) of everything that a running service exports, by role."""
-    demand = CollectorRegistry()
-    demand.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
-    gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), DrafterMetrics()
+    gateway, verifier, drafter = GatewayMetrics(), VerifierMetrics(), CollectorRegistry()
+    drafter.register(DemandCollector(lambda: {"p": DrafterDemand(4)}))
     Gauges(gateway.registry, OF_GATEWAY, lambda: dict.fromkeys(OF_GATEWAY, 0.0))
     verifier.watch(lambda: dict.fromkeys(OF_VERIFIER, 0.0), lambda: {"p": VerifierDemand()})
-    drafter.watch(lambda: dict.fromkeys(OF_DRAFTER, 0.0))
+    Gauges(drafter, OF_DRAFTER, lambda: dict.fromkeys(OF_DRAFTER, 0.0))
     audit = DrafterAudit(verifier.registry, "v")
     audit.observe("d", Draws(*np.empty((3, 0, 1)), np.empty(0, np.int64)))
     audit._alarms.labels("d")
-    registries = {"gateway": [gateway.registry], "verifier": [verifier.registry], "drafter": [drafter.registry, demand]}
-    text = {role: "".join(generate_latest(r).decode() for r in some) for role, some in registries.items()}
+    registries = {"gateway": gateway.registry, "verifier": verifier.registry, "drafter": drafter}
+    text = {role: generate_latest(registry).decode() for role, registry in registries.items()}
     return {role: re.findall(r"^# TYPE (\S+) (\w+)", some, re.M) for role, some in text.items()}
 
 
