@@ -59,8 +59,15 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one step. rows: of the forward, about; chunk: most of them for prefill; floor: kept for prefill while there is any; step_s: what
-    steps with trees cost by their rows (0: not known); hold_s: how long sessions that are ready may still wait for others."""
+    """Limits of one step.
+
+    rows         of the forward, about
+    chunk        most of them for prefill
+    floor        rows that are kept for prefill while there is any
+    free_blocks  KV blocks;  block_size  rows of a block
+    step_s       seconds of a step with trees, by its rows; 0: not known
+    hold_s       how long ready sessions may still wait for others
+    """
 
     rows: int
     chunk: int
@@ -73,28 +80,30 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One engine step. Empty: sleep for wait_s (None: until something happens).
+    """One engine step. An empty plan: sleep for wait_s (None: until something happens).
 
-    A plan that preempts does nothing else: blocks may be shared, so the caller preempts, counts what came free, and asks again.
+    prefill  (session, tokens) of each chunk; a session that is launched in the same step has its whole rest here
+    verify   (session, most nodes) of each round with a tree
+    decode   sessions that decode one token
+    preempt  sessions that lose their KV. Such a plan does nothing else: blocks may be shared, so the caller counts the free ones again
+    held     a session is ready, and waits for others
     """
 
-    prefill: tuple[
-        tuple[int, int], ...
-    ] = ()  # (session, tokens); all that is left where it is launched in the same step
-    verify: tuple[tuple[int, int], ...] = ()  # (session, cap in nodes)
+    prefill: tuple[tuple[int, int], ...] = ()
+    verify: tuple[tuple[int, int], ...] = ()
     decode: tuple[int, ...] = ()
     preempt: tuple[int, ...] = ()
     wait_s: float | None = None
-    held: bool = False  # a session is ready, and waits for others
+    held: bool = False
 
     @property
     def launches(self) -> tuple[tuple[int, int], ...]:
-        """(session, cap in nodes) of every round."""
+        """(session, most nodes) of every round."""
         return (*self.verify, *((session, 0) for session in self.decode))
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Prefill that no round takes along."""
+        """Chunks of sessions that are not launched in the same step."""
         launched = {session for session, _ in self.launches}
         return tuple((session, size) for session, size in self.prefill if session not in launched)
 
@@ -104,13 +113,13 @@ class Plan:
 
 
 def schedule(views: Sequence[SessionView], limits: Limits) -> Plan:
-    """The next step. Empty while a session is ready or filling only if one of better rank waits for its tree, or if it waits for others;
-    both end."""
+    """The next step. While a session is ready or has prefill left it is empty only if a session of better rank waits for its tree, or if
+    ready sessions wait for others. Both end."""
     filling = sorted((v for v in views if v.prefill_left), key=lambda v: v.rank)
     rounds = [v for v in views if not v.prefill_left]
     ready = sorted((v for v in rounds if _launches(v)), key=lambda v: (-v.waited_s, v.rank))
     growing = [v for v in rounds if not _launches(v)]
-    if not filling and (held_s := min(limits.hold_s, _held_s(ready, growing, limits))) > 0.0:
+    if not filling and (held_s := min(limits.hold_s, gathering_s(ready, growing, limits))) > 0.0:
         return Plan(wait_s=held_s, held=True)
     blocks = _Blocks(views, limits)
     kept = min(limits.floor, limits.chunk, sum(v.prefill_left for v in filling))
@@ -127,24 +136,13 @@ def schedule(views: Sequence[SessionView], limits: Limits) -> Plan:
     return Plan(wait_s=min((v.patience_s - v.waited_s for v in growing), default=None))
 
 
-def _held_s(ready: Sequence[SessionView], growing: Sequence[SessionView], limits: Limits) -> float:
-    """How long all wait for those that are nearly ready. Whoever decodes plainly does not wait for other people's trees."""
-    if not all(_num_nodes(v) for v in ready):
-        return 0.0
-    mine = [Due(0.0, 1 + _num_nodes(v), v.rank[0]) for v in ready]
-    others = [
-        Due(min(v.due_s, v.patience_s - v.waited_s), 1 + min(v.max_nodes, v.target_nodes), v.rank[0]) for v in growing
-    ]
-    return gathering_s(mine, others, limits.step_s, min(limits.rows, limits.free_blocks * limits.block_size))
-
-
 def share(max_rows: int, num_sessions: int) -> int:
     """Nodes per session when a step of max_rows is shared, its root row included: shrinks with load, down to plain decoding."""
     return max(0, max_rows // max(num_sessions, 1) - 1)
 
 
 class _Blocks:
-    """Free blocks of one step, and who has been preempted for them."""
+    """Free blocks of one step, and the sessions that are preempted for more."""
 
     def __init__(self, views: Sequence[SessionView], limits: Limits) -> None:
         self._free, self._size = limits.free_blocks, limits.block_size
@@ -153,7 +151,8 @@ class _Blocks:
         self.preempted: list[SessionView] = []
 
     def take(self, view: SessionView, rows: int) -> bool:
-        """Blocks for `rows` more rows of a session. False: there are none, even from those of worse rank; nothing changes."""
+        """Take the blocks for `rows` more rows of a session. False, and nothing has changed: too few are free, even with those of all
+        sessions of worse rank."""
         if view in self.preempted:
             return False
         lacking = self._needs(view, rows) - self._free
@@ -170,7 +169,7 @@ class _Blocks:
         return True
 
     def fitting(self, view: SessionView, rows: int) -> int:
-        """As many of these rows as fit without preempting anyone."""
+        """As many of these rows as fit without a preemption."""
         return min(rows, view.room + self._free * self._size)
 
     def _needs(self, view: SessionView, rows: int) -> int:
@@ -182,7 +181,7 @@ class _Blocks:
 
 
 def _launch(ready: Iterable[SessionView], rows: int, blocks: _Blocks) -> tuple[list[SessionView], int]:
-    """Sessions whose round is run, and their rows. The first may exceed the budget: it has waited longest."""
+    """Sessions whose round runs, and their rows. The first one may exceed the budget: it has waited longest."""
     launched: list[SessionView] = []
     used = 0
     for view in ready:
@@ -196,7 +195,7 @@ def _launch(ready: Iterable[SessionView], rows: int, blocks: _Blocks) -> tuple[l
 def _chunks(
     filling: Iterable[SessionView], budget: int, blocks: _Blocks
 ) -> tuple[tuple[tuple[int, int], ...], list[SessionView]]:
-    """Prefill by session, and who is launched together with the end of its own."""
+    """Chunks of prefill, and the sessions that are launched together with the end of theirs."""
     chunks: list[tuple[int, int]] = []
     joined: list[SessionView] = []
     for view in filling:
@@ -227,35 +226,28 @@ def _launches(view: SessionView) -> bool:
     return view.at_rest or view.waited_s >= view.patience_s
 
 
-@dataclass(frozen=True, slots=True)
-class Due:
-    """A session whose tree is awaited: in how many seconds it should be there, with how many rows, at which priority (less is better)."""
+def gathering_s(ready: Sequence[SessionView], growing: Iterable[SessionView], limits: Limits) -> float:
+    """Seconds for which the ready sessions should wait for growing ones; 0: not at all.
 
-    seconds: float
-    rows: int
-    priority: int = 0
+    Sessions that draft while others are verified alternate with them: with R and W rows a round of each lasts s(R) + s(W). Had the ready
+    ones waited once for the d seconds that the others still needed, all would commit together and stay together: s(R + W) + d. So
+    sharing saves s(R) + s(W) - s(R + W) - d for each of them in every round. A step of a large model costs nearly the same for any few
+    rows.
 
-
-def gathering_s(ready: Sequence[Due], growing: Iterable[Due], step_s: Callable[[int], float], most_rows: int) -> float:
-    """How long those that are ready (`seconds` of theirs means nothing) should wait for others; 0: not at all.
-
-    Sessions that draft while others are verified take turns: with R and W rows a round of each lasts s(R) + s(W). Had the ready ones waited
-    once for the d seconds that the others still needed, all would commit together and stay together: s(R + W) + d. So sharing saves
-    s(R) + s(W) - s(R + W) - d for each of them, every round; a step of a large model costs nearly the same for any few rows.
-
-    step_s: seconds of a step by its rows; most_rows: of one step. Nobody waits for what is overdue, of worse priority, or would not fit."""
-    if not ready:
+    No session waits for one that is overdue, of worse priority, or without room in the step. A session that decodes plainly waits for none.
+    """
+    if not ready or not all(_num_nodes(v) for v in ready):
         return 0.0
-    best_s, rows, others = 0.0, sum(one.rows for one in ready), 0
-    urgent = min(one.priority for one in ready)
-    awaited = sorted(
-        (one for one in growing if one.seconds > 0.0 and one.priority <= urgent), key=lambda one: one.seconds
-    )
-    for num, one in enumerate(awaited, 1):
-        others += one.rows
-        if rows + others > most_rows:
+    max_rows = min(limits.rows, limits.free_blocks * limits.block_size)
+    urgent = min(v.rank[0] for v in ready)
+    ready_rows, rows, best_s = sum(1 + _num_nodes(v) for v in ready), 0, 0.0
+    due = [(min(v.due_s, v.patience_s - v.waited_s), v) for v in growing if v.rank[0] <= urgent]
+    awaited = sorted(((due_s, v) for due_s, v in due if due_s > 0.0), key=lambda one: one[0])
+    for num, (due_s, view) in enumerate(awaited, 1):
+        rows += 1 + min(view.max_nodes, view.target_nodes)
+        if ready_rows + rows > max_rows:
             break
-        saved_s = step_s(rows) + step_s(others) - step_s(rows + others)
-        if one.seconds * max(1.0, len(ready) / num) < SHARING_WORTH * saved_s:
-            best_s = one.seconds
+        saved_s = limits.step_s(ready_rows) + limits.step_s(rows) - limits.step_s(ready_rows + rows)
+        if due_s * max(1.0, len(ready) / num) < SHARING_WORTH * saved_s:
+            best_s = due_s
     return best_s

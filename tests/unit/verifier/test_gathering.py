@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verifier_service.scheduler import SHARING_WORTH, Due, Limits, Plan, SessionView, gathering_s, schedule
+from verifier_service.scheduler import SHARING_WORTH, Limits, Plan, SessionView, gathering_s, schedule
 
 STEP_S = 0.06
 
@@ -24,12 +25,17 @@ def linear(rows: int) -> float:
     return 0.01 * rows
 
 
-def waits(ready: list[Due], growing: list[Due], cost=flat, most_rows: int = 64) -> float:
-    return gathering_s(ready, growing, cost, most_rows)
+def waits(ready: list[SessionView], growing: list[SessionView], cost=flat, most_rows: int = 64) -> float:
+    ready = [replace(view, arrived=5) for view in ready]
+    return gathering_s(ready, growing, Limits(rows=most_rows, chunk=1, step_s=cost))
 
 
-def soon(*seconds: float, rows: int = 6, priority: int = 0) -> list[Due]:
-    return [Due(s, rows, priority) for s in seconds]
+def soon(*seconds: float, priority: int = 0) -> list[SessionView]:
+    """Sessions whose trees of five nodes are due in so many seconds."""
+    return [
+        SessionView(i, drafting=True, max_nodes=5, due_s=s, patience_s=1.0, rank=(priority, i))
+        for i, s in enumerate(seconds)
+    ]
 
 
 def test_one_waits_for_another_for_two_thirds_of_a_step() -> None:
@@ -122,7 +128,7 @@ def rounds_a_second(starts: list[float], growth_s: list[float], *, gather: bool,
             tree(i, arrived=5 if at <= now_s + 1e-9 else 0, due_s=max(0.0, at - now_s), waited_s=now_s)
             for i, at in enumerate(ready_at)
         ]
-        views = [SessionView(**{name: getattr(v, name) for name in v.__slots__} | {"patience_s": 1e9}) for v in views]
+        views = [replace(view, patience_s=1e9) for view in views]
         step = schedule(views, Limits(rows=1000, chunk=10, step_s=flat if gather else lambda rows: 0.0))
         if step.empty:
             now_s = heapq.nsmallest(1, [at for at in ready_at if at > now_s + 1e-9])[0]
