@@ -60,11 +60,6 @@ class Audited:
     saved: int = -1
     asked: bool = False
 
-    def evaluate(self) -> None:
-        draws = joined(self.pending)
-        self.pending = []
-        self.own += self.record.observe(draws)
-
     def to_json(self) -> str:
         seen = {"cleared": self.cleared, "draws": self.record.num_draws, "caught": self.caught}
         return json.dumps({**seen, "log_product": self.own.tolist()})
@@ -139,21 +134,23 @@ class DrafterAudit:
                     await self._new.wait()
 
     def _evaluate(self, name: str, audited: Audited) -> None:
-        audited.evaluate()
+        """Add the pending draws to the record of the drafter, and judge it."""
+        audited.own += audited.record.observe(joined(audited.pending))
+        audited.pending = []
         self._judge(name, audited)
 
-    def _judge(self, name: str, audited: Audited) -> None:
-        if audited.caught or not (strategy := audited.record.caught(max(1, len(self._drafters)))):
+    def _judge(self, name: str, audited: Audited, caught_elsewhere: str = "") -> None:
+        """Raise the alarm once, if the record or another process gives reason. caught_elsewhere: the strategy that raised it there."""
+        if audited.caught:
             return
-        self._catch(name, audited, strategy)
-
-    def _catch(self, name: str, audited: Audited, strategy: str) -> None:
-        audited.caught = strategy
+        audited.caught = caught_elsewhere or audited.record.caught(max(1, len(self._drafters)))
+        if not audited.caught:
+            return
         self._alarms.labels(name).inc()
         log.error(
             "drafter_caught",
             drafter=name,
-            strategy=strategy,
+            strategy=audited.caught,
             log_wealth=round(audited.record.log_wealth, 1),
             draws=audited.record.num_draws,
             response="its trees are verified by match until an operator clears it",
@@ -183,11 +180,8 @@ class DrafterAudit:
         others = [json.loads(value) for worker, value in known.items() if worker not in (CLEARED, self._worker)]
         others = [seen for seen in others if seen["cleared"] == audited.cleared]
         audited.record.log_product = audited.own + sum((np.array(seen["log_product"]) for seen in others), np.zeros(1))
-        caught = next((seen["caught"] for seen in others if seen["caught"]), "")
-        if caught and not audited.caught:
-            self._catch(name, audited, caught)
         audited.asked = True
-        self._judge(name, audited)
+        self._judge(name, audited, next((seen["caught"] for seen in others if seen["caught"]), ""))
 
 
 class _Gauges(Collector):

@@ -7,7 +7,6 @@ its round began. States that are missing (of a prefix found in the KV cache) onl
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,13 +65,12 @@ class TextFeatures:
 
 
 class HeadDrafts:
-    """Of all sessions of a verifier. draft_s: how long the last `grow` took."""
+    """Trees of a draft head for all sessions of a verifier."""
 
     def __init__(self, model: DraftHead, *, incarnation: int, best_first: BestFirst | None = None) -> None:
         self.model = model
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=best_first or BestFirst())
         self._observed: dict[int, Observed] = {}
-        self.draft_s = 0.0
 
     def observe(self, session: int, first: int, states: torch.Tensor) -> None:
         """The target has run tokens at positions first, first + 1, ...; states [n, S]. What does not join on begins anew."""
@@ -88,16 +86,13 @@ class HeadDrafts:
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where the head knows nothing of the text's end."""
-        start_s = time.perf_counter()
         ready = [one.session for one in wanted if self._is_ready(one)]
         self._grower.grow(ready)
         trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
-        found = [
+        return [
             None if tree is None or not len(tree) else tree.snapshot(one.nodes)
             for one, tree in zip(wanted, trees, strict=True)
         ]
-        self.draft_s = time.perf_counter() - start_s
-        return found
 
     def forget(self, session: int) -> None:
         """It has ended, or its text is known no longer."""

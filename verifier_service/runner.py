@@ -6,12 +6,13 @@
     commit     the rows of the chunks, and of each round the rows down to its stop node, enter the committed KV
     states     hidden states of the committed rows go to the draft head, and to drafters that want features
 
-Runs on the thread of the model. The module knows neither sessions nor streams nor clocks. Host work per round is O(tree x K); work that is
+Runs on the thread of the model. The module knows neither sessions nor streams. Host work per round is O(tree x K); work that is
 O(vocabulary) runs on the device of the logits.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -166,9 +167,10 @@ class Runner:
         wanted = [r.wanted for r in rounds if r.wanted is not None]
         if self.heads is None or not wanted:
             return list(rounds), 0.0
-        grown = dict(zip((one.session for one in wanted), self.heads.grow(wanted), strict=True))
-        found = [r if r.wanted is None else replace(r, snapshot=grown[r.wanted.session]) for r in rounds]
-        return found, self.heads.draft_s
+        start_s = time.perf_counter()
+        trees = iter(self.heads.grow(wanted))
+        found = [r if r.wanted is None else replace(r, snapshot=next(trees)) for r in rounds]
+        return found, time.perf_counter() - start_s
 
     def forget(self, session: int) -> None:
         """The session has ended."""

@@ -117,6 +117,16 @@ class Statistics:
             expected = DECAY * found[-1]
         return found
 
+    @property
+    def present_nodes(self) -> int:
+        """Nodes that a round waits for now."""
+        return self.usual_nodes if self.active else 0
+
+    @property
+    def present_tokens(self) -> float:
+        """Tokens that it is expected to commit."""
+        return self.usual_tokens if self.active else 1.0
+
     # -- learning -----------------------------------------------------------------------------------------------------
 
     def add(self, session: int, result: RoundResult) -> None:
@@ -227,23 +237,26 @@ class SpeculationController:
         if not self.step_time.known or len(allowed) < 2:
             return
         for one, count in sessions.items():
-            others = Batch(float(plain), plain)
-            for other, num in sessions.items():
-                if other is not one:
-                    others = others.with_sessions(other, num)
-            self._plan_one(one, count, others, allowed)
+            others = [(other, num) for other, num in sessions.items() if other is not one]
+            self._plan_one(one, count, others, plain, allowed)
 
-    def _plan_one(self, one: Statistics, count: int, others: Batch, allowed: Sequence[int]) -> None:
-        """The best size of one kind while the others keep theirs."""
+    def _plan_one(
+        self, one: Statistics, count: int, others: Sequence[tuple[Statistics, int]], plain: int, allowed: Sequence[int]
+    ) -> None:
+        """The best size of one kind while the others keep theirs. others: and the number of their sessions."""
+        other_tokens = sum((num * other.present_tokens for other, num in others), float(plain))
+        other_rows = plain + sum(num * (1 + other.present_nodes) for other, num in others)
+        other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
+        others_plain = not any(other.active for other, _ in others)
         tokens = one.expected_tokens(allowed)
         step_s = {
-            n: self.step_time.seconds(others.rows + count * (n + 1), plain=others.plain and not n) for n in allowed
+            n: self.step_time.seconds(other_rows + count * (n + 1), plain=others_plain and not n) for n in allowed
         }
-        committed = {n: others.tokens + count * tokens[n] for n in allowed}
-        wait_s = {n: self.step_time.speed * max(others.wait, one.draft_wait(n)) for n in allowed}
+        committed = {n: other_tokens + count * tokens[n] for n in allowed}
+        wait_s = {n: self.step_time.speed * max(other_wait, one.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)
-        alone_s = self.step_time.seconds(others.rows + count + best) + self.step_time.speed * one.draft_wait(best)
+        alone_s = self.step_time.seconds(other_rows + count + best) + self.step_time.speed * one.draft_wait(best)
         one.num_plans += 1
         one.pause_left -= 1
         one.speedup = goodput[best] / goodput[0]
@@ -277,20 +290,3 @@ class SpeculationController:
         at, turn = bisect_left(SIZES, best), (num - first) // 4
         others = SIZES[min(at + 1, len(SIZES) - 1)], 0, SIZES[at - 1], COARSE[turn % len(COARSE)]
         return others[num % 4]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Expected tokens, rows and draft wait of some sessions of a step; `plain`: none of them has a tree."""
-
-    tokens: float
-    rows: int
-    wait: float = 0.0
-    plain: bool = True
-
-    def with_sessions(self, one: Statistics, count: int) -> Batch:
-        if not one.active:
-            return Batch(self.tokens + count, self.rows + count, self.wait, self.plain)
-        nodes = one.usual_nodes
-        wait = max(self.wait, one.draft_wait(nodes))
-        return Batch(self.tokens + count * one.usual_tokens, self.rows + count * (nodes + 1), wait, plain=False)
