@@ -54,6 +54,8 @@ FRESH_S = 1.0  # age up to which a report of load is used to balance
 LONGEST_FULL_S = 30.0  # between two Opens to a drafter that is full
 MEMORY = 0.2  # weight of the newest latency and gain
 
+Budget = Callable[[Session, Draft], int | None]
+
 
 class Link:
     """Outbound messages collect in `send_buffer` and are sent as one frame by `flush`. `name` is the address of the drafter."""
@@ -187,26 +189,20 @@ class Link:
             node_budget=None if session.required else session.statistics.usual_nodes or None,
         )
 
-    def commit(
-        self,
-        draft: Draft,
-        tokens: Sequence[int],
-        budget: Callable[[Draft], int | None] = lambda _: None,
-        session: Session | None = None,
-    ) -> None:
-        """Re-root both replicas at the committed tokens. budget: most nodes of the next round, given the tree after the commit. session:
-        whose features a head gets."""
+    def commit(self, session: Session, draft: Draft, tokens: Sequence[int], budget: Budget) -> None:
+        """Re-root both replicas of a tree of the session at the committed tokens.
+
+        budget: most nodes of the next round, given the tree after the commit."""
         base = draft.tree.length
         walked = draft.tree.commit(tokens)
         draft.rerooted_s, draft.has_current_growth = time.monotonic(), False
-        node_budget = budget(draft)
+        node_budget = budget(session, draft)
         draft.wanted = draft.tree.node_cap if node_budget is None else node_budget
         self._metrics.rerooted(grown=bool(walked) and walked[-1] is not None, num_nodes=len(draft.tree))
         draft.at_rest, draft.committed_s, draft.queued_s = False, time.monotonic(), 0.0
-        draft.unanswered_since_s = (
-            self.stall_clock.now() if draft.unanswered_since_s is None else draft.unanswered_since_s
-        )
-        features = None if session is None else self._features(session, len(tokens))
+        if draft.unanswered_since_s is None:
+            draft.unanswered_since_s = self.stall_clock.now()
+        features = self._features(session, len(tokens))
         message = Commit(draft.slot, base, tuple(tokens), draft.tree.hash, node_budget=node_budget, features=features)
         self.send_buffer.commit(message)
 

@@ -23,7 +23,7 @@ from rootward.demand import VerifierDemand
 from rootward.discovery.polling import follow
 from rootward.ports import DEFAULT_POOL, Discovery, Drafter, Peer
 from verifier_service.circuit_breaker import CircuitState
-from verifier_service.drafter_link import Link
+from verifier_service.drafter_link import Budget, Link
 from verifier_service.link_metrics import LinkMetrics
 from verifier_service.placement import best_drafter, moves
 from verifier_service.session import Draft, Session
@@ -39,7 +39,6 @@ MIN_TREE_AGE_S = 1.0  # younger trees are not moved to balance load
 MIN_TOKENS_LEFT = 8  # a session with fewer tokens to come is not moved: the prefill would not pay
 
 Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
-Budget = Callable[[Session, Draft], int | None]
 
 
 class DrafterPool:
@@ -217,36 +216,30 @@ class DrafterPool:
     def _named(self, name: str) -> Link:
         return next(link for link in self.links if link.name == name)
 
-    def commit(
-        self, session: Session, tokens: Sequence[int], budget: Budget = lambda session, _: session.round.target_nodes
-    ) -> None:
-        """Send committed tokens to the drafters of a session and complete its move if the new drafter has sent growth.
+    def commit(self, session: Session, tokens: Sequence[int], budget: Budget) -> None:
+        """Send committed tokens to the drafters of a session. The tree of a lost drafter is dropped: its nodes were verified once more. A
+        move is completed if the new drafter has sent growth.
 
         budget: most nodes of the next round, given the tree after the commit."""
-        draft, next_draft = session.draft, session.next_draft
-        if next_draft is not None:
-            if (link := next_draft.link) is None:
-                self._note_refusal(session, next_draft)
-                next_draft = None
-            else:
-                link.commit(next_draft, tokens, lambda kept: budget(session, kept), session)
-        if draft is not None:
-            if (link := draft.link) is None:  # the nodes of a lost drafter were verified once
-                self._note_refusal(session, draft)
-                draft = None
-            elif next_draft is not None and next_draft.has_growth:
-                link.close(draft, "moved")
-                draft = None
-            else:
-                link.commit(draft, tokens, lambda kept: budget(session, kept), session)
-        if draft is None and next_draft is not None:
+        draft, next_draft = self._connected(session, session.draft), self._connected(session, session.next_draft)
+        if draft is not None and draft.link is not None and next_draft is not None and next_draft.has_growth:
+            draft.link.close(draft, "moved")
+            draft = None
+        if draft is None:
             draft, next_draft = next_draft, None
+        for one in (draft, next_draft):
+            if one is not None and one.link is not None:
+                one.link.commit(session, one, tokens, budget)
         session.draft, session.next_draft = draft, next_draft
 
     @staticmethod
-    def _note_refusal(session: Session, draft: Draft) -> None:
+    def _connected(session: Session, draft: Draft | None) -> Draft | None:
+        """The draft unless its drafter is gone. A drafter that has refused the session for good is not asked again."""
+        if draft is None or draft.link is not None:
+            return draft
         if draft.refused:
             session.unfit.add(draft.drafter)
+        return None
 
     def close(self, session: Session, reason: str) -> None:
         """Close the trees of a session that has ended or takes no drafts for now."""
@@ -255,27 +248,24 @@ class DrafterPool:
                 link.close(draft, reason)
         session.draft = session.next_draft = None
 
-    def record_round(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
-        """Record the result of a round that wanted a tree. missed: it ran without one; tokens: committed with it."""
-        if session.draft is not None and (link := session.draft.link) is not None:
-            link.record_round(session.draft, missed=missed, tokens=tokens)
+    def record_round(self, session: Session, *, missed: bool, num_nodes: int, tokens: int) -> None:
+        """Record a round for the drafter, and for the demand of its pool.
+
+        missed: it ran without the tree that it wanted; num_nodes: nodes of the drafter that it verified; tokens: that it committed."""
+        draft, current = session.draft, session.round
+        if draft is not None and draft.link is not None and (missed or num_nodes):
+            draft.link.record_round(draft, missed=missed, tokens=tokens)
+        if not session.drafts:
+            return
+        demand, seconds = self.demand[self._pool_of(session)], time.monotonic() - current.committed_s
+        if draft is None or not draft.has_growth:
+            demand.add_plain(seconds)
+        else:  # the wait for a tree is a stall for as long as the drafter had it queued
+            demand.add(seconds, max(0.0, min(draft.queued_s, current.launched_s - current.committed_s)))
 
     def flush(self) -> None:
         for link in self.links:
             link.flush()
-
-    # -- demand ------------------------------------------------------------------------------------------------------------
-
-    def round(self, session: Session, now_s: float) -> None:
-        """Record the time of a round. Its wait for a tree counts as stall for as long as the drafter had it queued."""
-        if not session.drafts:
-            return
-        demand, draft = self.demand[self._pool_of(session)], session.draft
-        if draft is None or not draft.has_growth:
-            demand.add_plain(now_s - session.round.committed_s)
-        else:
-            stall_s = min(draft.queued_s, session.round.launched_s - session.round.committed_s)
-            demand.add(now_s - session.round.committed_s, max(0.0, stall_s))
 
     def _pool_of(self, session: Session) -> str:
         link = session.draft.link if session.draft is not None else None

@@ -196,9 +196,7 @@ class Rounds:
         current = session.round
         local = session.local is not None and session.local.launched
         drafted, path = (0, ()) if local else (outcome.num_nodes, outcome.path)
-        if current.missed or drafted:
-            self.pool.record_round(session, missed=current.missed, tokens=len(outcome.tokens))
-        self.pool.round(session, time.monotonic())
+        self.pool.record_round(session, missed=current.missed, num_nodes=drafted, tokens=len(outcome.tokens))
         target = current.target_nodes if drafted or current.stalled else 0
         observed = current.observed_nodes if target else 0
         # A wait whether or not it pays, or for prefill, says nothing of draft waits.

@@ -38,7 +38,7 @@ def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> t
 
 
 def commit(pool: DrafterPool, session: Session, run: list[int]) -> None:
-    pool.commit(session, run)
+    pool.commit(session, run, lambda session, draft: session.round.target_nodes)
 
 
 def keep_if_likely(pool: DrafterPool, session: Session, run: list[int]) -> None:

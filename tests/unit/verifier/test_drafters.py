@@ -37,6 +37,10 @@ def up(link: Link, capacity: int = 4) -> Link:
     return link
 
 
+def every_node(session: Session, draft: Draft) -> None:
+    """The next round may verify all that the tree was opened for."""
+
+
 def extended(tokens: Iterable[int]) -> int:
     return reduce(extend_hash, tokens, 0)
 
@@ -66,7 +70,7 @@ async def test_commits_of_a_slot_merge_into_one() -> None:
     busy.flush()
     await busy.send_buffer.take()
     for token in (3, 4, 0):  # three steps in which the link could not write
-        busy.commit(one.draft, (token,))
+        busy.commit(one, one.draft, (token,), every_node)
         busy.flush()
     assert len(busy.send_buffer) == 1
     frame = await busy.send_buffer.take()
@@ -83,7 +87,7 @@ async def test_a_tree_begins_with_the_nodes_that_rounds_of_its_kind_have() -> No
     one.statistics.usual_nodes = 4
     draft = opened(busy, one)
     assert busy.send_buffer._opens[draft.slot].node_budget == 4
-    busy.commit(draft, (3,), lambda kept: 6)
+    busy.commit(one, draft, (3,), lambda session, draft: 6)
     assert busy.send_buffer._opens[draft.slot].node_budget == 6
 
 
@@ -91,7 +95,7 @@ async def test_a_tree_that_was_not_sent_yet_begins_where_the_truth_is_by_then() 
     one, busy = session(), up(link())
     opened(busy, one)
     busy.flush()
-    busy.commit(one.draft, (3, 4))
+    busy.commit(one, one.draft, (3, 4), every_node)
     busy.flush()
     frame = await busy.send_buffer.take()
     assert [o.prefix for o in frame.opens] == [(1, 2, 3, 4)]
@@ -241,12 +245,12 @@ def test_a_move_makes_before_it_breaks() -> None:
     pool, old, new, one = moving()
     first, coming = one.draft, one.next_draft
     assert (first.drafter, coming.drafter) == ("old", "new")
-    pool.commit(one, (1,))
+    pool.commit(one, (1,), every_node)
     assert (one.draft, one.next_draft) == (first, coming)  # nothing was heard from there: both follow
     assert first.tree.hash == coming.tree.hash
     grown(new, coming)
     assert one.draft is first  # a tree that waits for its round is not replaced in it
-    pool.commit(one, (2,))
+    pool.commit(one, (2,), every_node)
     assert (one.draft, one.next_draft) == (coming, None)
     assert first.link is None
     assert not old.drafts
@@ -257,13 +261,13 @@ def test_a_move_whose_target_dies_is_forgotten_and_one_whose_source_dies_is_done
     pool, old, new, one = moving()
     first = one.draft
     new._on_stream_end()
-    pool.commit(one, (1,))
+    pool.commit(one, (1,), every_node)
     assert (one.draft, one.next_draft) == (first, None)
     pool, old, new, one = moving()
     coming = one.next_draft
     old._on_stream_end()
     assert one.draft.at_rest  # an orphan: what has arrived is verified once more
-    pool.commit(one, (1,))
+    pool.commit(one, (1,), every_node)
     assert (one.draft, one.next_draft) == (coming, None)
 
 
@@ -276,7 +280,7 @@ def test_a_move_to_a_silent_drafter_is_abandoned() -> None:
     for _ in range(MAX_MISSES):
         assert one.next_draft.drafter == "new"
         due(pool, one)
-        pool.commit(one, (1,))
+        pool.commit(one, (1,), every_node)
         assert one.draft is first
     assert one.next_draft is None  # it is left alone
     third = up(link("third"))
@@ -334,7 +338,7 @@ def test_a_drafter_that_comes_is_used_by_running_sessions_within_a_second_and_on
         for one in running:
             for draft in (one.draft, one.next_draft):
                 grown(draft.link, draft, 1) if draft is not None else None
-            pool.commit(one, (1,))
+            pool.commit(one, (1,), every_node)
 
     def at(name: str) -> int:
         return sum(one.draft.drafter == name for one in running)
@@ -380,7 +384,7 @@ def test_a_drafter_that_can_never_take_a_session_is_not_asked_again_and_others_a
     pool.place([one])
     assert one.draft.drafter == "short"
     short._receive(FromDrafter(rejects=(Reject(one.draft.slot, "context"),)))
-    pool.commit(one, (1,))
+    pool.commit(one, (1,), every_node)
     assert (one.draft, one.unfit) == (None, {"short"})
     pool.place([one])
     assert one.draft.drafter == "long"

@@ -26,11 +26,8 @@ class Pool:
     def __init__(self) -> None:
         self.missed: list[bool] = []
 
-    def record_round(self, session: Session, *, missed: bool, tokens: int = 0) -> None:
+    def record_round(self, session: Session, *, missed: bool, num_nodes: int, tokens: int) -> None:
         self.missed.append(missed)
-
-    def round(self, session: Session, now_s: float) -> None:
-        pass
 
     def close(self, session: Session, reason: str) -> None:
         pass

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from support.fake_clock import FakeClock
-from unit.verifier.test_drafters import grown, hello, link, long_ago, opened, session, up
+from unit.verifier.test_drafters import every_node, grown, hello, link, long_ago, opened, session, up
 
 from rootward.core.requests import DraftMode
 from verifier_service.circuit_breaker import MAX_MISSES, CircuitState
@@ -39,17 +39,17 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
     opened(busy, one)
     opened(busy, other)
     grown(busy, one.draft)
-    busy.commit(one.draft, (2,))
+    busy.commit(one, one.draft, (2,), every_node)
     for _ in range(20):
         busy.record_round(one.draft, missed=True)
     assert one.draft.link is busy  # it may still come
     grown(busy, one.draft, 0)
-    busy.commit(one.draft, (1,))
+    busy.commit(one, one.draft, (1,), every_node)
     one.draft.unanswered_since_s = long_ago(one.draft.unanswered_since_s)
     for _ in range(MAX_MISSES):
         assert one.draft.link is busy  # we may have been away ourselves
         grown(busy, other.draft)
-        busy.commit(other.draft, (1,))
+        busy.commit(other, other.draft, (1,), every_node)
         busy.record_round(other.draft, missed=False)
         busy.record_round(one.draft, missed=True)
     assert one.draft.link is None
