@@ -135,7 +135,8 @@ class DrafterService:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     async def session(self, inbound: AsyncIterator[ToDrafter]) -> AsyncGenerator[FromDrafter, None]:
-        """Serve the stream of one verifier: received frames go to the mailbox, answers come from `Stream.take`."""
+        """Serve the stream of one verifier: received frames go to the mailbox, answers come from `Stream.take`. An error of `inbound` ends
+        the stream, and is raised after the answers that wait."""
         self._num_streams += 1
         stream = Stream(self._num_streams, self.capacity)
         self._streams[stream.number] = stream
@@ -148,6 +149,7 @@ class DrafterService:
                     if frame.ack is not None and frame.ack.refusal:
                         return
                 if stream.ended:  # the verifier closed its side and must not wait for answers
+                    await reader  # which raises what has ended `inbound`
                     return
         finally:
             reader.cancel()

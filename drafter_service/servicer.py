@@ -21,23 +21,16 @@ NAME = drafter_pb2.DESCRIPTOR.services_by_name["Drafter"].full_name
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class _Inbound:
-    """The frames of one stream. What cannot be read ends it: the drafter sees its peer leave."""
-
-    def __init__(self, messages: AsyncIterator[drafter_pb2.ToDrafter]) -> None:
-        self._messages = messages
-        self.error: InvalidRequest | None = None
-
-    async def __aiter__(self) -> AsyncIterator[ToDrafter]:
-        try:
-            async for message in self._messages:
-                yield to_drafter_from_pb(message)
-        except ValueError as error:
-            self.error = InvalidRequest.from_message(str(error))
-        except Exception as error:  # bytes that gRPC itself could make no message of
-            self.error = InvalidRequest.from_message(
-                f"frame: cannot be read ({type(error).__name__}); send ToDrafter messages"
-            )
+async def frames_of(messages: AsyncIterator[drafter_pb2.ToDrafter]) -> AsyncIterator[ToDrafter]:
+    """The frames of one stream. InvalidRequest: the next one cannot be read."""
+    try:
+        async for message in messages:
+            yield to_drafter_from_pb(message)
+    except ValueError as error:
+        raise InvalidRequest.from_message(str(error)) from error
+    except Exception as error:  # bytes that gRPC itself could make no message of
+        unreadable = f"frame: cannot be read ({type(error).__name__}); send ToDrafter messages"
+        raise InvalidRequest.from_message(unreadable) from error
 
 
 class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
@@ -53,14 +46,13 @@ class DrafterServicer(drafter_pb2_grpc.DrafterServicer):
     async def Session(
         self, request_iterator: AsyncIterator[drafter_pb2.ToDrafter], context: Context
     ) -> AsyncIterator[drafter_pb2.FromDrafter]:
-        async with errors_as_status(context):
-            inbound = _Inbound(request_iterator)
-            async with aclosing(self._drafter.session(aiter(inbound))) as outbound:
-                async for frame in outbound:
-                    for part in split_message(FROM_DRAFTER.to_pb(frame)):
-                        yield part
-            if inbound.error is not None:
-                raise inbound.error
+        async with (
+            errors_as_status(context),
+            aclosing(self._drafter.session(frames_of(request_iterator))) as outbound,
+        ):
+            async for frame in outbound:
+                for part in split_message(FROM_DRAFTER.to_pb(frame)):
+                    yield part
 
     async def GetInfo(self, request: drafter_pb2.GetDrafterInfoRequest, context: Context) -> drafter_pb2.DrafterInfo:
         async with errors_as_status(context):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
-from drafter_service.servicer import _Inbound
+import pytest
+
+from drafter_service.servicer import frames_of
+from rootward.errors import InvalidRequest
 from rootward.v1 import drafter_pb2
 
 
@@ -14,10 +17,12 @@ async def test_a_frame_that_cannot_be_read_ends_the_stream_after_those_before_it
         yield drafter_pb2.ToDrafter(commits=[drafter_pb2.Commit(slot=4, tokens=b"odd")])
         yield drafter_pb2.ToDrafter(closes=[drafter_pb2.Close(slot=5)])
 
-    inbound = _Inbound(messages())
-    frames = [frame async for frame in inbound]
-    assert [close.slot for frame in frames for close in frame.closes] == [4]
-    assert inbound.error is not None
+    frames = frames_of(messages())
+    assert [close.slot for close in (await anext(frames)).closes] == [4]
+    with pytest.raises(InvalidRequest, match="tokens"):
+        await anext(frames)
+    with pytest.raises(StopAsyncIteration):
+        await anext(frames)
 
 
 async def test_bytes_that_grpc_cannot_make_a_message_of_end_the_stream_with_an_error() -> None:
@@ -25,6 +30,7 @@ async def test_bytes_that_grpc_cannot_make_a_message_of_end_the_stream_with_an_e
         yield drafter_pb2.ToDrafter(closes=[drafter_pb2.Close(slot=4)])
         raise RuntimeError("Failed to deserialize")
 
-    inbound = _Inbound(messages())
-    assert len([frame async for frame in inbound]) == 1
-    assert "ToDrafter" in str(inbound.error)
+    frames = frames_of(messages())
+    assert [close.slot for close in (await anext(frames)).closes] == [4]
+    with pytest.raises(InvalidRequest, match="ToDrafter"):
+        await anext(frames)
