@@ -31,9 +31,10 @@ from rootward import demo
 from rootward.core.arrays import Floats, Ints
 from rootward.core.audit import ALPHA, RUN_LENGTH, Draws, Record, log_mean
 from rootward.core.requests import DraftMode, Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.discovery.sources import StaticDiscovery
 from rootward.engine.loading import load_model
 from rootward.engine.verify import ForestLaw
-from rootward.ports import LanguageModel
+from rootward.ports import DEFAULT_POOL, LanguageModel
 from rootward.wire.clients import RemoteDrafter
 from verifier_service import audit
 from verifier_service.service import VerifierService
@@ -134,7 +135,6 @@ async def audited(model: LanguageModel, command: Sequence[str], load: Load) -> A
     """A verifier of this model whose only drafter is the process of this command."""
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(address_of(sys.executable, *command, "--listen", "127.0.0.1:0"))
-        drafter = await stack.enter_async_context(RemoteDrafter(address))
         settings = VerifierSettings(
             model="as loaded",
             law=DraftMode.SAMPLED,
@@ -144,7 +144,14 @@ async def audited(model: LanguageModel, command: Sequence[str], load: Load) -> A
             num_ahead_tokens=0,
             max_num_batched_tokens=2048,
         )
-        service = VerifierService(model, {DRAFTER: drafter}, worker="audited", incarnation=1, settings=settings)
+        service = VerifierService(
+            model,
+            worker="audited",
+            incarnation=1,
+            settings=settings,
+            sources=[(DEFAULT_POOL, StaticDiscovery(DRAFTER))],
+            dial=lambda _: RemoteDrafter(address),
+        )
         verifier = Verifier(await stack.enter_async_context(service), load)
         while not service.pool.up:
             await asyncio.sleep(0.05)

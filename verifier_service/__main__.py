@@ -75,7 +75,6 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         metrics = Metrics()
         service = VerifierService(
             model,
-            {},
             worker=f"verifier-{incarnation:016x}",
             incarnation=incarnation,
             settings=settings,

@@ -63,13 +63,12 @@ class Link:
     def __init__(
         self,
         name: str,
-        drafter: Drafter,
         hello: Callable[[], Hello],
         on_growth: Callable[[], None],
         metrics: LinkMetrics | None = None,
         stall_clock: StallClock | None = None,
     ) -> None:
-        self.name, self._drafter, self._hello, self._on_growth = name, drafter, hello, on_growth
+        self.name, self._hello, self._on_growth = name, hello, on_growth
         self._metrics, self.stall_clock = metrics or LinkMetrics(), stall_clock or StallClock()
         self.pool = ""
         self.ack: HelloAck | None = None  # not None: up
@@ -248,13 +247,13 @@ class Link:
 
     # -- inbound ------------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
+    async def run(self, drafter: Drafter) -> None:
         """Keep a stream to the drafter; reconnect for ever."""
         attempt = 0
         while True:
             start_s = time.monotonic()
             try:
-                async with aclosing(self._drafter.session(self._outbound())) as frames:
+                async with aclosing(drafter.session(self._outbound())) as frames:
                     async for frame in frames:
                         self._receive(frame)
             except ServiceError as error:

@@ -42,14 +42,13 @@ Dial = Callable[[str], AbstractAsyncContextManager[Drafter]]
 
 
 class DrafterPool:
-    """Links to all drafters. drafters: fixed ones, by name; sources: (pool, discovery of its drafters), dialled by address.
+    """Links to all drafters. sources: (pool, discovery of its drafters); dial: the drafter at an address.
 
     `demand`: counters for the autoscaler, by pool. A session counts for the pool of its drafter, without one for the first pool.
     """
 
     def __init__(
         self,
-        drafters: Mapping[str, Drafter],
         hello: Callable[[], Hello],
         on_growth: Callable[[], None],
         *,
@@ -64,24 +63,22 @@ class DrafterPool:
         self._metrics.watch(lambda: self.links)
         self._hello, self._on_growth, self._dial = hello, on_growth, dial
         self._sources, self._shape = sources, shape
-        self._fixed, self._zone = dict(drafters), zone
+        self._zone = zone
         self._stall_clock = StallClock()
-        self.links = [self._link(name, drafter) for name, drafter in drafters.items()]
+        self.links: list[Link] = []
         pools = [pool for pool, _ in sources] or [DEFAULT_POOL]
         self.demand = {pool: VerifierDemand(prior_row_s=prior_row_s) for pool in pools}
-        for link in self.links:
-            link.pool = pools[0]
         self.num_moves = 0
-        self._known = set(self._fixed)
+        self._known: set[str] = set()  # addresses that discovery lists
         self._tasks: dict[str, asyncio.Task[None]] = {}  # of links, by name
         self._following: list[asyncio.Task[None]] = []
         self._next_balance_s, self._num_balances = 0.0, 0
 
     async def __aenter__(self) -> DrafterPool:
-        for link in self.links:
-            self._tasks[link.name] = asyncio.create_task(link.run(), name=f"drafter {link.name}")
-        self._following = [asyncio.create_task(self._stall_clock.run(), name="stall clock")]
-        self._following.append(asyncio.create_task(follow(self._sources, self._reconcile), name="discovery"))
+        self._following = [
+            asyncio.create_task(self._stall_clock.run(), name="stall clock"),
+            asyncio.create_task(follow(self._sources, self._reconcile), name="discovery"),
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -136,7 +133,7 @@ class DrafterPool:
             link = known.get(address) or self._add(address)
             link.pool, link.leaving = pool, peer.leaving
             link.near = not (self._zone and peer.zone) or self._zone == peer.zone
-        self._known = {*found, *self._fixed}
+        self._known = set(found)
         for link in self.links:
             link.leaving = link.leaving or link.name not in self._known
         self._drop()
@@ -144,14 +141,10 @@ class DrafterPool:
 
     def _add(self, address: str) -> Link:
         assert self._dial is not None, "sources of addresses need a way to dial them"
-        dialled = self._dial(address)
-        link = self._link(address, dialled)  # type: ignore[arg-type]  # a remote drafter is its own context
+        link = Link(address, self._hello, self._on_growth, self._metrics, self._stall_clock)
         self.links.append(link)
-        self._tasks[address] = asyncio.create_task(_run(link, dialled), name=f"drafter {address}")
+        self._tasks[address] = asyncio.create_task(_run(link, self._dial(address)), name=f"drafter {address}")
         return link
-
-    def _link(self, name: str, drafter: Drafter) -> Link:
-        return Link(name, drafter, self._hello, self._on_growth, self._metrics, self._stall_clock)
 
     def _drop(self) -> None:
         """Drop drafters that are no longer listed and hold no trees."""
@@ -273,9 +266,9 @@ class DrafterPool:
         return link.pool if link is not None else wish if wish in self.demand else next(iter(self.demand))
 
 
-async def _run(link: Link, drafter: AbstractAsyncContextManager[Drafter]) -> None:
-    async with drafter:
-        await link.run()
+async def _run(link: Link, dialled: AbstractAsyncContextManager[Drafter]) -> None:
+    async with dialled as drafter:
+        await link.run(drafter)
 
 
 def _accepts(session: Session, link: Link) -> bool:

@@ -18,7 +18,7 @@ from rootward.core.requests import Committed, SpeculationMode, VerifierRequest
 from rootward.engine.grammar import Grammars, TreeMatcher, Vocabulary
 from rootward.engine.head_model import DraftHead
 from rootward.errors import DeadlineExceeded, NoDrafter, ServiceError, Unavailable
-from rootward.ports import Discovery, Drafter, LanguageModel, VerifierInfo
+from rootward.ports import Discovery, LanguageModel, VerifierInfo
 from rootward.tracing import request_span
 from verifier_service.audit import DrafterAudit
 from verifier_service.drafter_pool import Dial, DrafterPool
@@ -41,7 +41,6 @@ class VerifierService:
     def __init__(
         self,
         model: LanguageModel,
-        drafters: dict[str, Drafter],
         *,
         settings: VerifierSettings,
         worker: str,
@@ -52,13 +51,11 @@ class VerifierService:
         sources: Sequence[tuple[str, Discovery]] = (),
         dial: Dial | None = None,
         metrics: Metrics | None = None,
-        thread: ThreadPoolExecutor | None = None,
         redis: Redis | RedisCluster | None = None,
         head: DraftHead | None = None,
     ) -> None:
-        """thread: of one worker, on which the model runs; not closed here. None: one of its own. Of two services in one process with models
-        on several threads, each would slow the other down (`engine.threads`). redis: where the audit keeps the records of drafters.
-        head: of the target, for local drafts and for the features that drafters want."""
+        """sources, dial: see `DrafterPool`. redis: where the audit keeps the records of drafters. head: of the target, for local drafts and
+        for the features that drafters want."""
         self.model, self.worker, self.incarnation = model, worker, incarnation
         self.settings = settings
         grows = head is not None and settings.local_draft.startswith(HEAD)
@@ -73,7 +70,6 @@ class VerifierService:
         self._live = self.admission.live
         self._num_sessions = self._num_compiling = 0
         self.pool = DrafterPool(
-            drafters if model.info.supports_trees else {},
             self._hello,
             self._wake.set,
             sources=sources if model.info.supports_trees else (),
@@ -90,8 +86,7 @@ class VerifierService:
             redis=redis,
             prefix=settings.redis_prefix,
         )
-        self._thread = thread or ThreadPoolExecutor(1, thread_name_prefix="target-model")
-        self._own_thread = thread is None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="target-model")
         self.engine = EngineLoop(
             model=model,
             runner=self.runner,
@@ -123,9 +118,7 @@ class VerifierService:
         for session in self._live.copy().values():
             session.out.put_nowait(Unavailable("verifier is stopping", retry_after_s=1.0))
         await self.pool.__aexit__()
-        self._thread.submit(int).result()  # after the step that may be running
-        if self._own_thread:
-            self._thread.shutdown()
+        self._thread.shutdown()  # after the step that may be running
 
     # -- the port -----------------------------------------------------------------------------------------------------
 

@@ -135,7 +135,7 @@ async def test_the_head_that_a_verifier_process_has_loaded_grows_its_trees() -> 
     target = target_of()
     settings = verifier_settings(local_draft="head:of a test")
     async with VerifierService(
-        target, {}, worker="v", incarnation=1, settings=settings, head=TabularHead(target)
+        target, worker="v", incarnation=1, settings=settings, head=TabularHead(target)
     ) as verifier:
         _, last = await collect(verifier, request(max_tokens=40))
     assert last.finish.stats.num_accepted_draft_tokens > 0

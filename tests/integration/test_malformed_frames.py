@@ -164,6 +164,7 @@ async def check_corrupting_drafter(num_frames: int, seed: int) -> None:
         address = await enter(corrupting_drafter(corrupting, corruptor))
         drafters = {"honest": honest, "corrupting": await enter(RemoteDrafter(address))}
         verifier = await enter(verifier_of(target, drafters, draft_wait_ms=20))
+        await until(lambda: verifier.pool.links)
         honest_link = next(link for link in verifier.pool.links if link.name == "honest")
         orphans: list[str] = []
         orphan = honest_link.orphan

@@ -28,7 +28,7 @@ Choose = Callable[[DrafterPool, Session, list[int]], None]
 
 
 def planted(pool: DrafterPool, session: Session, name: str, law: DraftMode) -> tuple[Draft, Growth]:
-    link = Link(name, None, lambda: HELLO, lambda: None)  # type: ignore[arg-type]  # never dialled
+    link = Link(name, lambda: HELLO, lambda: None)
     link.ack = HelloAck(name, 2, "", V, 64, tuple(DraftMode), 4, V)
     pool.links.append(link)
     draft = link.open(session, Shape(atoms=V, node_cap=5, max_depth=3, topk=3))
@@ -73,7 +73,7 @@ def error(
         text = list(PROMPT)
         wanted = VerifierRequest("r", PROMPT, stopping=Stopping(9), speculation=Speculation())
         session = Session(1, wanted, Rule.TRAVERSAL, law, frozenset())
-        pool = DrafterPool({}, lambda: HELLO, lambda: None, shape=Shape(V, 5, 3, 3))
+        pool = DrafterPool(lambda: HELLO, lambda: None, shape=Shape(V, 5, 3, 3))
         (session.draft, old), (session.next_draft, new) = (planted(pool, session, name, law) for name in ("old", "new"))
         growths = {id(session.draft.tree): old, id(session.next_draft.tree): new}
         for _ in range(levels[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 from support.tabular import perturbed
@@ -24,11 +24,12 @@ from rootward.core.requests import (
     Stopping,
     VerifierRequest,
 )
+from rootward.discovery.sources import StaticDiscovery
 from rootward.engine.grower import Grower
 from rootward.engine.head_model import DraftHead as HeadModel
 from rootward.engine.tabular import TabularModel
 from rootward.engine.verify import LawFunction, forest_law
-from rootward.ports import Drafter, LanguageModel, Verifier
+from rootward.ports import DEFAULT_POOL, Drafter, LanguageModel, Verifier
 from rootward.wire.channel import DRAFTING
 from rootward.wire.clients import RemoteDrafter, RemoteVerifier
 from rootward.wire.server import RpcServer
@@ -72,13 +73,20 @@ def verifier_of(
     fuse: HeadModel | None = None,
     **policy,
 ) -> VerifierService:
-    """head: grows trees here; fuse: makes the features of drafters."""
+    """drafters: by name; head: grows trees here; fuse: makes the features of drafters."""
     heads = None if head is None else HeadDrafts(head, incarnation=3)
     runner = Runner(model, law=decide or forest_law, heads=heads, head=fuse)
     local_draft = "none" if head is None else "head:of a test"
     settings = verifier_settings(**({"local_draft": local_draft} | policy))
     return VerifierService(
-        model, drafters, worker="verifier", incarnation=3, settings=settings, runner=runner, metrics=metrics
+        model,
+        worker="verifier",
+        incarnation=3,
+        settings=settings,
+        runner=runner,
+        metrics=metrics,
+        sources=[(DEFAULT_POOL, StaticDiscovery(*drafters))] if drafters else (),
+        dial=lambda name: nullcontext(drafters[name]),
     )
 
 

@@ -46,7 +46,7 @@ def extended(tokens: Iterable[int]) -> int:
 
 
 def link(name: str = "d") -> Link:
-    return Link(name, None, hello, lambda: None)  # type: ignore[arg-type]  # never dialled
+    return Link(name, hello, lambda: None)
 
 
 def opened(link: Link, one: Session) -> Draft:
@@ -143,7 +143,7 @@ def test_ratio_tests_of_two_requests_never_share_coins() -> None:
 
 
 def test_placement_takes_the_emptiest_drafter_and_respects_wishes() -> None:
-    pool = DrafterPool({}, hello, lambda: None, shape=SHAPE)
+    pool = DrafterPool(hello, lambda: None, shape=SHAPE)
     pool.links = [up(link("small"), 1), up(link("large"), 3), link("down")]
     names = []
     for number in range(6):
@@ -208,7 +208,7 @@ def test_a_lost_link_leaves_its_sessions_to_others() -> None:
 
 
 def pool_of(*links: Link) -> DrafterPool:
-    pool = DrafterPool({}, hello, lambda: None, shape=SHAPE)
+    pool = DrafterPool(hello, lambda: None, shape=SHAPE)
     pool.links = list(links)
     pool._known = {"old", "new", *(link.name for link in links)}
     return pool
@@ -364,7 +364,7 @@ def test_a_full_drafter_is_not_asked_by_all_at_once() -> None:
     """Each verifier stays away for its own time, at least what was asked for, and longer each time it is refused again."""
     until = []
     for incarnation in range(8):
-        one, busy = session(), up(Link("d", None, lambda i=incarnation: Hello("v", i, "", 5, 64), lambda: None))
+        one, busy = session(), up(Link("d", lambda i=incarnation: Hello("v", i, "", 5, 64), lambda: None))
         now_s = time.monotonic()
         for _ in range(2):
             draft = opened(busy, one)

@@ -22,13 +22,13 @@ def test_a_second_greeting_ends_the_stream_and_changes_nothing() -> None:
             seen.append(liar.ack)
 
     async def run() -> None:
-        task = asyncio.create_task(liar.run())
+        task = asyncio.create_task(liar.run(drafter))
         while drafter.num_streams < 2:
             await asyncio.sleep(0.01)
         task.cancel()
 
     seen: list[HelloAck | None] = []
     drafter = Twice()
-    liar = Link("d", drafter, lambda: Hello("v", 1, "", 5, 64), lambda: None)
+    liar = Link("d", lambda: Hello("v", 1, "", 5, 64), lambda: None)
     asyncio.run(run())
     assert {ack.laws for ack in seen if ack is not None} == {(DraftMode.SAMPLED,)}

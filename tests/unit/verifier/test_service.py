@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from support.services import drafter_of, request, tabular_pair, verifier_of
+from support.services import request, tabular_pair, verifier_of
 
 from rootward.core.frames import HelloAck
 from rootward.core.requests import DraftMode, Rule, SpeculationMode
+from verifier_service.drafter_link import Link
 from verifier_service.session import Session
 from verifier_service.speculation import RoundResult
 
 
 def test_neither_load_nor_other_sessions_change_a_round_that_has_begun() -> None:
     target, _ = tabular_pair()
-    service = verifier_of(target, {"d": drafter_of(tabular_pair()[1])}, num_draft_tokens=8)
-    service.pool.links[0].ack = HelloAck("d", 7, "", 5, 64, tuple(DraftMode), 4, 64)
+    service = verifier_of(target, {}, num_draft_tokens=8)
+    link = Link("d", service._hello, lambda: None)
+    service.pool.links.append(link)
+    link.ack = HelloAck("d", 7, "", 5, 64, tuple(DraftMode), 4, 64)
     controller = service.engine.rounds.controller
     controller.step_time.add(1, 1.0)  # rows cost nothing, as far as is known
     statistics = controller.of("shared with other sessions")

@@ -62,7 +62,7 @@ def test_a_tree_that_its_drafter_has_forgotten_is_given_up_whatever_others_get()
 async def test_a_pause_of_the_verifier_does_not_open_the_breaker(running: bool) -> None:
     """A process that was stopped finds every session's tree overdue at once: many misses, no evidence."""
     clock = FakeClock()
-    busy = up(Link("d", None, hello, lambda: None, stall_clock=StallClock(clock)), 2 * MAX_MISSES)  # type: ignore[arg-type]
+    busy = up(Link("d", hello, lambda: None, stall_clock=StallClock(clock)), 2 * MAX_MISSES)
     sessions = [session(number) for number in range(2 * MAX_MISSES)]
     for one in sessions:
         opened(busy, one)
