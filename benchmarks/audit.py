@@ -146,7 +146,6 @@ async def audited(model: LanguageModel, command: Sequence[str], load: Load) -> A
         )
         service = VerifierService(
             model,
-            worker="audited",
             incarnation=1,
             settings=settings,
             sources=[(DEFAULT_POOL, StaticDiscovery(DRAFTER))],

@@ -42,23 +42,20 @@ def build(model: DraftModel, settings: DrafterSettings) -> DrafterService:
         acceptance=settings.acceptance,
         later=settings.later_acceptance,
     )
-    incarnation = secrets.randbits(64)
     rows = settings.max_num_batched_tokens
     grower: Grower[Key] = Grower(
         model,
-        incarnation=incarnation,
+        incarnation=secrets.randbits(64),
         max_rows=rows,
         prefill_chunk=rows,
         best_first=best_first,
         group=lambda key: key[0],
     )
     grower.demand.rows = min(rows, settings.max_num_seqs * settings.draws_per_level)  # what its trees can fill
-    worker, seats = f"drafter-{incarnation:016x}", settings.max_num_seqs
     head = DraftHead(model.info.fingerprint, feature_size, settings.feature_dtype == "int8") if feature_size else None
     return DrafterService(
         grower,
-        worker=worker,
-        capacity=seats,
+        capacity=settings.max_num_seqs,
         max_atoms=settings.law_atoms,
         pool=settings.pool,
         strategy=DraftStrategy.parse(settings.draft_strategy),
@@ -86,16 +83,13 @@ def build_lookup(recipe: Recipe, settings: DrafterSettings) -> DrafterService:
         raise ConfigurationError("cuda_graphs: a drafter without a model runs on no device; leave it out")
     if settings.target_tokenizer:
         raise ConfigurationError("target_tokenizer: a drafter without a model has no tokenizer; leave it out")
-    incarnation = secrets.randbits(64)
     lookup: LookupGrower[Key] = LookupGrower(
         ModelInfo(recipe.name, 0, settings.max_model_len or LONGEST_TEXT),
         lambda message, shared: recipe.source(message.law, shared, message.prediction, message.num_prompt),
-        incarnation=incarnation,
+        incarnation=secrets.randbits(64),
         group=lambda key: key[0],
     )
-    worker = f"drafter-{incarnation:016x}"
-    seats = settings.max_num_seqs
-    return DrafterService(lookup, worker=worker, capacity=seats, agree=without_model, pool=settings.pool)
+    return DrafterService(lookup, capacity=settings.max_num_seqs, agree=without_model, pool=settings.pool)
 
 
 def recipe_of(spec: str) -> Recipe | None:

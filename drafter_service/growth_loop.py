@@ -76,7 +76,6 @@ class DrafterService:
         self,
         grower: Trees,
         *,
-        worker: str,
         capacity: int,
         max_atoms: int = 64,
         agree: Agree | None = None,
@@ -84,7 +83,8 @@ class DrafterService:
         strategy: DraftStrategy = BEST_FIRST,
         head: DraftHead | None = None,
     ) -> None:
-        self.grower, self.worker, self.pool = grower, worker, pool
+        self.grower, self.pool = grower, pool
+        self.worker = f"drafter-{grower.incarnation:016x}"
         self.capacity, self.max_atoms, self.strategy = capacity, max_atoms, strategy
         self._agree, self.head = agree or with_model, head
         self.draining = False
@@ -191,11 +191,13 @@ class DrafterService:
         self._mailbox.put((stream, frame, time.monotonic()))
 
     def _answer(self, hello: Hello | None) -> HelloAck:
-        info, refusal = self._agree(hello, self.info) if hello is not None else (self.info, "")
-        if hello is not None and not refusal and self.head is not None:
-            refusal = refuse_other_head(hello, self.head)
-        if refusal and hello is not None:
-            log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
+        info, refusal = self.info, ""
+        if hello is not None:
+            info, refusal = self._agree(hello, info)
+            if not refusal and self.head is not None:
+                refusal = refuse_other_head(hello, self.head)
+            if refusal:
+                log.warning("pairing_refused", verifier=hello.worker, reason=refusal)
         return HelloAck(
             self.worker,
             self.grower.incarnation,

@@ -70,13 +70,11 @@ async def _serve(settings: VerifierSettings, admin: Admin) -> None:
         redis = open_redis(settings.redis_url, timeout_s=TIMEOUT_S) if settings.redis_url else None
         if redis is not None:
             stack.push_async_callback(redis.aclose)
-        incarnation = secrets.randbits(64)
         info = model.info
         metrics = Metrics()
         service = VerifierService(
             model,
-            worker=f"verifier-{incarnation:016x}",
-            incarnation=incarnation,
+            incarnation=secrets.randbits(64),
             settings=settings,
             grammars=Grammars(lambda: vocabulary_of(settings.model, info.vocab_size, info.eos_ids)),
             step_time=step_time,

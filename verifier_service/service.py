@@ -43,7 +43,6 @@ class VerifierService:
         model: LanguageModel,
         *,
         settings: VerifierSettings,
-        worker: str,
         incarnation: int,
         runner: Runner | None = None,
         grammars: Grammars | None = None,
@@ -56,8 +55,8 @@ class VerifierService:
     ) -> None:
         """sources, dial: see `DrafterPool`. redis: where the audit keeps the records of drafters. head: of the target, for local drafts and
         for the features that drafters want."""
-        self.model, self.worker, self.incarnation = model, worker, incarnation
-        self.settings = settings
+        self.model, self.settings = model, settings
+        self.worker, self.incarnation = f"verifier-{incarnation:016x}", incarnation
         grows = head is not None and settings.local_draft.startswith(HEAD)
         heads = HeadDrafts(head, incarnation=incarnation) if head is not None and grows else None
         self.runner = runner or Runner(model, heads=heads, head=head)
@@ -81,7 +80,7 @@ class VerifierService:
         )
         self.audit = DrafterAudit(
             self.metrics.registry,
-            worker,
+            self.worker,
             untrusted_pools=settings.untrusted_pools,
             redis=redis,
             prefix=settings.redis_prefix,

@@ -134,8 +134,6 @@ async def test_a_request_may_ask_for_n_grams_beside_a_head() -> None:
 async def test_the_head_that_a_verifier_process_has_loaded_grows_its_trees() -> None:
     target = target_of()
     settings = verifier_settings(local_draft="head:of a test")
-    async with VerifierService(
-        target, worker="v", incarnation=1, settings=settings, head=TabularHead(target)
-    ) as verifier:
+    async with VerifierService(target, incarnation=1, settings=settings, head=TabularHead(target)) as verifier:
         _, last = await collect(verifier, request(max_tokens=40))
     assert last.finish.stats.num_accepted_draft_tokens > 0

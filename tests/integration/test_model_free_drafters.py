@@ -53,7 +53,7 @@ def predicting(text: list[int]) -> DrafterService:
         incarnation=1,
         group=lambda key: key[0],
     )
-    return DrafterService(lookup, worker="prediction", capacity=8, agree=without_model)
+    return DrafterService(lookup, capacity=8, agree=without_model)
 
 
 @asynccontextmanager
@@ -215,7 +215,7 @@ async def test_a_memory_of_the_session_s_own_coins_changes_the_distribution() ->
         incarnation=1,
         group=lambda key: key[0],
     )
-    wrong = DrafterService(lookup, worker="wrong", capacity=8, agree=without_model)
+    wrong = DrafterService(lookup, capacity=8, agree=without_model)
     assert p(await first_tokens_of_the_second_of_two(lookup_of("recycling:"), target)) > ALPHA
     assert p(await first_tokens_of_the_second_of_two(wrong, target)) < 1e-6
 

@@ -82,7 +82,6 @@ class Cluster:
         number = len(self.verifiers)
         verifier = VerifierService(
             self.target(),
-            worker=f"v{number}",
             incarnation=number,
             settings=verifier_settings(),
             sources=sources,

@@ -50,4 +50,4 @@ def random_grower(vocab: int, seed: int = 0, *, incarnation: int = 9) -> LookupG
 
 def random_drafter(vocab: int, seed: int) -> DrafterService:
     grower = random_grower(vocab, seed)
-    return DrafterService(grower, worker="random", capacity=16, agree=without_model)
+    return DrafterService(grower, capacity=16, agree=without_model)

@@ -54,7 +54,7 @@ def drafter_of(
     """int8: how a draft head wants features."""
     grower = Grower(model, incarnation=incarnation, best_first=BestFirst(**policy))
     head = DraftHead(model.info.fingerprint, grower.feature_size, int8) if grower.feature_size else None
-    return DrafterService(grower, worker=f"drafter-{incarnation}", capacity=capacity, head=head)
+    return DrafterService(grower, capacity=capacity, head=head)
 
 
 def verifier_settings(**changes) -> VerifierSettings:
@@ -80,7 +80,6 @@ def verifier_of(
     settings = verifier_settings(**({"local_draft": local_draft} | policy))
     return VerifierService(
         model,
-        worker="verifier",
         incarnation=3,
         settings=settings,
         runner=runner,

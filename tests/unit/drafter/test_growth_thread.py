@@ -92,7 +92,7 @@ class Verifier:
 
 @asynccontextmanager
 async def growing(engine: Counting) -> AsyncIterator[Verifier]:
-    async with asyncio.timeout(60), DrafterService(engine, worker="d", capacity=4) as service:
+    async with asyncio.timeout(60), DrafterService(engine, capacity=4) as service:
         verifier = Verifier(service)
         verifier.say(ToDrafter(hello=Hello("v", 1, "", 10, 100)))
         yield verifier
