@@ -8,17 +8,19 @@ half-open  one session is placed as a test
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import IntEnum
 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 MAX_MISSES = 5  # rounds in a row whose tree did not arrive in time
 MAX_OFFENCES = 3  # malformed frames
 
 
-class CircuitState(str, Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half-open"
+class CircuitState(IntEnum):
+    """Values of the metric `drafter_circuit_state`."""
+
+    CLOSED = 0
+    HALF_OPEN = 1
+    OPEN = 2
 
 
 @dataclass(slots=True)

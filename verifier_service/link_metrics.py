@@ -12,13 +12,11 @@ from prometheus_client.registry import Collector
 
 from rootward.core.frames import ToDrafter
 from rootward.core.living_tree import Received
-from verifier_service.circuit_breaker import CircuitState
 
 if TYPE_CHECKING:
     from verifier_service.drafter_link import Link
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-CIRCUIT_STATES = {CircuitState.CLOSED: 0.0, CircuitState.HALF_OPEN: 1.0, CircuitState.OPEN: 2.0}
 
 
 class LinkMetrics:
@@ -102,5 +100,5 @@ class _Drafters(Collector):
         now_s = time.monotonic()
         for link in self._links():
             up.add_metric([link.name], float(link.ack is not None))
-            state.add_metric([link.name], CIRCUIT_STATES[link.breaker.state(now_s)])
+            state.add_metric([link.name], float(link.breaker.state(now_s)))
         yield from (up, state)
