@@ -1,8 +1,8 @@
 """Trees that a draft head grows in the verifier's process, from the hidden states of the target's own forwards.
 
-Everything here runs on the model's thread: after a forward the states of its rows are kept (`observe`); before the next one the trees of
-all sessions that are to have one are grown together (`grow`), a forward of the head per level. How many nodes a tree gets was decided when
-its round began. States that are missing (of a prefix found in the KV cache) only make the head's text begin later.
+Runs on the model's thread. After a forward of the target the states of its committed rows are kept (`observe`). Before the next one the
+trees of all rounds that want one are grown together (`grow`), with one forward of the head per level. The number of nodes of a tree was
+fixed when its round began. If states are missing (of a prefix found in the KV cache), the head's text only begins later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WINDOW = 1024  # positions whose states are kept until the head reads them; of a
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tree that a round waits for. text: the committed tokens, the last one is the root; opening: without prefix and features."""
+    """A tree for a round. text: the committed tokens, the last one is the root; opening: `Session.opening`; nodes: most of them."""
 
     session: int
     text: Sequence[int]
@@ -53,13 +53,13 @@ class TextFeatures:
         self._rows: NDArray[np.float32] = np.zeros((0, 0), np.float32)
 
     def add(self, first: int, rows: NDArray[np.float32]) -> None:
-        """Of positions first, first + 1, …. What does not join on begins anew."""
+        """Add the features of positions first, first + 1, … Earlier ones are dropped if there is a gap between them."""
         known = self._rows if self.end == first and len(self._rows) else rows[:0]
         self._rows, self.end = np.concatenate([known, rows])[-self.most :], first + len(rows)
 
     def before(self, length: int, num_tokens: int) -> NDArray[np.float32] | None:
-        """float32[n, size]: of the positions before each of the last tokens of a text of this length, n at most num_tokens; None: the text
-        has gone on without."""
+        """float32[n, size], n at most num_tokens: features of the positions before each of the last tokens of a text of this length. None:
+        those of the last token are missing."""
         rows = self._rows[-num_tokens:]
         return rows if len(rows) and self.end == length - 1 else None
 
@@ -73,7 +73,7 @@ class HeadDrafts:
         self._observed: dict[int, Observed] = {}
 
     def observe(self, session: int, first: int, states: torch.Tensor) -> None:
-        """The target has run tokens at positions first, first + 1, ...; states [n, S]. What does not join on begins anew."""
+        """Keep the states [n, S] of positions first, first + 1, ... Earlier ones are dropped if there is a gap between them."""
         known = self._observed.get(session)
         if known is None or known.end != first:
             self.forget(session)
@@ -85,7 +85,7 @@ class HeadDrafts:
             self._observed[session] = Observed(end - len(last), [last])
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
-        """A tree for each, None where the head knows nothing of the text's end."""
+        """A tree for each, None where states of the end of the text are missing."""
         ready = [one.session for one in wanted if self._is_ready(one)]
         self._grower.grow(ready)
         trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
@@ -95,12 +95,12 @@ class HeadDrafts:
         ]
 
     def forget(self, session: int) -> None:
-        """It has ended, or its text is known no longer."""
+        """The session has ended, or states of its text are missing."""
         self._grower.close(session)
         self._observed.pop(session, None)
 
     def _is_ready(self, one: Wanted) -> bool:
-        """Whether the head's text could be brought to the end of the session's."""
+        """Bring the head's text to the end of the session's. False: states are missing."""
         known, text = self._observed.get(one.session), one.text
         if known is None or known.end != len(text) - 1:
             return False

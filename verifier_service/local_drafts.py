@@ -1,10 +1,9 @@
 """Trees of the verifier itself, while no drafter has grown one (protocol.md 1.3): looked up in the text, or grown by a draft head.
 
-A tree that is looked up is a function of the text alone and every node is chosen, so any rule may verify it: the target's own tokens, or
-ratio tests under one-hot distributions. A drafter's nodes take no part in such a round, which leaves them as good as new (algorithms.md
-6.1). So it stands in for *plain decoding* only: nothing of a drafter's tree may have arrived, and whether one is looked up is settled by
-what is known of the drafter (none, lost, not heard of yet), never by what it has grown. Whether it pays is learned apart from what
-drafters are worth.
+A tree that is looked up is a function of the committed text, and all its nodes are chosen, so any rule may verify it: by match, or by ratio
+tests under one-hot distributions. The nodes of a drafter take no part in such a round and stay valid (algorithms.md 6.1). A local tree
+therefore replaces *plain decoding* only: no node of a drafter's tree may have arrived. Whether there is a local tree depends on the state
+of the drafter (none, lost, no growth yet), never on its nodes. Its speed-up is learned apart from that of drafters.
 """
 
 from __future__ import annotations
@@ -33,29 +32,35 @@ CHUNK = 256  # tokens of a text that are read before a round: a fraction of a mi
 HEAD = "head:"  # and the folder of a draft head, in the setting
 BESIDE_HEAD = "ngram+recycling"  # looked up where a head drafts: costs nothing, and is better at T = 0 and where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
-LEARN_EVERY = (
-    4  # tokens of plain decoding: the most likely successors of every row would cost 3 % of a step of many sessions
-)
+LEARN_EVERY = 4  # tokens of plain decoding: successors of every row would cost 3 % of a step of many sessions
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
 
 @dataclass(slots=True, eq=False)
 class LocalDraft:
-    """Of one session. fed: tokens that the source has read; length: of the text that cap and tree are for."""
+    """The local draft of one session, by one method.
+
+    source      in which trees are looked up; None: a draft head grows them
+    statistics  of rounds with such trees
+    opening     of trees of a draft head; the tree is grown right before the forward that verifies it
+    required    it drafts in every round, whether or not that pays
+    fed         tokens that the source has read
+    length      of the text for which `cap` and `tree` were planned
+    cap         most nodes of the tree
+    launched    the round that runs verifies the tree
+    """
 
     name: str
-    source: Source | None  # what trees are looked up in
-    statistics: Statistics  # of rounds with such trees
-    opening: Open | None = (
-        None  # what a draft head is asked for instead; its tree is grown right before the forward that verifies it
-    )
-    required: bool = False  # has a tree in every round, whether or not that pays
+    source: Source | None
+    statistics: Statistics
+    opening: Open | None = None
+    required: bool = False
     fed: int = 0
     length: int = -1
     cap: int = 0
     tree: Snapshot | None = None
-    launched: bool = False  # the round that runs verifies the tree
+    launched: bool = False
 
     @property
     def num_successors(self) -> int:
@@ -80,7 +85,7 @@ class LocalDraft:
 
 
 class LocalDrafts:
-    """Of all sessions of a verifier."""
+    """Local drafts of all sessions of a verifier."""
 
     def __init__(self, settings: VerifierSettings, vocab_size: int, controller: SpeculationController) -> None:
         self._settings, self._shape, self._vocab_size = settings, settings.shape, vocab_size
