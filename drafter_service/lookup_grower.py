@@ -1,6 +1,6 @@
 """Trees of a drafter without a model, looked up in text that was seen before. The interface is that of `grower.Grower`.
 
-A level gives each waiting text to its source, at most `chunk` tokens at a time. Once the source has the whole text, the tree gets its best
+A level gives each waiting text to its source, at most CHUNK tokens at a time. Once the source has the whole text, the tree gets its best
 paths up to its cap, and is at rest until the next commit. Nodes are deterministic functions of the text, so any rule may verify them:
 matching as it is, ratio tests under one-hot draft distributions. Draws of i.i.d. copies are not served.
 """
@@ -25,6 +25,8 @@ from rootward.ports import ModelInfo
 K = TypeVar("K")  # key of a tree: a stream and a slot on it
 
 MAX_NODES = 1024  # of a tree, whatever a verifier asks for
+CHUNK = 4096  # tokens of a text that its source reads in a level
+LEAST_SCORE = 0.02  # of a path
 TREES_PER_LEVEL = 8  # bounds the time that commits wait: a tree takes well below a millisecond
 
 Sources = Callable[[Open, Successors], Source]  # (message, memory of its group) → source of a new text
@@ -58,12 +60,9 @@ class LookupGrower(Generic[K]):
         *,
         incarnation: int,
         group: Callable[[K], Hashable],
-        chunk: int = 4096,
-        least_score: float = 0.02,
     ) -> None:
         self.info, self.incarnation = info, incarnation
         self.demand = DrafterDemand(rows=0)  # looking up asks for no rows of a draft forward
-        self.chunk, self.least_score = chunk, least_score
         self.trees: dict[K, LookupTree] = {}
         self._sources, self._memories, self._group = sources, Memories(), group
 
@@ -97,7 +96,7 @@ class LookupGrower(Generic[K]):
         tree.root.token = message.prefix[-1]
         chain = message.strategy.name == "chain"
         depth, topk = (message.strategy.numbers[0], 1) if chain else (message.max_depth, message.topk)
-        shape = Shape(cap, depth, topk, self.least_score)
+        shape = Shape(cap, depth, topk, LEAST_SCORE)
         shared = self._group(key), message.tenant, message.cache_salt
         source = self._sources(message, self._memories.of(shared))
         self.trees[key] = LookupTree(message, tree, source, shape, list(message.prefix), time.monotonic())
@@ -142,8 +141,8 @@ class LookupGrower(Generic[K]):
 
     def _grow(self, growing: LookupTree) -> Grow | None:
         start_s = time.monotonic()
-        growing.source.extend(growing.pending[: self.chunk])
-        del growing.pending[: self.chunk]
+        growing.source.extend(growing.pending[:CHUNK])
+        del growing.pending[:CHUNK]
         if growing.pending:
             growing.arrived_s = start_s  # other texts come before the rest of a long one
             return None

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from rootward.ports import LanguageModel, Rows
 
 SIZES = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 240)  # numbers of nodes that are compared
 MEASURED = tuple(size + 1 for size in SIZES if size <= 64)  # rows of the steps that are measured at start
+WARM_UP_TURNS, MIN_TURNS, MAX_TURNS = 2, 5, 27  # over these sizes; the first ones are not measured
+MEASURE_S = 0.5  # of measuring at start, after which no turn begins
 SIZE_MEMORY = 0.1  # weight of the newest step in the time of a size
 SPEED_MEMORY = 0.2  # the same in the speed of the machine
 SETTLED = 8  # steps after trees begin or end in which the speed changes because of that, not because of what else runs on the machine
@@ -99,29 +101,21 @@ def _bucket(rows: int) -> int:
     return 1 + min(SIZES[max(0, at - 1)], SIZES[at], key=lambda nodes: abs(nodes + 1 - rows))
 
 
-def measure(
-    model: LanguageModel,
-    sizes: Sequence[int] = MEASURED,
-    *,
-    clock: Callable[[], float] = time.perf_counter,
-    warm_up: int = 2,
-    least_repeats: int = 3,
-    limit_s: float = 0.5,
-) -> StepTime:
-    """Medians over steps of these sizes, in turn, on a slot of the idle model: repeated until limit_s has passed."""
+def measure(model: LanguageModel, *, clock: Callable[[], float] = time.perf_counter) -> StepTime:
+    """Medians over steps of the sizes MEASURED, in turn, on a slot of the idle model: repeated until MEASURE_S has passed."""
     slot = model.open()
     most = model.info.max_positions if model.info.supports_trees else 1
-    found: dict[int, list[float]] = {rows: [] for rows in sizes if rows <= most}
+    found: dict[int, list[float]] = {rows: [] for rows in MEASURED if rows <= most}
     begun_s = clock()
     try:
-        for turn in range(warm_up + 25):
-            if turn >= warm_up + least_repeats and clock() - begun_s > limit_s:
+        for turn in range(MAX_TURNS):
+            if turn >= MIN_TURNS and clock() - begun_s > MEASURE_S:
                 break
             for rows, seconds in found.items():
                 start_s = clock()
                 logits = model.forward([Rows.chain(slot, 0, [0] * rows)])
                 float(logits.reshape(-1)[0])  # a device works on after the call returns
-                if turn >= warm_up:
+                if turn >= WARM_UP_TURNS:
                     seconds.append(clock() - start_s)
                 model.release(slot)
     finally:

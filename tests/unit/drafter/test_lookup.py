@@ -47,7 +47,7 @@ def opening(slot: int, prefix=PERIOD, **changes) -> Open:
     return Open(slot, **(base | changes))
 
 
-def lookup(spec: str = "ngram:", **more) -> LookupGrower[tuple[int, int]]:
+def lookup(spec: str = "ngram:") -> LookupGrower[tuple[int, int]]:
     if spec == "random":
         return random_grower(4)
     recipe = parse_recipe(spec)
@@ -56,7 +56,6 @@ def lookup(spec: str = "ngram:", **more) -> LookupGrower[tuple[int, int]]:
         lambda message, shared: recipe.source(message.law, shared),
         incarnation=9,
         group=lambda key: key[0],
-        **more,
     )
 
 
@@ -186,8 +185,9 @@ def test_what_cannot_be_taken_is_refused_with_the_reason() -> None:
     assert drafter.idle
 
 
-def test_a_long_prompt_is_fed_in_pieces_while_others_are_served() -> None:
-    drafter = lookup(chunk=4)
+def test_a_long_prompt_is_fed_in_pieces_while_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drafter_service.lookup_grower.CHUNK", 4)
+    drafter = lookup()
     drafter.open((0, 1), opening(1, PERIOD * 4))
     drafter.open((0, 2), opening(2, (1, 2, 1)))
     order = [key for _ in range(20) for key, _ in drafter.level()]
