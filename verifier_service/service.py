@@ -123,7 +123,8 @@ class VerifierService:
 
     async def generate(self, request: VerifierRequest) -> AsyncGenerator[Committed, None]:
         """Committed runs of one generation. Closing the iterator cancels it and frees everything at the next step."""
-        deadline_s = self._deadline(request)
+        now_s = asyncio.get_running_loop().time()
+        deadline_s = None if request.deadline_s is None else now_s + request.deadline_s
         matcher = await self._matcher(request, deadline_s)
         async with self._admitted(request, matcher, deadline_s) as session:
             while True:
@@ -238,10 +239,6 @@ class VerifierService:
         session.statistics = self.engine.rounds.statistics(session)
         self.local.attach(session)
         return session
-
-    @staticmethod
-    def _deadline(request: VerifierRequest) -> float | None:
-        return None if request.deadline_s is None else asyncio.get_running_loop().time() + request.deadline_s
 
     def _hello(self) -> Hello:
         info = self.model.info
