@@ -347,5 +347,5 @@ def joined(earlier: Grow, later: Grow) -> Grow | None:
         sampled=np.concatenate([earlier.sampled, later.sampled]),
         rows={**earlier.rows, **later.rows},
         draft_us=earlier.draft_us + later.draft_us,
-        guess=None if earlier.guess is later.guess is None else np.concatenate([earlier.guesses, later.guesses]),
+        guess=np.concatenate([earlier.guesses, later.guesses]),
     )

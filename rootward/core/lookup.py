@@ -112,12 +112,15 @@ def _child(tree: LivingTree, node: int, token: int, topk: int) -> int | None:
     return tree.draw(node, token, sampled=False)
 
 
-def best_path(source: Source, most: int, least_score: float = 0.3) -> list[tuple[int, float]]:
-    """The source's best path from the end of its text: (token, score) of each step, while their product is worth it."""
+LEAST_PATH_SCORE = 0.3
+
+
+def best_path(source: Source, most: int) -> list[tuple[int, float]]:
+    """The source's best path from the end of its text: (token, score) of each step, while their product is at least LEAST_PATH_SCORE."""
     state, path, score = source.start(), [], 1.0
     for _ in range(most):
         best = next(iter(source.candidates(state)), None)
-        if best is None or score * best.score < least_score:
+        if best is None or score * best.score < LEAST_PATH_SCORE:
             break
         path.append((best.token, best.score))
         state, score = source.step(state, best.token), score * best.score
@@ -181,6 +184,7 @@ class Ngram:
 
 
 WIDTH = 8  # successors of a token that are remembered, k of Token Recycling
+NEWEST = 0.5  # estimated probability that the newest successor is right
 NOTHING = -1  # before the first token
 
 
@@ -217,16 +221,13 @@ class Recycling:
 
     The paper keeps, for each token, the k likeliest next tokens of the last time the target saw it, and unfolds this matrix along a fixed
     tree of ranks. Where only committed tokens are seen, a row holds the k last *different* tokens that followed, the newest first. Score by
-    rank: a(1 − a)^rank, under which best-first growth unfolds one fixed tree of ranks.
+    rank: a(1 − a)^rank with a = NEWEST, under which best-first growth unfolds one fixed tree of ranks.
 
-    acceptance  a: estimated probability that the newest successor is right
-    also        memories that are updated by this text but not read for it
+    also: memories that are updated by this text but not read for it.
     """
 
-    def __init__(self, memory: Successors, acceptance: float = 0.5, also: Sequence[Successors] = ()) -> None:
-        if not 0 < acceptance < 1:
-            raise ValueError(f"acceptance: {acceptance} is outside (0, 1)")
-        self.memory, self.acceptance = memory, acceptance
+    def __init__(self, memory: Successors, also: Sequence[Successors] = ()) -> None:
+        self.memory = memory
         self._learning = (memory, *also)
         self._last = NOTHING
 
@@ -249,11 +250,11 @@ class Recycling:
         return token
 
     def candidates(self, state: int) -> list[Candidate]:
-        a = self.acceptance
-        return [Candidate(token, a * (1.0 - a) ** rank) for rank, token in enumerate(self.memory.row(state))]
+        return [Candidate(token, NEWEST * (1.0 - NEWEST) ** rank) for rank, token in enumerate(self.memory.row(state))]
 
 
 MOST_PLACES = 64  # occurrences among which the next place is chosen
+LEAST_MATCH = 2  # tokens that must agree at a new position
 
 
 class Cursor(NamedTuple):
@@ -271,16 +272,14 @@ class Prediction:
     """A text that the output is expected to follow, for example a file that an edit changes in a few places.
 
     While the output agrees, the cursor moves through the prediction. After a difference the cursor moves to an occurrence of the end of the
-    output in the prediction; as long as that is shorter than `least_match`, one token is assumed to be replaced or inserted.
+    output in the prediction; as long as that is shorter than LEAST_MATCH, one token is assumed to be replaced or inserted.
 
     prediction: the expected output. prefix: number of tokens of the text before the output; if their end occurs in the prediction, the
-    output may start there. least_match: tokens that must agree at a new position.
+    output may start there.
     """
 
-    def __init__(self, prediction: Sequence[int], *, prefix: int = 0, least_match: int = 2) -> None:
-        if least_match < 1:
-            raise ValueError(f"least_match: {least_match}; ask for one token at least")
-        self.text, self.least_match = tuple(prediction), least_match
+    def __init__(self, prediction: Sequence[int], *, prefix: int = 0) -> None:
+        self.text = tuple(prediction)
         self._automaton = SuffixAutomaton(self.text)
         self._prefix_left = prefix
         self._cursor = Cursor((0,), 0, 0, 0, 0)
@@ -297,7 +296,7 @@ class Prediction:
         found, length = state.state, state.length
         for token in before:
             found, length = self._automaton.step(found, length, token)
-        under_way = self._places(found, 0)[:1] if length >= self.least_match else []
+        under_way = self._places(found, 0)[:1] if length >= LEAST_MATCH else []
         return Cursor(tuple(dict.fromkeys([*under_way, 0])), length if under_way else 0, 0, found, length)
 
     def start(self) -> Cursor:
@@ -308,7 +307,7 @@ class Prediction:
         agreeing = tuple(at + 1 for at in state.at if at < len(self.text) and self.text[at] == token)
         if agreeing:
             return Cursor(agreeing, state.agreed + 1, agreeing[0], found, length)
-        if length >= self.least_match:
+        if length >= LEAST_MATCH:
             at = self._places(found, state.reached)[0]
             return Cursor((at,), length, at, found, length)
         replaced, inserted = min(state.at[0] + 1, len(self.text)), state.at[0]
@@ -382,17 +381,16 @@ class Recipe:
         return built[0] if len(built) == 1 else Merged(built)
 
 
+MOST_GROUPS = 16  # that have a memory
+
+
 class Memories(OrderedDict[Hashable, Successors]):
     """Successors shared by the texts of a group, by group; the least recently used group is evicted."""
-
-    def __init__(self, most: int = 16) -> None:
-        super().__init__()
-        self._most = most
 
     def of(self, group: Hashable) -> Successors:
         memory = self.setdefault(group, Successors())
         self.move_to_end(group)
-        if len(self) > self._most:
+        if len(self) > MOST_GROUPS:
             self.popitem(last=False)
         return memory
 

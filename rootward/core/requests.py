@@ -35,7 +35,6 @@ _SMALLEST = (
     ("temperature", 1e-4, "use 0 to decode greedily"),
     ("repetition_penalty", 1e-2, "1 is off, less encourages"),
 )
-_FORM_FIX = {True: "takes no text", False: "is empty; write down the form of the output"}
 
 
 def _require(ok: bool, name: str, value: object, fix: str) -> None:
@@ -49,6 +48,11 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         unknown = next(token for token in ids if not 0 <= token < vocab_size)
         fix = f"is no token of a vocabulary of {vocab_size}; send ids from 0 to {vocab_size - 1}"
         raise ValueError(f"{name}: {unknown!r} {fix}")
+
+
+def _require_text(name: str, value: str) -> None:
+    fix = f"is no text of at most {MAX_NAME} characters"
+    _require(len(value) <= MAX_NAME and is_text(value), name, value[:32], fix)
 
 
 class DraftMode(str, Enum):
@@ -234,7 +238,8 @@ class Structure:
 
     def __post_init__(self) -> None:
         free = self.form is Form.JSON_OBJECT
-        _require(bool(self.text.strip()) is not free, self.form.value, self.text[:32], _FORM_FIX[free])
+        fix = "takes no text" if free else "is empty; write down the form of the output"
+        _require(bool(self.text.strip()) is not free, self.form.value, self.text[:32], fix)
         _require(is_text(self.text), self.form.value, "", "has a lone surrogate, which is no text; leave it out")
         _require(len(self.text) <= MAX_FORM, self.form.value, len(self.text), f"characters are more than {MAX_FORM}")
 
@@ -275,8 +280,7 @@ class Speculation:
             _require(value is None or 1 <= value <= 1024, name, value, "is outside [1, 1024]")
         n, d = self.num_draft_tokens, self.max_depth
         _require(n is None or d is None or d <= n, "max_depth", d, f"is larger than num_draft_tokens {n}")
-        named = len(self.drafter) <= MAX_NAME and is_text(self.drafter)
-        _require(named, "drafter", self.drafter[:32], f"is no text of at most {MAX_NAME} characters")
+        _require_text("drafter", self.drafter)
         ratio = self.rule is not None and self.rule is not Rule.MATCH
         chosen = self.law in (DraftMode.TOP_K, DraftMode.COUPLED)
         if self.strategy is not None and self.law is not None:
@@ -313,10 +317,9 @@ class VerifierRequest:
     traceparent: str = ""  # W3C trace context of the caller; "": none
 
     def __post_init__(self) -> None:
-        k = self.logprobs
-        _require(k is None or 0 <= k <= MAX_LOGPROBS, "logprobs", k, f"is outside [0, {MAX_LOGPROBS}]")
-        k = self.prompt_logprobs
-        _require(k is None or 0 <= k <= MAX_LOGPROBS, "prompt_logprobs", k, f"is outside [0, {MAX_LOGPROBS}]")
+        for name in ("logprobs", "prompt_logprobs"):
+            k = getattr(self, name)
+            _require(k is None or 0 <= k <= MAX_LOGPROBS, name, k, f"is outside [0, {MAX_LOGPROBS}]")
         clash = next((n for n, given in self._beside_structure() if given), "")
         fix = f"cannot be combined with {clash}, because the output ends where its form is complete; send one of them"
         form = self.structure.form.value if self.structure is not None else ""
@@ -325,10 +328,8 @@ class VerifierRequest:
         _require(0 <= self.seed < 2**64, "seed", self.seed, "is outside [0, 2^64)")
         _require(self.epoch >= 1, "epoch", self.epoch, "is below 1")
         _require(-(2**31) <= self.priority < 2**31, "priority", self.priority, "is outside [-2^31, 2^31)")
-        named = len(self.tenant) <= MAX_NAME and is_text(self.tenant)
-        _require(named, "tenant", self.tenant[:32], f"is no text of at most {MAX_NAME} characters")
-        salted = len(self.cache_salt) <= MAX_NAME and is_text(self.cache_salt)
-        _require(salted, "cache_salt", self.cache_salt[:32], f"is no text of at most {MAX_NAME} characters")
+        _require_text("tenant", self.tenant)
+        _require_text("cache_salt", self.cache_salt)
 
     def check_tokens(self, vocab_size: int, eos_ids: Collection[int]) -> None:
         """ValueError unless every id is a token of the model and some token is always allowed. eos_ids: those of the model."""

@@ -122,7 +122,7 @@ class Ahead:
 
     def _leaves(self) -> list[int]:
         """Nodes that get predictions and have no row yet."""
-        return [n for n in self._wanted or () if not self.own.is_expanded(n)]
+        return [n for n in self._wanted or () if n not in self.own.rows]
 
     def expand(self, node: int, row: DraftDistribution, noise: np.ndarray | None = None) -> None:
         """Set the row of a node."""
@@ -162,7 +162,7 @@ class Ahead:
         if self._wanted is None:
             self._wanted = self._plan()
         made: list[int] = []
-        for node in [n for n in self._wanted if self.own.is_expanded(n)]:
+        for node in [n for n in self._wanted if n in self.own.rows]:
             made += self._predictions_at(node, self._wanted.pop(node))
         return made
 

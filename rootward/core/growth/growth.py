@@ -48,7 +48,7 @@ class Growth:
         self._restart()
 
     def _restart(self) -> None:
-        self.rows: dict[int, DraftDistribution] = {}  # of every expanded node
+        self.rows: dict[int, DraftDistribution] = {}  # of every expanded node (whose KV is held)
         self._score: dict[int, float] = {self.head: 0.0}
         self._places: dict[int, Place] = {}
         self._unscored: list[int] = []  # nodes whose next child has no score yet
@@ -66,10 +66,6 @@ class Growth:
     @property
     def root_expanded(self) -> bool:
         return self.root_id in self.rows
-
-    def is_expanded(self, node: int) -> bool:
-        """Its row is known (and its KV is held)."""
-        return node in self.rows
 
     @property
     def room(self) -> int:
