@@ -6,23 +6,16 @@ import asyncio
 import copy
 import itertools
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
-from typing import Any, Self, TypeVar, Unpack
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from rootward.client.asynchronous import DEFAULT_TARGET, AsyncClient, AsyncStream
-from rootward.client.types import (
-    GenerationResult,
-    Load,
-    Messages,
-    Prompt,
-    RequestOptions,
-    ServerInfo,
-    SessionEvent,
-    TokenDelta,
-)
+from rootward.client.types import GenerationResult, Prompt, RequestOptions, SessionEvent, TokenDelta
 from rootward.errors import APIError
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 30.0
@@ -107,8 +100,20 @@ class Stream:
         return result
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """A method of `AsyncClient` as a method of `Client`, which returns its result."""
+
+    @wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._thread.run(method(self._client, *args, **kwargs))
+
+    return call
+
+
 class Client:
-    """`AsyncClient` for code without an event loop: the same arguments and calls."""
+    """`AsyncClient` for code without an event loop. Its calls have the names and arguments of `AsyncClient`, and return their results."""
 
     def __init__(self, target: str = DEFAULT_TARGET, **options: Any):
         self._client = AsyncClient(target, **options)
@@ -134,31 +139,14 @@ class Client:
         """See `AsyncClient.stream`."""
         return Stream(self._client.stream(prompt, **options), self._thread.run)
 
-    def generate(self, prompt: Prompt | None = None, **options: Unpack[RequestOptions]) -> GenerationResult:
-        """See `AsyncClient.generate`."""
-        return self._thread.run(self._client.generate(prompt, **options))
-
-    def generate_many(
-        self, prompts: Sequence[Prompt | Messages], *, at_once: int = 32, **options: Unpack[RequestOptions]
-    ) -> list[GenerationResult]:
-        """The texts of several prompts, in their order. See `AsyncClient.generate_many`."""
-        return self._thread.run(self._client.generate_many(prompts, at_once=at_once, **options))
-
-    def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool | None = None) -> tuple[int, ...]:
-        """Token ids as the server would make them of a prompt."""
-        return self._thread.run(self._client.tokenize(text, model=model, add_special_tokens=add_special_tokens))
-
-    def detokenize(self, token_ids: Sequence[int], *, model: str = "", skip_special_tokens: bool = True) -> str:
-        call = self._client.detokenize(token_ids, model=model, skip_special_tokens=skip_special_tokens)
-        return self._thread.run(call)
-
-    def server_info(self) -> ServerInfo:
-        """Version, models, verifiers and drafters."""
-        return self._thread.run(self._client.server_info())
-
-    def load(self) -> Load:
-        """See `AsyncClient.load`."""
-        return self._thread.run(self._client.load())
+    generate = _blocking(AsyncClient.generate)
+    generate_many = _blocking(AsyncClient.generate_many)
+    tokenize = _blocking(AsyncClient.tokenize)
+    detokenize = _blocking(AsyncClient.detokenize)
+    server_info = _blocking(AsyncClient.server_info)
+    load = _blocking(AsyncClient.load)
+    abort = _blocking(AsyncClient.abort)
+    drain = _blocking(AsyncClient.drain)
 
     def watch(self, *, session_id: str = "", request_id: str = "") -> Iterator[SessionEvent]:
         """See `AsyncClient.watch`."""
@@ -168,14 +156,6 @@ class Client:
                 yield event
         finally:
             self._thread.run(events.aclose())
-
-    def abort(self, request_ids: str | Sequence[str]) -> tuple[str, ...]:
-        """End generations; returns the ids that were running."""
-        return self._thread.run(self._client.abort(request_ids))
-
-    def drain(self, *, timeout_s: float = 0.0) -> int:
-        """Have the gateway end once its running requests have. See `AsyncClient.drain`."""
-        return self._thread.run(self._client.drain(timeout_s=timeout_s))
 
 
 async def _next_or_none(items: AsyncIterator[T]) -> T | None:
