@@ -18,9 +18,12 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import typer
+from rich.console import Group
+from rich.markdown import Markdown
 
 from rootward import demo
 from rootward.cli.options import STATUS_TIMEOUT_S, ApiKey, NoSpeculation, Output, OutputFormat, Temperature
+from rootward.cli.output import show
 from rootward.errors import ConfigurationError
 
 VERSION = "0.8"  # of guidellm, whose configuration and report differ from one minor version to the next
@@ -114,9 +117,6 @@ def bench_serve(
 
     Exit code 4 when the gateway is not there, or no request succeeded.
     """
-    from rich.console import Console
-    from rich.markdown import Markdown
-
     program = _program(guidellm)
     if out is not None and find_spec("matplotlib") is None:
         raise ConfigurationError("--out: the plot needs matplotlib; run pip install matplotlib")
@@ -140,10 +140,8 @@ def bench_serve(
     }
     report = _measured(program, backend, loads, texts=texts, profile=profile, seconds=seconds)
     points = read_report(report)
-    if output is OutputFormat.json:
-        print(json.dumps([asdict(point) for point in points]))
-    else:
-        Console().print(f"{model or names[0]} at {url}", Markdown(_markdown(points)), sep="\n")
+    view = Group(f"{model or names[0]} at {url}", Markdown(_markdown(points)))
+    show([asdict(point) for point in points], view, output)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         (out / "report.json").write_text(json.dumps(report), encoding="utf-8")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from rootward.cli.options import (
     DEFAULT_URL,
@@ -20,12 +21,9 @@ from rootward.cli.options import (
     TopP,
     Url,
 )
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from rootward.client import Client
-    from rootward.client.types import GenerationResult, SamplingParams, Speculation
+from rootward.cli.output import key_values, legend, print_delta, stats_table
+from rootward.client import Client, GenerationResult, SamplingParams, Speculation
+from rootward.errors import APIStatusError
 
 COMMANDS = {
     "/stats": "counts and times of the last answer",
@@ -59,8 +57,6 @@ class Conversation:
 
     def answer(self, text: str, console: Console) -> None:
         """Stream the answer to `text`. Ctrl-C ends it; the part that has arrived stays in the conversation."""
-        from rootward.cli.output import print_delta
-
         self.messages.append({"role": "user", "content": text})
         options: dict[str, Any] = {"sampling": self._sampling, "speculation": self._speculation, "model": self._model}
         stream = self._client.stream(messages=self.messages, session_id=self._session, **options)
@@ -98,12 +94,6 @@ def chat(
 
     Ctrl-C ends an answer, Ctrl-D the conversation. Lines may also come from a pipe.
     """
-    from rich.console import Console
-
-    from rootward.cli.output import legend
-    from rootward.client import Client, SamplingParams, Speculation
-    from rootward.errors import APIStatusError
-
     sampling = SamplingParams(
         temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed, stop=tuple(stop or ())
     )
@@ -143,7 +133,6 @@ def _lines(console: Console) -> Iterator[str]:
 
 def _command(line: str, talk: Conversation, notes: Console) -> bool:
     """Run a command. Returns False to leave."""
-    from rootward.cli.output import key_values, stats_table
 
     def stats() -> None:
         notes.print(stats_table(talk.last) if talk.last is not None else "nothing was answered yet")

@@ -30,7 +30,8 @@ TEXTS = (
 WITHOUT_MODEL = "ngram+recycling:"  # n-grams of the text, and Token Recycling
 COMPARED_TOKENS = 3  # of every sampled text, its first ones
 LEAST_COUNT = 10  # of a token in both samples together; rarer ones are one category
-AT_ONCE = 16
+AT_ONCE = 16  # generations
+PLAIN, TREES = "disabled", "required"  # speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,18 +103,19 @@ async def _findings(
     timeout_s: float,
 ) -> list[Finding]:
     async with AsyncClient(address, timeout=max(600.0, timeout_s)) as client:
-        run = _Runs(client, SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
-        plain = [await run.greedy(text, trees=False) for text in texts]
-        alone = [await run.greedy(text, trees=True) for text in texts]
-        together = await asyncio.gather(*(run.greedy(text, trees=True) for text in texts))
-        plain_together = await asyncio.gather(*(run.greedy(text, trees=False) for text in texts))
+
+        async def greedy(speculation: str, at_once: int = AT_ONCE) -> list[GenerationResult]:
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            return await client.generate_many(texts, at_once=at_once, sampling=sampling, speculation=speculation)
+
+        plain = await greedy(PLAIN, at_once=1)
         found = [
-            _equality("temperature 0, trees, alone", plain, alone),
-            _equality("temperature 0, trees, in a batch", plain, together),
-            _equality("temperature 0, plain, in a batch", plain, plain_together),
+            _equality("temperature 0, trees, alone", plain, await greedy(TREES, at_once=1)),
+            _equality("temperature 0, trees, in a batch", plain, await greedy(TREES)),
+            _equality("temperature 0, plain, in a batch", plain, await greedy(PLAIN)),
         ]
         if num_samples:
-            found.append(await run.samples(texts[:num_contexts], num_samples, error_rate))
+            found.append(await _samples(client, texts[:num_contexts], num_samples, error_rate))
         return found
 
 
@@ -123,40 +125,32 @@ def _equality(name: str, expected: Sequence[GenerationResult], found: Sequence[G
     return Finding(name, different, len(found), f"{accepted} draft tokens accepted")
 
 
-class _Runs:
-    """Generations through the services, at most `AT_ONCE` at one time."""
+async def _samples(client: AsyncClient, texts: Sequence[str], num: int, error_rate: float) -> Finding:
+    """Each of the first tokens of sampled texts, with trees against without: as many tests as there are positions and prompts."""
+    gate = asyncio.Semaphore(AT_ONCE)
 
-    def __init__(self, client: AsyncClient, greedy: SamplingParams):
-        self._client = client
-        self._greedy = greedy
-        self._gate = asyncio.Semaphore(AT_ONCE)
+    async def sample(text: str, speculation: str, seed: int) -> GenerationResult:
+        sampling = SamplingParams(temperature=1.0, max_tokens=COMPARED_TOKENS, seed=seed, ignore_eos=True)
+        async with gate:
+            return await client.generate(text, sampling=sampling, speculation=speculation)
 
-    async def greedy(self, text: str, *, trees: bool) -> GenerationResult:
-        return await self._one(text, self._greedy, trees=trees)
-
-    async def _one(self, text: str, sampling: SamplingParams, *, trees: bool) -> GenerationResult:
-        async with self._gate:
-            return await self._client.generate(text, sampling=sampling, speculation="required" if trees else "disabled")
-
-    async def samples(self, texts: Sequence[str], num: int, error_rate: float) -> Finding:
-        """Each of the first tokens of sampled texts, with trees against without: as many tests as there are positions and prompts."""
-        values = []
-        accepted = 0
-        for text in texts:
-            drawn = []
-            for trees in (False, True):
-                wanted = [
-                    SamplingParams(temperature=1.0, max_tokens=COMPARED_TOKENS, seed=2 * i + trees, ignore_eos=True)
-                    for i in range(num)
-                ]
-                results = await asyncio.gather(*(self._one(text, sampling, trees=trees) for sampling in wanted))
-                drawn.append([result.token_ids for result in results])
-                accepted += sum(result.speculation.num_accepted_draft_tokens for result in results)
-            for at in range(COMPARED_TOKENS):
-                values.append(two_sample_p_value(*([ids[at] for ids in sample] for sample in drawn)))
-        wrong = sum(value < error_rate / len(values) for value in values)
-        remark = f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"
-        return Finding("temperature 1, next tokens", wrong, len(values), remark)
+    values = []
+    accepted = 0
+    for text in texts:
+        plain, trees = [
+            await asyncio.gather(*(sample(text, speculation, 2 * i + odd) for i in range(num)))
+            for odd, speculation in enumerate((PLAIN, TREES))
+        ]
+        accepted += sum(result.speculation.num_accepted_draft_tokens for result in trees)
+        for at in range(COMPARED_TOKENS):
+            values.append(
+                two_sample_p_value([one.token_ids[at] for one in plain], [one.token_ids[at] for one in trees])
+            )
+    wrong = sum(value < error_rate / len(values) for value in values)
+    remark = (
+        f"least p-value {min(values):.2g}, error rate {error_rate:g} over all tests, {accepted} draft tokens accepted"
+    )
+    return Finding("temperature 1, next tokens", wrong, len(values), remark)
 
 
 def two_sample_p_value(a: Sequence[int], b: Sequence[int]) -> float:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from rootward.cli.options import Output, OutputFormat
+from rootward.cli.output import show
 from rootward.errors import ConfigurationError
 from rootward.ports import ModelInfo
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +43,14 @@ def check_pair(
 
     Loads both models on the CPU. Exit code 0 when they fit, 3 when they do not; the first differing token is shown.
     """
-    from rich.console import Console
-
     if find_spec("torch") is None or find_spec("transformers") is None:
         raise ConfigurationError("check-pair: needs torch and transformers; run pip install 'rootward[worker]'")
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     findings = compare(_look(target), _look(draft), _first_difference(target, draft))
-    if output is OutputFormat.json:
-        fits = all(f.verdict != "error" for f in findings)
-        print(json.dumps({"fits": fits, "findings": [asdict(f) for f in findings]}))
-    else:
-        Console().print(_table(findings))
     wrong = [f for f in findings if f.verdict == "error"]
+    show({"fits": not wrong, "findings": [asdict(f) for f in findings]}, _table(findings), output)
     if wrong:
         raise ConfigurationError(f"{wrong[0].name}: {wrong[0].remark}", exit_code=3)
 
@@ -132,8 +124,6 @@ def _first_difference(target: str, draft: str) -> str:
 
 
 def _table(findings: list[Finding]) -> Table:
-    from rich.table import Table
-
     colours = {"ok": "green", "note": "yellow", "error": "red"}
     table = Table("", "target", "draft", "", "remark")
     for f in findings:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from rootward.cli.options import ApiKey, Output, OutputFormat
+from rootward.cli.output import show
+from rootward.doctor import machine, system
+from rootward.doctor.findings import Finding, Level
 from rootward.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from rich.table import Table
-
-    from rootward.doctor.findings import Finding
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
@@ -48,11 +45,6 @@ def doctor(
       rootward doctor
       rootward doctor --gateway 127.0.0.1:50051 --redis-url redis://127.0.0.1:6379/0
     """
-    from rich.console import Console
-
-    from rootward.doctor import machine, system
-    from rootward.doctor.findings import Level
-
     if redis_url and not gateway:
         raise ConfigurationError("--redis-url: names the Redis of a system; give its --gateway too")
     found = machine.judge(machine.look())
@@ -60,17 +52,12 @@ def doctor(
         access = system.Access(gateway, api_key, redis_url, tls_authority, tls_certificate, tls_key)
         found += system.judge(asyncio.run(system.look(access)))
     problems = [one for one in found if one.level is Level.PROBLEM]
-    if output is OutputFormat.json:
-        print(json.dumps({"healthy": not problems, "findings": [asdict(one) for one in found]}))
-    else:
-        Console().print(_table(found))
+    show({"healthy": not problems, "findings": [asdict(one) for one in found]}, _table(found), output)
     if problems:
         raise ConfigurationError(f"{problems[0].name}: {problems[0].advice}", exit_code=3)
 
 
 def _table(findings: Sequence[Finding]) -> Table:
-    from rich.table import Table
-
     table = Table("", "", "found", "what to change")
     for one in findings:
         table.add_row(one.name, f"[{COLOURS[one.level.value]}]{one.level.value}[/]", one.found, one.advice)

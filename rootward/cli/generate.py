@@ -6,6 +6,7 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from rootward.cli.options import (
     DEFAULT_URL,
@@ -21,6 +22,8 @@ from rootward.cli.options import (
     TopP,
     Url,
 )
+from rootward.cli.output import as_json, legend, print_delta, stats_table
+from rootward.client import Client, SamplingParams, Speculation
 from rootward.client.codec import VERIFICATIONS
 
 
@@ -66,11 +69,6 @@ def generate(
 
     Every pass of the target model adds exactly one bonus token; all other tokens of the pass come for free.
     """
-    from rich.console import Console
-
-    from rootward.cli.output import as_json, legend, print_delta, stats_table
-    from rootward.client import Client, SamplingParams, Speculation
-
     if logprobs is not None and output is OutputFormat.text:
         raise typer.BadParameter("needs --output json", param_hint="--logprobs")
     text = sys.stdin.read() if prompt == "-" else prompt

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rootward.errors import ConfigurationError
+from rootward.keys import digest, new_key
 
 keys = typer.Typer(name="keys", help="API keys of a gateway.", no_args_is_help=True)
 
@@ -34,8 +35,6 @@ def new(
 
     A new file must begin with the line "keys:".
     """
-    from rootward.keys import digest, new_key
-
     if expires and _parse_time(expires) is None:
         raise ConfigurationError(
             f"expires: {expires!r} is not a time with time zone; write one such as 2027-01-01T00:00:00Z"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rootward.client import Client
+from rootward.client import Client
 
 DEFAULT_URL = "127.0.0.1:50051"
 STATUS_TIMEOUT_S = 5.0  # of commands that do not generate
@@ -38,6 +37,4 @@ Timeout = Annotated[float, typer.Option(help="Seconds to wait for the whole text
 
 def open_client(url: str, api_key: str) -> Client:
     """A client for calls that only ask or command a gateway: short timeout, no retries."""
-    from rootward.client import Client
-
     return Client(url, api_key=api_key or None, timeout=STATUS_TIMEOUT_S, max_retries=0)

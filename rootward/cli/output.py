@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rootward.cli.options import OutputFormat
 from rootward.client.types import GenerationResult, TokenDelta
 
 ACCEPTED = "green"  # an accepted draft token
@@ -17,6 +18,14 @@ BONUS = "yellow"  # a bonus token
 _CONTROL_CHARACTERS = {
     c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), 127, *range(128, 160)) if chr(c) not in "\n\t"
 }
+
+
+def show(content: object, view: RenderableType, output: OutputFormat) -> None:
+    """Print the content as one line of JSON, or its view for people."""
+    if output is OutputFormat.json:
+        print(json.dumps(content))
+    else:
+        Console().print(view)
 
 
 def visible(text: str) -> str:

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+
+from rich.table import Table
 
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rootward.client.types import Load, ServerInfo
+from rootward.cli.output import show
+from rootward.client.types import Load, ServerInfo
+from rootward.errors import UnavailableError
 
 
 def status(url: Url = DEFAULT_URL, api_key: ApiKey = "", output: Output = OutputFormat.text) -> None:
     """Show what a gateway serves: roles, readiness, load. Exit code 4 when it, or every verifier, is not there."""
-    from rich.console import Console
-
-    from rootward.errors import UnavailableError
-
     with open_client(url, api_key) as client:
         info = client.server_info()
         load = client.load()
-    if output is OutputFormat.json:
-        print(json.dumps({"server": asdict(info), "load": asdict(load)}))
-    else:
-        Console().print(_table(url, info, load))
+    show({"server": asdict(info), "load": asdict(load)}, _table(url, info, load), output)
     if not any(worker.ready for worker in info.verifiers):
         raise UnavailableError("no verifier is ready", code="UNAVAILABLE")
 
 
 def _table(url: str, info: ServerInfo, load: Load) -> Table:
-    from rich.table import Table
-
     model = ", ".join(f"{m.name} (context {m.max_positions}, lossless: {m.lossless})" for m in info.models) or "-"
     table = Table("role", "name", "address", "state", title=f"{url}: {model}", title_justify="left")
     state = "draining" if load.draining else f"{load.num_running} running, {load.num_waiting} waiting"

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.table import Table
 
 from rootward.cli.options import DEFAULT_URL, ApiKey, Output, OutputFormat, Url, open_client
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from rootward.client.types import Load, VerifierLoad
+from rootward.cli.output import key_values, show
+from rootward.client.types import Load, VerifierLoad
 
 
 def top(
@@ -40,18 +39,12 @@ def top(
 
     Exit code 4 when the gateway is not there.
     """
-    from rich.console import Console
-    from rich.live import Live
-
     with open_client(url, api_key) as client:
         before = client.load()
         if once or output is OutputFormat.json:
             time.sleep(interval)
             now = client.load()
-            if output is OutputFormat.json:
-                print(json.dumps({**asdict(now), **rates(before, now)}))
-            else:
-                Console().print(_view(url, before, now))
+            show({**asdict(now), **rates(before, now)}, _view(url, before, now), output)
             return
         with Live(_view(url, before, before), screen=True, auto_refresh=False) as live:
             while True:
@@ -77,11 +70,6 @@ def rates(before: Load, now: Load) -> dict[str, float | None]:
 
 
 def _view(url: str, before: Load, now: Load) -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
-
-    from rootward.cli.output import key_values
-
     known = rates(before, now)
     state = "draining" if now.draining else f"up {_ago(now.uptime_s)}"
     gateway = key_values(
