@@ -7,14 +7,19 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from rootward.addresses import split_host_port
+from rootward.client import AsyncClient
 from rootward.client.connection import parse_target
 from rootward.client.types import Load, ServerInfo, VerifierLoad
 from rootward.doctor.findings import Finding, Level, graded
+from rootward.errors import RootwardError, Unavailable
+from rootward.wire.tls import Certificates, ClientTls, read_pem
 
 TIMEOUT_S = 5.0
 ASKS = 5  # calls to a worker, of which the shortest is the round trip
@@ -83,10 +88,11 @@ class Access:
     authority: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
-    secure: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "secure", parse_target(self.url)[1])
+    @property
+    def secure(self) -> bool:
+        """Whether the gateway is called with TLS."""
+        return parse_target(self.url)[1]
 
     @property
     def address(self) -> str:
@@ -295,9 +301,6 @@ def _answering(system: System) -> list[Seen]:
 
 async def look(access: Access) -> System:
     """Asks everything once, side by side, each for a few seconds at most."""
-    from rootward.client import AsyncClient
-    from rootward.errors import RootwardError
-
     certificates = [await asyncio.to_thread(_certificate_of, access.address, access.authority)] if access.secure else []
     tls = _channel_credentials(access)
     async with AsyncClient(
@@ -326,9 +329,7 @@ async def look(access: Access) -> System:
 
 
 async def _worker(role: str, address: str, access: Access) -> Seen:
-    from rootward.errors import RootwardError
     from rootward.wire.clients import RemoteDrafter, RemoteVerifier
-    from rootward.wire.tls import Certificates, ClientTls
 
     files = (access.certificate, access.key, access.authority)
     tls = ClientTls(Certificates(*files)) if all(files) else None  # type: ignore[arg-type]
@@ -356,7 +357,6 @@ async def _redis_at(url: str) -> RedisSeen:
     """ConfigurationError for a wrong URL."""
     from redis.exceptions import RedisError
 
-    from rootward.errors import Unavailable
     from rootward.redis_client import answering, open_redis, server_time
 
     client: Any = open_redis(url, timeout_s=TIMEOUT_S)
@@ -407,11 +407,5 @@ def _certificate_of(address: str, authority: Path | None) -> CertificateSeen:
 def _channel_credentials(access: Access) -> Any:
     if access.authority is None or not access.secure:
         return None
-    import grpc
 
-    from rootward.errors import ConfigurationError
-
-    try:
-        return grpc.ssl_channel_credentials(access.authority.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"tls-authority: {str(access.authority)!r} cannot be read ({error})") from None
+    return grpc.ssl_channel_credentials(read_pem("tls-authority", access.authority))

@@ -83,7 +83,7 @@ def peers_only(identities: tuple[str, ...]) -> Check:
     allowed = frozenset(identities)
 
     def check(method: str, context: Context) -> None:
-        names = peer_names(context)
+        names = {name.decode(errors="replace") for name in context.auth_context().get(SAN, ())}
         if not allowed.intersection(names):
             who = ", ".join(sorted(names)) or "no certificate"
             raise PermissionDenied(
@@ -91,11 +91,6 @@ def peers_only(identities: tuple[str, ...]) -> Check:
             )
 
     return check
-
-
-def peer_names(context: Context) -> frozenset[str]:
-    """The names in the certificate of the peer; empty without one."""
-    return frozenset(name.decode(errors="replace") for name in context.auth_context().get(SAN, ()))
 
 
 def _guarded(

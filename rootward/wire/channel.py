@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from rootward.wire.tls import ClientTls, client_credentials
+from rootward.wire.tls import ClientTls
 
 M = TypeVar("M", bound=Message)
 Options = list[tuple[str, str | int]]
@@ -81,7 +81,10 @@ def open_channel(address: str, transport: Transport = CALLING, tls: ClientTls | 
     options = client_options(transport, round_robin=address.startswith("dns:"))
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
-    return grpc.aio.secure_channel(address, client_credentials(tls.certificates), options=[*options, *tls.options])
+    if tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    chain, key, authority = tls.certificates.read()
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(authority, key, chain), options=options)
 
 
 def split_message(message: M, limit_bytes: int = FRAME_BYTES) -> Iterator[M]:

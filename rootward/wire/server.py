@@ -89,7 +89,10 @@ class RpcServer:
 
     def _bind(self) -> int:
         try:
-            port = self._add_port()
+            if self._tls is None:
+                port = self.grpc.add_insecure_port(self.address)
+            else:
+                port = self.grpc.add_secure_port(self.address, server_credentials(self._tls))
         except RuntimeError:
             port = 0
         if not port:
@@ -97,8 +100,3 @@ class RpcServer:
                 f"address: {self.address!r} is in use or cannot be bound; choose another address or stop its owner"
             )
         return port
-
-    def _add_port(self) -> int:
-        if self._tls is None:
-            return self.grpc.add_insecure_port(self.address)
-        return self.grpc.add_secure_port(self.address, server_credentials(self._tls))

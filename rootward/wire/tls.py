@@ -26,9 +26,9 @@ class Certificates:
     def read(self) -> tuple[bytes, bytes, bytes]:
         """(chain, key, authority). ConfigurationError if one cannot be read."""
         return (
-            _read("tls_certificate", self.certificate),
-            _read("tls_key", self.key),
-            _read("tls_authority", self.authority),
+            read_pem("tls_certificate", self.certificate),
+            read_pem("tls_key", self.key),
+            read_pem("tls_authority", self.authority),
         )
 
     def watch(self) -> WatchedFiles:
@@ -42,11 +42,6 @@ class ClientTls:
 
     certificates: Certificates
     server_name: str = ""
-
-    @property
-    def options(self) -> list[tuple[str, str | int]]:
-        """Options of a channel."""
-        return [("grpc.ssl_target_name_override", self.server_name)] if self.server_name else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +73,8 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
     return grpc.dynamic_ssl_server_credentials(configuration(), renewed, tls.mutual)  # type: ignore[arg-type]
 
 
-def client_credentials(files: Certificates) -> grpc.ChannelCredentials:
-    """For a channel opened now."""
-    chain, key, authority = files.read()
-    return grpc.ssl_channel_credentials(authority, key, chain)
-
-
-def _read(field: str, path: Path) -> bytes:
+def read_pem(field: str, path: Path) -> bytes:
+    """The content of a PEM file. ConfigurationError, naming the field, if it cannot be read or is something else."""
     try:
         content = path.read_bytes()
     except OSError as error:
