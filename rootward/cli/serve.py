@@ -85,7 +85,7 @@ PLAN = Program(
     "rootward.plan",
     ("gateway", "worker"),
     "Will speculation pay? `plan TARGET DRAFT` measures a pair on this machine and forecasts its speed-up; --help lists the flags.",
-    parser="rootward.plan.flags:parser",
+    parser="rootward.plan.__main__:parser",
 )
 TRAIN_DRAFT = Program(
     "training.train_draft",

@@ -241,7 +241,7 @@ def test_completes_the_flags_of_every_program(words, flags):
 
 
 def test_flags_of_plan_are_completed_without_torch():
-    code = "import sys; from rootward.plan.flags import parser; parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from rootward.plan.__main__ import parser; parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
