@@ -44,7 +44,7 @@ from rootward.wire.columns import (
     unpack_small,
 )
 from rootward.wire.public_codec import decoding_to_pb, sampling_from_pb, sampling_to_pb
-from rootward.wire.records import Conversion, Record, enum, u32
+from rootward.wire.records import Conversion, Record, enum, numbers_of, u32
 from rootward.wire.values_codec import MODEL
 
 MOST_NUMBERS = 1 << 20  # of the features in one message
@@ -54,13 +54,7 @@ TOKEN_WIDTH = 3  # bytes, fixed: when a node arrives must not depend on which to
 V = TypeVar("V")
 Distributions = dict[int, tuple[Ints, Ints]]  # node -> token ids and their weights
 
-LAWS: dict[DraftMode, drafter_pb2.Law.ValueType] = {
-    DraftMode.SAMPLED: drafter_pb2.LAW_SAMPLED,
-    DraftMode.GREEDY: drafter_pb2.LAW_GREEDY,
-    DraftMode.TOP_K: drafter_pb2.LAW_TOP_K,
-    DraftMode.COUPLED: drafter_pb2.LAW_COUPLED,
-    DraftMode.IID: drafter_pb2.LAW_IID,
-}
+LAWS = numbers_of(DraftMode, drafter_pb2.Law, "LAW_")
 STRATEGY = Conversion(str, lambda text: DraftStrategy.parse(text) if text else BEST_FIRST)
 _LAW_OF_NUMBER = {number: law for law, number in LAWS.items()}
 
@@ -230,8 +224,14 @@ INFO = Record(DrafterInfo, drafter_pb2.DrafterInfo, model=MODEL.one, ack=ACK.one
 def to_drafter_to_pb(value: ToDrafter) -> drafter_pb2.ToDrafter:
     return TO_DRAFTER.to_pb(
         value,
-        opens=[_open_to_pb(message) for message in value.opens],
-        commits=[_commit_to_pb(message) for message in value.commits],
+        opens=[
+            OPEN.to_pb(message, sampling=sampling_to_pb(message.sampling), decoding=decoding_to_pb(message.sampling))
+            for message in value.opens
+        ],
+        commits=[
+            COMMIT.to_pb(message, features=None if message.features is None else _features_to_pb(message.features))
+            for message in value.commits
+        ],
         features=[OPEN_FEATURES.to_pb(message) for message in value.features],
     )
 
@@ -257,16 +257,8 @@ def _or_reject(read: Callable[[Any], V], pb: Any) -> V | Reject:
         return Reject(pb.slot, str(error))
 
 
-def _open_to_pb(value: Open) -> drafter_pb2.Open:
-    return OPEN.to_pb(value, sampling=sampling_to_pb(value.sampling), decoding=decoding_to_pb(value.sampling))
-
-
 def _open_from_pb(pb: drafter_pb2.Open) -> Open:
     return OPEN.from_pb(pb, sampling=sampling_from_pb(pb.sampling, pb.decoding))
-
-
-def _commit_to_pb(value: Commit) -> drafter_pb2.Commit:
-    return COMMIT.to_pb(value, features=None if value.features is None else _features_to_pb(value.features))
 
 
 def _commit_from_pb(pb: drafter_pb2.Commit) -> Commit | Reject:
