@@ -1,7 +1,7 @@
 """OpenAI's Responses API: its bodies as pydantic models, translated into requests of the chat endpoint.
 
-Every answer is generated as a chat (`schemas.ChatRequest`). A conversation is a list of items, which become messages: a function call
-belongs to the message of the assistant before it, thoughts belong to the one after them.
+A response is generated as a chat (`schemas.ChatRequest`). The items of its conversation become messages: a function call is added to the
+assistant message before it, reasoning to the one after it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a network of the Llama family is made of, compiled for this processor by numba.
+"""CPU kernels of the networks of the Llama family: linear layers, norms, rotation, attention. Compiled by numba for this processor.
 
-Each number of a row is summed up in one order, and its keys are read from a list in the order of positions. So a row has the same bits
-alone, in a tree, in a chunk of a prompt and in a batch, whatever the compiler makes of the loops. Sums are float32; weights, cells and the
-inputs of linear layers may be bfloat16, which numba does not know: such arrays come as integers.
+Rows are independent of one another: each output of a row is a sum in a fixed order, and attention reads the keys of a row in the order of
+their positions. So a row has the same bits alone, in a tree, in a chunk of a prompt and in a batch. Sums are float32; weights, KV cells and
+inputs of linear layers may be bfloat16, a type that numba does not have: these arrays are passed as int16.
 
 The first call of a kernel compiles it, which takes seconds; the result is kept in the user's cache directory.
 
@@ -51,14 +51,14 @@ log = logging.getLogger(__name__)
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
 SERVED = (torch.float32, torch.bfloat16)
-# numba looks at the file of a kernel alone, to see whether it has changed
+# The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
 sources = b"".join(
     Path(__file__).with_name(name).read_bytes() for name in ("cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
 )
 numba.config.CACHE_DIR = numba.config.CACHE_DIR or str(folder_of_kernels(blake2b(sources, digest_size=8).hexdigest()))
 ANY_ORDER = {"contract", "reassoc", "nsz"}  # sums may be split among lanes: the same way for every row
-try:  # numba's other threads take 0.1 ms to start, and end the process if two threads of it use them
-    # torch brings its own OpenMP: with a second one, the threads of each would wait for work on the processors that the other's need
+try:  # of numba's threading layers, "workqueue" takes 0.1 ms to start and ends the process if two of its threads use it
+    # torch's own OpenMP: idle threads of a second one would spin on the cores that the first needs
     for library in Path(torch.__file__).parent.glob("lib/libgomp*.so*"):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     import numba.np.ufunc.omppool
@@ -69,8 +69,8 @@ except ImportError:
     HAS_OPENMP = False
 kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy")
 parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_model="numpy", parallel=HAS_OPENMP)
-# Of a kernel. Inlined, else the process that compiles a kernel would call the part as compiled alone, and those that load the kernel from
-# the cache the part as compiled with it, whose sums may have another order.
+# A function that kernels call. It is inlined: otherwise the process that compiles a kernel would call the function as compiled alone, and
+# processes that load the kernel from the cache as compiled with the kernel, where its sums may have another order.
 part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy", forceinline=True)
 
 

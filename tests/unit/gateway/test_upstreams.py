@@ -1,4 +1,4 @@
-"""Verifiers that come and go: found by discovery, dialled, drained, dropped."""
+"""Verifiers found by discovery: connected, drained, removed."""
 
 import asyncio
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""One engine step: prefill and rounds in one forward; nobody who is late costs any of it; drains wait for rounds that have begun."""
+"""Engine steps: prefill and rounds share a forward, sessions past their deadline take no part, commits leave before the next plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_mixed_step_is_its_two_halves_in_one_forward() -> None:
 
 
 def drafted(text: list[int]) -> LivingTree:
-    """A child of the root and one below it, of the kind that any rule verifies: chosen."""
+    """A path of two chosen nodes, which every rule may verify."""
     tree = LivingTree(len(text), 0, vocab_size=5)
     tree.root.token = text[-1]
     tree.draw(tree.draw(ROOT, 1, sampled=False), 2, sampled=False)
@@ -92,7 +92,7 @@ def session(service, number: int = 1, **about) -> Session:
 
 
 @pytest.mark.parametrize(("phase", "fed"), [("queue", None), ("prefill", 1), ("decode", 2)])
-async def test_what_is_late_ends_before_it_costs_a_step(phase: str, fed: int | None) -> None:
+async def test_a_session_past_its_deadline_ends_before_the_next_step(phase: str, fed: int | None) -> None:
     service = verifier_of(tabular_pair()[0], {})
     late, other = session(service, 1, deadline_s=5.0), session(service, 2, deadline_s=500.0)
     now_s = asyncio.get_running_loop().time()
