@@ -28,7 +28,7 @@ from rootward.addresses import split_host_port
 from rootward.client import AsyncClient
 from rootward.demo import paths, smollm2, smollm2_head
 from rootward.errors import APIError, ConfigurationError
-from rootward.host import available_cores, threads_of_drafters
+from rootward.host import available_cores, environment_with, threads_of_drafters
 from rootward.telemetry import configure_logging
 from rootward.wire.process import announce, run_service
 
@@ -88,7 +88,7 @@ class Child:
         self.role, self.address = role, ""
         self.ready = asyncio.Event()
         self._command, self._read_address, self._log_to = list(command), read_address, log_to
-        self._environment = {**(environment or {}), **os.environ}
+        self._environment = environment_with(environment or {})
         self._process: Process | None = None
         self._stopping = False
 

@@ -147,7 +147,10 @@ def messages_of(items: Iterable[InputItem]) -> list[Message]:
             messages.append(Message(role="tool", content=text_of(item.output), tool_call_id=item.call_id))
             open_answer = False
         elif isinstance(item, CallItem):
-            call = CallInMessage(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
+            function = CalledFunction.model_construct(
+                name=item.name, arguments=item.arguments
+            )  # `CallItem` has checked them
+            call = CallInMessage(id=item.call_id, function=function)
             if open_answer:
                 amend(tool_calls=[*messages[-1].tool_calls, call])
             else:

@@ -305,7 +305,8 @@ class Upstreams:
     async def wait_ready(self, timeout_s: float) -> bool:
         """Have `run` poll at once and often until one is ready; False when none is in time."""
         self._num_waiting += 1
-        self._hurry.set()
+        if self._num_waiting == 1:  # else `run` polls every HURRY_S already
+            self._hurry.set()
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.ready:

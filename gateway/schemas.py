@@ -189,7 +189,14 @@ class CallInMessage(Body):
 
     def for_template(self) -> Mapping[str, object]:
         """The call with its arguments as an object."""
-        arguments = json.loads(self.function.arguments or "{}")
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except (
+            RecursionError
+        ):  # how deep a text may be nested depends on the depth of the call stack: the check of the field may pass
+            raise InvalidRequest(
+                "messages", "tool_calls", "has arguments that are nested too deeply; make them flatter"
+            ) from None
         return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -23,6 +24,11 @@ def threads_of_drafters(threads: int, num_drafters: int) -> int:
     A drafter works while its target waits and the other way round, so the target keeps all its threads. Half of them, shared among the
     drafters, are enough for models that are small (docs/log.md, lesson 8)."""
     return max(1, threads // (2 * max(1, num_drafters)))
+
+
+def environment_with(defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of this process, and these variables where it does not have them."""
+    return {**defaults, **os.environ}
 
 
 def thread_variables() -> dict[str, str]:

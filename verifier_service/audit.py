@@ -169,8 +169,9 @@ class DrafterAudit:
                     self._drafters[name] = audited = Audited(cleared=cleared)
                     draws = 0
                     log.warning("drafter_cleared", drafter=name)
-                await self._redis.hset(key, self._worker, audited.to_json())
-                await self._redis.expire(key, KEPT_S)
+                if draws or audited.caught:
+                    await self._redis.hset(key, self._worker, audited.to_json())
+                    await self._redis.expire(key, KEPT_S)
                 known: Any = await self._redis.hgetall(key)
         except Unavailable as error:
             audited.asked = True

@@ -191,8 +191,9 @@ class Runner:
         committed = _committed_rows(chunks, rounds, outcomes)
         if self.heads is not None:
             entries: list[Chunk | Round] = [*chunks, *rounds]
+            states = self.model.states  # puts the layers together: once for all entries
             for entry, rows in zip(entries, committed, strict=True):
-                self.heads.observe(entry.session, entry.first, self.model.states[rows])
+                self.heads.observe(entry.session, entry.first, states[rows])
         return self._with_features(chunks, rounds, outcomes, committed) if wants_features else outcomes
 
     def _expose(self, *, wanted: bool) -> None:

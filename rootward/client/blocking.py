@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import itertools
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -109,6 +110,10 @@ def _blocking(
     def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._thread.run(method(self._client, *args, **kwargs))
 
+    call.__qualname__ = f"Client.{method.__name__}"
+    # Frameworks follow `__wrapped__` to find out whether a function is asynchronous.
+    call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    del call.__wrapped__  # type: ignore[attr-defined]
     return call
 
 

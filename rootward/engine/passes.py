@@ -95,6 +95,7 @@ class TreePass:
             states = torch.cat([self._hidden[i] for i in self._exposed], -1)
             for b, i in enumerate(part):
                 self._states[i] = states[b, : entries[i].plan.num_rows]
+            self._hidden = None
 
     def _run(self, entries: Sequence[Entry], kept: Sequence[range], reduction: Reduction | None = None) -> torch.Tensor:
         found = None if self.graphs is None else self.graphs.run(entries, kept, reduction)

@@ -1,6 +1,7 @@
 """The SDK against a real gRPC server: results, streams, cancellation, retries, errors by class."""
 
 import asyncio
+import inspect
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +31,16 @@ async def test_generate_returns_all_fields_of_a_result():
         assert result.speculation.acceptance_histogram == (1, 0, 1)
         assert result.timing.total_ms > 0
         assert result.raw is not None
+
+
+def test_calls_of_the_blocking_client_are_plain_functions_with_the_arguments_of_the_asynchronous_ones():
+    """Frameworks that look for coroutine functions unwrap first."""
+    for name in ("generate", "generate_many", "tokenize", "detokenize", "server_info", "load", "abort", "drain"):
+        blocking, awaited = getattr(Client, name), getattr(AsyncClient, name)
+        assert inspect.iscoroutinefunction(awaited)
+        assert not inspect.iscoroutinefunction(inspect.unwrap(blocking))
+        assert inspect.signature(blocking) == inspect.signature(awaited)
+        assert (blocking.__doc__, blocking.__qualname__) == (awaited.__doc__, f"Client.{name}")
 
 
 async def test_several_choices_and_one_usage():

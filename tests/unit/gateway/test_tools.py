@@ -336,6 +336,24 @@ async def test_results_go_back_to_the_model():
         assert prompt == f"<weather><user>hi<assistant>{CALL}<tool>rain"
 
 
+async def test_arguments_nested_too_deeply_are_refused():
+    """At every depth: also where the check of the field passes, and reading the text again deeper in the call stack would not."""
+    statuses = set()
+    async with serving() as service:
+        service.tokenizer = with_tools()
+        transport = httpx.ASGITransport(build_app(Models([service])), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+            for depth in range(700, 1000):
+                arguments = "[" * depth + "]" * depth
+                call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+                item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
+                chat = await client.post("/v1/chat/completions", json={"messages": [*CHAT, call]})
+                response = await client.post("/v1/responses", json={"input": [item], "store": False})
+                statuses |= {chat.status_code, response.status_code}
+    assert statuses <= {200, 400}
+    assert 400 in statuses
+
+
 @pytest.mark.parametrize(
     ("body", "code", "param"),
     [
