@@ -113,7 +113,7 @@ def _blocking(
     call.__qualname__ = f"Client.{method.__name__}"
     # Frameworks follow `__wrapped__` to find out whether a function is asynchronous.
     call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    del call.__wrapped__  # type: ignore[attr-defined]
+    del call.__wrapped__
     return call
 
 
