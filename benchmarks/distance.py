@@ -1,13 +1,13 @@
 """`rootward bench distance`: tokens per second against the round-trip time between verifier and drafter.
 
 A verifier and a drafter run as processes; between them lies a link with that much delay (`benchmarks.slow_link`). The models are
-tables whose forward passes take a set time, so that a laptop can have the step time of a large target. Five systems:
+tables whose forward passes take a set time, so that a laptop can have the step time of a large target. Seven systems:
 
-    plain               no drafter
-    traversal waiting   every round waits for its whole tree, nothing grows ahead; trees sampled and verified by ratio tests
-    traversal           the living tree: growth ahead, and the launch rule of protocol.md 1.3
-    coupled waiting     the same two with trees drawn with the target's noise and verified by match
-    coupled
+    plain                no drafter
+    traversal waiting    every round waits for its whole tree, nothing grows ahead; trees sampled and verified by ratio tests
+    traversal not ahead  the launch rule of protocol.md 1.3, nothing grows ahead
+    traversal            the living tree: the launch rule, and growth ahead
+    coupled …            the same three with trees drawn with the target's noise and verified by match
 
 All of them run, idle but for one, and take turns at every distance. The results are ratios within a turn: their median, and an interval
 that assumes no distribution.
@@ -35,7 +35,7 @@ RTTS_MS = (0.0, 5.0, 10.0, 20.0, 40.0, 80.0)
 LONGEST_WAIT_MS = 5000.0
 WARM_UP = 0.5  # of a measurement, so that what a verifier learns it learns before
 LAWS = {"traversal": (Rule.TRAVERSAL, DraftMode.SAMPLED), "coupled": (Rule.MATCH, DraftMode.COUPLED)}
-WAITS = " waiting"
+WAITS, NOT_AHEAD = " waiting", " not ahead"
 COLUMNS = (
     "turn",
     "system",
@@ -79,6 +79,7 @@ def systems(ahead: int) -> Iterator[System]:
     waits = ("--draft-wait-ms", str(LONGEST_WAIT_MS), "--num-ahead-tokens", "0")
     for name, law in LAWS.items():
         yield System(name + WAITS, Speculation(SpeculationMode.REQUIRED, *law), waits)
+        yield System(name + NOT_AHEAD, Speculation(SpeculationMode.AUTO, *law), ("--num-ahead-tokens", "0"))
         yield System(name, Speculation(SpeculationMode.AUTO, *law), grows)
 
 
@@ -142,9 +143,14 @@ def ratio(found: Sequence[Point], above: tuple[str, float], below: tuple[str, fl
 
 
 def claims(found: Sequence[Point], rtt_ms: float) -> dict[str, Interval]:
-    """Rates at this distance as ratios to the rate at zero, and to the rate with waiting for each tree."""
-    kept = {f"{name} of zero": ratio(found, (name, rtt_ms), (name, 0.0)) for name in LAWS}
-    return kept | {f"{name} of waiting": ratio(found, (name, rtt_ms), (name + WAITS, rtt_ms)) for name in LAWS}
+    """Rates at this distance as ratios to the rate at zero, to that of waiting for each tree, and to that without growth ahead."""
+    found_for: dict[str, Interval] = {}
+    for name in LAWS:
+        if rtt_ms:
+            found_for[f"{name} of zero"] = ratio(found, (name, rtt_ms), (name, 0.0))
+        for other in (WAITS, NOT_AHEAD):
+            found_for[f"{name} of{other}"] = ratio(found, (name, rtt_ms), (name + other, rtt_ms))
+    return found_for
 
 
 @command
@@ -154,7 +160,7 @@ def main(argv: Sequence[str]) -> None:
         raise ConfigurationError("--rtts: need 0 among them; everything is compared with zero distance")
     print(markdown_table(COLUMNS, []))
     found = asyncio.run(points(given))
-    ratios = {f"{rtt_ms:g}": claims(found, rtt_ms) for rtt_ms in given.rtts if rtt_ms}
+    ratios = {f"{rtt_ms:g}": claims(found, rtt_ms) for rtt_ms in given.rtts}
     for rtt_ms, values in ratios.items():
         for name, value in values.items():
             print(f"{rtt_ms} ms, {name}: {value}")

@@ -398,6 +398,13 @@ def strategies() -> str:
     return _svg(figure, "tokens per target pass", f"The shipped pair of models, 16 nodes a round. {_origin(result)}")
 
 
+COMPARED = {
+    "zero": "a near drafter",
+    "waiting": "waiting for trees",
+    "not ahead": "no growth ahead",
+}  # names of its claims
+
+
 def distance() -> str:
     """What growing ahead gains with a distant drafter."""
     result = _newest("distance", "distance.json")
@@ -407,9 +414,7 @@ def distance() -> str:
     for rtt, claims in result["claims"].items():
         for name, claim in claims.items():
             rule, _, other = name.partition(" of ")
-            labels.append(
-                f"{rule}, {'against a near drafter' if other == 'zero' else 'against waiting for trees'}, {rtt} ms"
-            )
+            labels.append(f"{rule}, against {COMPARED[other]}, {rtt} ms")
             at, colour = len(labels) - 1, ACCEPTED if other == "waiting" else DRAFT
             axes.plot([claim["low"], claim["high"]], [at, at], color=colour, linewidth=2)
             axes.plot(claim["median"], at, "o", color=colour)

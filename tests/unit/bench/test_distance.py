@@ -13,7 +13,7 @@ def points() -> list[Point]:
     """Three turns of a machine that gets slower and slower."""
     rates = {"plain": (16.0, 16.0)}
     for name in LAWS:
-        rates |= {f"{name} waiting": (37.5, 30.0), name: (40.0, 36.0)}
+        rates |= {f"{name} waiting": (37.5, 30.0), f"{name} not ahead": (40.0, 32.0), name: (40.0, 36.0)}
     return [
         Point(name, ms, turn, rate / (1 + turn), 3.0, 1.0, 0.8, 500.0)
         for turn in range(3)
@@ -26,6 +26,8 @@ def test_claims_are_ratios_to_zero_distance_and_to_waiting_within_a_turn() -> No
     told = claims(points(), 20.0)
     assert told["traversal of zero"].median == pytest.approx(0.9)
     assert told["coupled of waiting"].median == pytest.approx(1.2)
+    assert told["coupled of not ahead"].median == pytest.approx(36 / 32)
+    assert "coupled of zero" not in claims(points(), 0.0)
     assert all(value.low == pytest.approx(value.high) for value in told.values())
 
 
@@ -53,4 +55,4 @@ def test_a_short_run_writes_its_points(tmp_path) -> None:
     ]
     assert main(flags) == 0
     report = json.loads((tmp_path / "distance.json").read_text())
-    assert len(report["points"]) == 10
+    assert len(report["points"]) == 14
