@@ -1,7 +1,8 @@
 """Chats that a target writes itself, with the hidden states that a draft head reads, in one pass.
 
-Every slot of a batch runs one chat: a user turn drawn from the model, the markers between the turns, an answer at temperature 0 or 1. A
-slot whose chat ends starts the next one at once, behind the system prompt that its KV cache still holds; so no row of a batch is padding.
+Every slot of a batch runs one chat: a user turn drawn from the model, often behind given first words, the markers between the turns, an
+answer at temperature 0 or 1. A slot whose chat ends starts the next one at once, behind the system prompt that its KV cache still holds; so
+no row of a batch is padding.
 """
 
 from __future__ import annotations
@@ -20,6 +21,16 @@ USER_CANDIDATES = 256  # the nucleus is looked for among so many likeliest token
 MAX_USER_TOKENS = 100
 MIN_USER_TOKENS = 4
 MAX_ANSWER_TOKENS = 300
+# An instruct model that is left free writes long, elaborate user turns; people's are short and plain, and mostly begin like these.
+OPENING_SHARE = 0.6
+OPENINGS = """\
+What is|What are|What is the difference between|What are some|What are three|What would|What should I|How do I|
+How can I|How does|How do|How to|Why do|Why is|When did|Who was|Who is|Where is|Which|Can you|
+Could you explain|Do you|Is it|I want to|I need|I have|I'm|My|Help me|Please|Tell me about|Tell me a|
+Give me|Give|Name three|List|List five|List the|Explain|Explain how|Explain the|Describe|Describe how|
+Summarise|Summarize the|Write a|Write a short|Write an email|Write a Python function|Write a story|Write a poem|
+Write a letter|Translate|Rewrite|Compare|Suggest|Create a|Make a|Plan a|Solve|Calculate|Convert|Define|
+Discuss|In one sentence,|In a few words,|Imagine|Step by step,|Hello|Hi,|The""".replace("\n", "").split("|")
 
 
 @dataclass(slots=True)
@@ -123,6 +134,7 @@ class ChatSampler:
         self._layers = layers
         self._tokenizer = tokenizer
         self._prefix, self._suffix = turn_markers(tokenizer)
+        self._openings = [tokenizer(words, add_special_tokens=False).input_ids for words in OPENINGS]
         ends = model.generation_config.eos_token_id
         self._stops = set(ends) if isinstance(ends, list) else {ends}
         texts = [tokenizer(text, add_special_tokens=False).input_ids[:MAX_USER_TOKENS] for text in prompts or ()]
@@ -203,8 +215,13 @@ class ChatSampler:
         user_start = len(self._prefix)
         if self._given is None:
             temperature = float(self._random.random() < 0.5)
+            opening = self._random.choice(self._openings) if self._random.random() < OPENING_SHARE else []
             return _Slot(
-                list(self._prefix), position=position, user_start=user_start, answer_start=0, temperature=temperature
+                [*self._prefix, *opening],
+                position=position,
+                user_start=user_start,
+                answer_start=0,
+                temperature=temperature,
             )
         if self._num_taken == len(self._given):
             return None

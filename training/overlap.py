@@ -27,10 +27,10 @@ class _Loss(torch.autograd.Function):
         sums = torch.zeros(len(drafts), 4, dtype=torch.float64, device=drafts.device)
         for chunk, start in enumerate(range(0, drafts.shape[1], ROWS)):
             part = slice(start, start + ROWS)
-            p = functional.linear(target[part], rows).softmax(-1)
+            p = functional.linear(target[part].to(rows), rows).to(gradient).softmax(-1)
             for k in range(len(drafts)):
                 w = weights[k, part, None]
-                logits = functional.linear(drafts[k, part], rows)
+                logits = functional.linear(drafts[k, part].to(rows), rows).to(gradient)
                 if chunk % measure_every == 0:
                     sums[k] += _sums(p, logits, w[:, 0] > 0)
                 slope = logits.softmax(-1)
@@ -40,7 +40,7 @@ class _Loss(torch.autograd.Function):
                     slope = q - p + tv * q * ((q * below).sum(-1, keepdim=True) - below)
                 else:
                     slope.sub_(p)
-                gradient[k, part] = slope.mul_(w) @ rows
+                gradient[k, part] = (slope.mul_(w).to(rows) @ rows).to(gradient)
         context.save_for_backward(gradient)
         means = sums[:, :3] / sums[:, 3:].clamp(min=1)
         total = weights.sum(-1)
@@ -66,9 +66,9 @@ def overlap_loss(
     """(loss, means float64[steps, 3]): sum over rows of weight x (KL(p || q) + tv x (1 - sum min(p, q))), and mean KL, sum min(p, q),
     equal argmax.
 
-    drafts: `[steps, n, hidden]`, normed; target: `[n, hidden]`, normed; rows: `[draft vocabulary, hidden]`, frozen; weights: `[steps,
-    n]`, constant in a step but for zeros, which leave a row out. measure_every: value and means (not the gradient) come from every n-th
-    chunk of rows.
+    drafts: `[steps, n, hidden]`, normed; target: `[n, hidden]`, normed; rows: `[draft vocabulary, hidden]`, frozen, in the type that
+    matrices are multiplied in; weights: `[steps, n]`, constant in a step but for zeros, which leave a row out. measure_every: value and
+    means (not the gradient) come from every n-th chunk of rows.
     """
     return _Loss.apply(drafts, target, rows, weights, tv, measure_every)
 

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from rootward import demo
+from rootward.engine.checkpoint import cpu_dtype
 from training.budget import Budget, learning_rate
 from training.chat_store import ChatStore, write_chunk
 from training.chats import Chat, ChatSampler
@@ -124,14 +125,14 @@ def arguments() -> argparse.Namespace:
 
 
 def load_target(args: argparse.Namespace) -> Target:
-    """The target's weights as they are stored; computed in float32 on processors, where bfloat16 is slower to multiply."""
+    """The target's weights as they are stored; on processors without fast bfloat16 computed in float32."""
     model = (
         AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.bfloat16)
         .to(args.device)
         .eval()
         .requires_grad_(False)
     )
-    if args.device == "cpu":
+    if args.device == "cpu" and cpu_dtype(str(args.target))[0] == "float32":
         model = model.float()
     count = model.config.num_hidden_layers
     layers = tuple(args.layers or (2, count // 2, count - 3))
@@ -226,7 +227,7 @@ def loss_of(
     steps = torch.arange(num_steps, device=target.device)[:, None]
     weights = (rank[None] >= steps) * STEP_DECAY**steps / len(rank)
     return overlap_loss(
-        outputs, following, target.output[head.draft_ids].float(), weights=weights, tv=tv, measure_every=measure_every
+        outputs, following, target.output[head.draft_ids], weights=weights, tv=tv, measure_every=measure_every
     )
 
 
@@ -352,6 +353,8 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     target = load_target(args)
+    if target.model.dtype == torch.bfloat16:
+        torch.set_float32_matmul_precision("medium")  # the head's float32 matrices are multiplied in bfloat16 too
     lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else ()
     given = [json.loads(line)["text"] for line in lines] or None
     workers = Workers()
