@@ -20,7 +20,6 @@ USER_TOP_P = 0.95
 USER_CANDIDATES = 256  # the nucleus is looked for among so many likeliest tokens
 MAX_USER_TOKENS = 100
 MIN_USER_TOKENS = 4
-MAX_ANSWER_TOKENS = 300
 # An instruct model that is left free writes long, elaborate user turns; people's are short and plain, and mostly begin like these.
 OPENING_SHARE = 0.6
 OPENINGS = """\
@@ -114,7 +113,7 @@ def _draw(logits: torch.Tensor) -> torch.Tensor:
 
 
 class ChatSampler:
-    """Endless chats from a target; `layers` names the hidden states by the layer whose input they are."""
+    """Endless chats from a target; `layers` names the hidden states by the layer whose input they are. max_answer: tokens of an answer."""
 
     def __init__(
         self,
@@ -125,13 +124,14 @@ class ChatSampler:
         num_slots: int,
         seed: int,
         prompts: list[str] | None = None,
+        max_answer: int = 300,
     ) -> None:
         AttentionInterface.register("rootward_slots", _grouped_attention)
         model.config._attn_implementation = "rootward_slots"
         torch.manual_seed(seed)
         self._model = model
         self._random = random.Random(seed)
-        self._layers = layers
+        self._layers, self._max_answer = layers, max_answer
         self._tokenizer = tokenizer
         self._prefix, self._suffix = turn_markers(tokenizer)
         self._openings = [tokenizer(words, add_special_tokens=False).input_ids for words in OPENINGS]
@@ -140,7 +140,7 @@ class ChatSampler:
         texts = [tokenizer(text, add_special_tokens=False).input_ids[:MAX_USER_TOKENS] for text in prompts or ()]
         self._given = None if prompts is None else [(text, temperature) for text in texts for temperature in (0.0, 1.0)]
         self._num_taken = 0
-        self._max_length = len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + MAX_ANSWER_TOKENS + 1
+        self._max_length = len(self._prefix) + MAX_USER_TOKENS + len(self._suffix) + max_answer + 1
         parameter = next(model.parameters())
         self._cache = _SlotCache(model.config, num_slots, self._max_length, parameter.device, parameter.dtype)
         self._hidden = torch.zeros(
@@ -193,7 +193,7 @@ class ChatSampler:
         ended = []
         for i, slot in drawing.items():
             if slot.answer_start:
-                if slot.ids[-1] in self._stops or len(slot.ids) - slot.answer_start >= MAX_ANSWER_TOKENS:
+                if slot.ids[-1] in self._stops or len(slot.ids) - slot.answer_start >= self._max_answer:
                     ended.append(self._chat(i, slot))
                     self._slots[i] = self._begin(position=len(self._prefix) - 1)
             elif slot.ids[-1] == self._suffix[0]:

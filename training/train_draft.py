@@ -102,6 +102,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=int, default=1_000_000, help="tokens of text to sample; 4 bytes x hidden size x 4 on disk each"
     )
+    parser.add_argument(
+        "--answer-tokens",
+        type=int,
+        default=300,
+        help="longest answer; shorter ones are sampled faster, and more of them",
+    )
     parser.add_argument("--slots", type=int, default=96, help="chats sampled at a time")
     parser.add_argument(
         "--prompts",
@@ -152,7 +158,13 @@ def sample(
     slots = args.slots if prompts is None else min(args.slots, 2 * len(prompts))
     seed = args.seed + 1000 * len(chunks)  # another text than that of the run before
     sampler = ChatSampler(
-        target.model, target.tokenizer, layers=target.layers, num_slots=slots, seed=seed, prompts=prompts
+        target.model,
+        target.tokenizer,
+        layers=target.layers,
+        num_slots=slots,
+        seed=seed,
+        prompts=prompts,
+        max_answer=args.answer_tokens,
     )
     progress = Progress(folder.name)
     waiting: list[Chat] = []
