@@ -14,13 +14,11 @@ from verifier_service.draft_pace import launch_time
 from verifier_service.drafter_pool import DrafterPool
 from verifier_service.local_drafts import learn
 from verifier_service.runner import Outcome
-from verifier_service.scheduler import Plan, share
+from verifier_service.scheduler import LATE, Plan, share
 from verifier_service.session import Draft, Session
 from verifier_service.settings import VerifierSettings
 from verifier_service.speculation import RoundResult, SpeculationController, Statistics
 from verifier_service.step_time import StepTime
-
-LATE = 1.25  # a tree is awaited for so many times as long as it should take
 
 
 class Rounds:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-SHARING_WORTH = 2 / 3  # of the time that sharing a step saves, so much may be waited: drafts are not all equally fast
+LATE = 1.25  # a tree is awaited for so many times as long as it should take
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SessionView:
     max_nodes     most nodes to verify, fixed when the round began
     target_nodes  nodes with which a tree is not waited for any longer, if there are fewer than max_nodes
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
-    due_s         until so many nodes should have arrived; 0: not known, or overdue
+    due_s         until so many nodes have arrived, even if they take LATE times as long as they should; 0: not known, or overdue
     joins         its first round has begun, and may be launched by the step that ends its prefill
     rank          lower is better: preempted later. No two are equal
     room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
@@ -229,10 +229,10 @@ def _launches(view: SessionView) -> bool:
 def gathering_s(ready: Sequence[SessionView], growing: Iterable[SessionView], limits: Limits) -> float:
     """Seconds for which the ready sessions should wait for growing ones; 0: not at all.
 
-    Sessions that draft while others are verified alternate with them: with R and W rows a round of each lasts s(R) + s(W). Had the ready
-    ones waited once for the d seconds that the others still needed, all would commit together and stay together: s(R + W) + d. So
-    sharing saves s(R) + s(W) - s(R + W) - d for each of them in every round. A step of a large model costs nearly the same for any few
-    rows.
+    R ready sessions and W growing ones whose trees are d seconds away, s the time of a step. If the ready ones wait, all N = R + W commit
+    after d + s(R + W). If not, the trees of the others arrive during their step: R commit after s(R), and W after s(R) + s(W). So waiting
+    costs each of the N sessions d + s(R + W) - s(R), and saves each of the W a step s(W). It pays while the sum of the costs is smaller.
+    A step of a large model costs nearly the same for any few rows; then sessions wait while d is below s·W/N.
 
     No session waits for one that is overdue, of worse priority, or without room in the step. A session that decodes plainly waits for none.
     """
@@ -247,7 +247,7 @@ def gathering_s(ready: Sequence[SessionView], growing: Iterable[SessionView], li
         rows += 1 + min(view.max_nodes, view.target_nodes)
         if ready_rows + rows > max_rows:
             break
-        saved_s = limits.step_s(ready_rows) + limits.step_s(rows) - limits.step_s(ready_rows + rows)
-        if due_s * max(1.0, len(ready) / num) < SHARING_WORTH * saved_s:
+        later_s = due_s / LATE + limits.step_s(ready_rows + rows) - limits.step_s(ready_rows)
+        if (len(ready) + num) * later_s < num * limits.step_s(rows):
             best_s = due_s
     return best_s
