@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
 
 
 @dataclass(slots=True)
 class DraftPace:
-    """How fast a drafter answers. first_s: from a commit to the first growth below its root; node_s: from one node to the next."""
+    """How fast a drafter answers. first_s: from a commit to the first growth below its root.
+
+    Small trees grow deep: a level, which takes one draft forward, has one node of a tree of 6 and four of a tree of 16. So the time from
+    one node to the next is learned by the size of the tree."""
 
     first_s: float = 0.0
-    node_s: float = 0.0
+    _node_s: dict[int, float] = field(default_factory=dict)
+
+    def node_s(self, size: int) -> float:
+        """Seconds from one node to the next in a tree of `size` nodes, or of the nearest size that was grown; 0: nothing is known."""
+        if not self._node_s:
+            return 0.0
+        return self._node_s[min(self._node_s, key=lambda grown: abs(grown - size))]
 
     def on_first_growth(self, seconds: float) -> None:
         """The first growth since a commit came after so long."""
         self.first_s += (PACE_MEMORY if self.first_s else 1.0) * (seconds - self.first_s)
 
-    def on_more_growth(self, seconds: float, nodes: int) -> None:
-        """So many nodes more, so long after those before."""
-        self.node_s += (PACE_MEMORY if self.node_s else 1.0) * (seconds / nodes - self.node_s)
+    def on_more_growth(self, seconds: float, nodes: int, size: int) -> None:
+        """So many nodes more, so long after those before, of a tree that is to have `size`."""
+        known = self._node_s.get(size, seconds / nodes)
+        self._node_s[size] = known + PACE_MEMORY * (seconds / nodes - known)
 
 
 def launch_time(

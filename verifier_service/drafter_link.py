@@ -354,7 +354,7 @@ class Link:
         if not more:
             return
         if current and draft.has_current_growth and before < draft.wanted:
-            self.pace.on_more_growth(now_s - draft.last_growth_s, more)
+            self.pace.on_more_growth(now_s - draft.last_growth_s, more, draft.wanted)
         elif current and not draft.has_current_growth and draft.rerooted_s and draft.has_growth:
             self.pace.on_first_growth(now_s - draft.rerooted_s)
         draft.last_growth_s, draft.has_current_growth = now_s, draft.has_current_growth or current

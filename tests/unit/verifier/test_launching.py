@@ -60,8 +60,19 @@ def test_a_better_tree_is_waited_for_no_shorter(arrived, next_s) -> None:
 def test_the_pace_follows_what_is_measured() -> None:
     pace = DraftPace()
     pace.on_first_growth(0.03)
-    pace.on_more_growth(0.008, 4)
-    assert (pace.first_s, pace.node_s) == (0.03, 0.002)
+    pace.on_more_growth(0.008, 4, size=16)
+    assert (pace.first_s, pace.node_s(16)) == (0.03, 0.002)
     for _ in range(40):
         pace.on_first_growth(0.05)
     assert pace.first_s == pytest.approx(0.05, rel=0.01)
+
+
+def test_trees_of_each_size_have_their_own_pace() -> None:
+    """A level of a small tree has fewer nodes and takes as long."""
+    pace = DraftPace()
+    assert pace.node_s(16) == 0.0
+    for _ in range(9):
+        pace.on_more_growth(0.006, 4, size=16)
+        pace.on_more_growth(0.006, 1, size=6)
+    assert (pace.node_s(16), pace.node_s(6)) == pytest.approx((0.0015, 0.006))
+    assert (pace.node_s(12), pace.node_s(7)) == pytest.approx((0.0015, 0.006))  # as trees of the nearest size

@@ -12,7 +12,7 @@ from rootward.core.requests import DraftMode, Rule, Speculation, SpeculationMode
 from verifier_service.draft_pace import DraftPace
 from verifier_service.rounds import Rounds
 from verifier_service.runner import Outcome
-from verifier_service.scheduler import Plan
+from verifier_service.scheduler import LATE, Plan
 from verifier_service.session import Draft, Session
 from verifier_service.speculation import RoundResult, Statistics
 from verifier_service.step_time import StepTime
@@ -93,9 +93,21 @@ def living(*, kept: int, cap: int, next_s: float, rule: Rule = Rule.TRAVERSAL) -
     for _ in range(kept):
         parent = tree.draw(parent, 1, sampled=False)
     session.statistics, session.round.max_nodes, session.round.target_nodes = rounds.statistics(session), cap, cap
-    draft = session.draft = Draft(None, 1, tree, has_growth=True, pace=DraftPace(next_s, 0.001), wanted=cap)
+    pace = DraftPace(next_s)
+    pace.on_more_growth(0.001, 1, cap)
+    draft = session.draft = Draft(None, 1, tree, has_growth=True, pace=pace, wanted=cap)
     rounds.start_round_timer(session)
     return rounds, session, draft
+
+
+def test_a_tree_is_due_by_the_pace_of_trees_of_its_size() -> None:
+    """Otherwise the others stop waiting for it too early, after trees of another size."""
+    rounds, session, draft = living(kept=0, cap=6, next_s=0.01)
+    draft.rerooted_s = session.round.committed_s
+    for _ in range(30):
+        draft.pace.on_more_growth(0.005, 1, size=6)
+        draft.pace.on_more_growth(0.005, 4, size=16)
+    assert rounds.due_s(session, draft.rerooted_s) == pytest.approx(LATE * (0.01 + 5 * 0.005), rel=0.01)
 
 
 def test_kept_nodes_are_launched_at_once_where_growth_is_slow_and_the_drafter_gets_the_budget() -> None:
