@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from rootward import demo
+from training.chat_store import ChatStore
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("tqdm")
 
-FLAGS = "--tokens 3000 --slots 16 --batch-tokens 1000 --draft-vocabulary 512 --unrolled 2 --device cpu --threads 1"
+FLAGS = "--tokens 3000 --slots 16 --batch-tokens 1000 --draft-vocabulary 512 --unrolled 2 --device cpu --threads 1 --answer-tokens 60"
 
 
 def train(folder: Path, epochs: float) -> dict[str, float]:
@@ -33,6 +34,10 @@ def train(folder: Path, epochs: float) -> dict[str, float]:
     return json.loads((folder / "measured.json").read_text(encoding="utf-8"))
 
 
+def load_config(folder: Path) -> dict[str, int]:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+
 def test_a_head_is_trained_continued_and_written_as_published(tmp_path):
     first = train(tmp_path, 1)
     text = {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "text").iterdir()}
@@ -41,8 +46,10 @@ def test_a_head_is_trained_continued_and_written_as_published(tmp_path):
     assert second["visited_tokens"] > first["visited_tokens"]
     assert text == {path: path.stat().st_mtime_ns for path in (tmp_path / "work" / "text").iterdir()}
     assert second["prompts"][1]["accepted"][0] > 0.2, "least squares alone reach this"
+    chats = ChatStore(tmp_path / "work" / "text", load_config(tmp_path)["hidden_size"])
+    assert max(len(chats.answer_ids(chat)) for chat in range(len(chats))) <= 60
     tensors = load_file(tmp_path / "model.safetensors")
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    config = load_config(tmp_path)
     assert tensors["fc.weight"].shape == (config["hidden_size"], 3 * config["hidden_size"])
     ids = tensors["d2t"] + torch.arange(512)
     assert tensors["t2d"].nonzero()[:, 0].tolist() == ids.tolist()
