@@ -42,12 +42,12 @@ def outputs(request: GenerateRequest, prompts: Sequence[str | tuple[int, ...]] =
 
 
 async def tokenised(requests: list[GenerateRequest], prompt_ids: PromptIds) -> list[GenerateRequest]:
-    """The outputs of one request; several choices have token ids as prompts, so that each prompt is tokenised once."""
+    """The outputs of one request; several choices have the token ids of their prompts, so that each prompt is tokenised once."""
     num_choices = requests[0].n
     if num_choices == 1:
         return requests
     ids = [await prompt_ids(request) for request in requests[::num_choices]]
-    return [replace(request, prompt=ids[request.index // num_choices]) for request in requests]
+    return [replace(request, prompt_ids=ids[request.index // num_choices]) for request in requests]
 
 
 def is_output_of(request_id: str, wanted: Sequence[str]) -> bool:

@@ -108,6 +108,7 @@ class GenerateRequest:
     truncate_prompt: int | None = None  # number of last tokens of the prompt to keep; -1 = as many as fit
     tenant: str = ""  # of the caller
     resume: Resume | None = None
+    prompt_ids: tuple[int, ...] | None = field(default=None, repr=False)  # of the prompt, if it is tokenised already
 
 
 @dataclass(frozen=True, slots=True)

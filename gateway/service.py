@@ -231,6 +231,8 @@ class GatewayService:
     async def prompt_ids(self, request: GenerateRequest) -> tuple[int, ...]:
         """Token ids of the prompt of a request. ContextLengthExceeded, by characters, before it is tokenised."""
         prompt = request.prompt
+        if request.prompt_ids is not None:
+            return request.prompt_ids
         if isinstance(prompt, tuple):
             return prompt
         self._check_characters(prompt)

@@ -8,6 +8,7 @@ import openai
 import pytest
 from unit.gateway.service_for_tests import TEXT, at_rest
 from unit.gateway.test_http_api import real_server
+from unit.gateway.test_tools import with_tools
 from unit.gateway.verifier_for_tests import SpellingVerifier
 
 from gateway.http_errors import _KINDS, http_error
@@ -167,3 +168,18 @@ def test_every_refusal_has_a_status_of_its_own():
     reasons = {kind.reason for kind in kinds(ServiceError)} - {ServiceError.reason}
     assert "POISON_REQUEST" in reasons
     assert reasons <= set(_KINDS)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_long_prompt_is_refused_under_the_name_of_the_field_that_the_client_sent(n):
+    async with package() as (service, client, _):
+        service.tokenizer = with_tools()
+        long, asked = "a" * 300, {"model": "demo", "n": n}
+        for field, ask in (
+            ("prompt", client.completions.create(prompt=long, **asked)),
+            ("messages", client.chat.completions.create(messages=[{"role": "user", "content": long}], **asked)),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask
+            assert (refused.value.code, refused.value.param) == ("context_length_exceeded", field)
+            assert refused.value.body["message"].startswith(f"{field}: ")
