@@ -95,7 +95,7 @@ def build_app(
         known = call_format_of(service.tokenizer)
         form = body.call_format(known if known is Tools.NONE else call_formats.get(service.served_model, known))
         thoughts = reasoning_content and body.output_form is None
-        if "last-event-id" in request.headers and (form is not None or reasoning_content or kind is not ChatAnswer):
+        if "last-event-id" in request.headers and (form is not None or thoughts or kind is not ChatAnswer):
             fix = "is of no stream that can be resumed: those of plain text can; send the request again"
             raise InvalidRequest("last-event-id", request.headers["last-event-id"][:16], fix)
         calls = None

@@ -1,5 +1,6 @@
 """Thoughts in tags: found however the text is cut, told apart in whole answers and streams, by setting only."""
 
+import json
 import re
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from unit.gateway.verifier_for_tests import SpellingVerifier
 from gateway.app import build_app
 from gateway.reasoning import ThoughtParser
 
+FORM = {"type": "json_object"}
 CHAT = [{"role": "user", "content": "hi"}]
 OPENING = "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}{% endfor %}{{ '<think>\\n' }}"
 
@@ -123,3 +125,34 @@ async def test_streams_are_not_resumed_where_thoughts_are_separated():
         with pytest.raises(openai.BadRequestError) as refused:
             await chats.create(model="demo", messages=CHAT, extra_headers={"last-event-id": "3"})
         assert refused.value.param == "last-event-id"
+
+
+@pytest.mark.parametrize("has_form", [True, False], ids=["form", "thoughts"])
+async def test_a_stream_has_ids_of_events_exactly_if_it_can_be_resumed(has_form):
+    text = '{"a": [1, 2, 3]}' if has_form else "<think>one</think>two"
+    body = {"messages": CHAT, "max_tokens": 50, "stream": True} | ({"response_format": FORM} if has_form else {})
+    async with real_server(SpellingVerifier(text=text), build=partial(build_app, reasoning_content=True)) as (
+        service,
+        http,
+    ):
+        service.tokenizer = with_tools(OPENING if has_form else TEMPLATE)
+
+        async def read(**headers):
+            """(status, the ids of the events, the text after each event)."""
+            answer = await http.post("/v1/chat/completions", json=body, headers={"x-request-id": "one"} | headers)
+            ids = [int(line.removeprefix("id: ")) for line in answer.text.splitlines() if line.startswith("id: ")]
+            data = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
+            choices = [choice for event in map(json.loads, data) for choice in event.get("choices", [])]
+            return answer.status_code, ids, [choice["delta"].get("content", "") for choice in choices]
+
+        status, ids, parts = await read()
+        assert status == 200
+        if has_form:
+            assert len(ids) == len(parts) > 3
+            status, more, rest = await read(**{"last-event-id": str(ids[1])})
+            assert (status, more[-1]) == (200, ids[-1])
+            assert "".join(parts[:2]) + "".join(rest) == "".join(parts) == text
+        else:
+            assert not ids
+            status, _, _ = await read(**{"last-event-id": "2"})
+            assert status == 400
