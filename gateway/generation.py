@@ -178,7 +178,7 @@ class Generation:
         self._ledger.note(self._entry, verifier=choice.name)
         upstream = self._upstreams.get(choice.name)
         self._process = upstream.holder
-        self._ledger.computed(self._plan.first, (), self._process)
+        self._ledger.computed(self._plan.first, (), self._process, is_held=self._upstreams.is_held)
         self._watched.sent(choice.name, self._entry.epoch)
         return upstream
 
@@ -285,7 +285,7 @@ class Generation:
             warnings=self._plan.warnings,
         )
         if self._process:
-            self._ledger.computed(first, entry.tokens, self._process)
+            self._ledger.computed(first, entry.tokens, self._process, is_held=self._upstreams.is_held)
         self._ledger.note(entry, finish=FINISH.dump_json(Finish(reason, None, ending.stats)).decode())
         return self._delta(spans, ending, rounds)
 

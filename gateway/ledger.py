@@ -237,9 +237,9 @@ class Ledger:
                 await held.enter_async_context(self._store.suspicion())
             yield
 
-    def computed(self, request: VerifierRequest, output: Sequence[int], process: str) -> None:
-        """This process of a verifier holds the KV of this prompt and output, or will soon."""
-        self.prefixes.sent(prefix_keys(self._model(), request, output), process)
+    def computed(self, request: VerifierRequest, output: Sequence[int], process: str, *, is_held: IsHeld) -> None:
+        """This process of a verifier holds the KV of this prompt and output, or will soon. is_held: of older hints, see `Prefixes.sent`."""
+        self.prefixes.sent(prefix_keys(self._model(), request, output), process, is_held)
         self._dirty.set()
 
     async def held(self, request: VerifierRequest, is_held: IsHeld) -> dict[str, int]:

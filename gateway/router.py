@@ -42,7 +42,7 @@ RECENTLY_LOST_COST = 0.5  # of a verifier that was lost a moment ago
 BLOCK = 32  # tokens; lengths of prefixes are multiples of it
 MAX_KNOWN = 65536  # prefixes this gateway remembers
 TTL_S = 1800.0  # of a hint that is not used
-PUBLISHED_S = 10.0  # the least time between two publications of one hint
+PUBLISHED_S = 10.0  # the least time between two publications of one hint that other gateways still believe
 RECENTLY_LOST_S = 10.0  # time after a loss in which other verifiers are preferred
 HURRY_S = 0.1  # between polls while a request waits for a verifier
 
@@ -166,8 +166,9 @@ class Prefixes:
         self._known: OrderedDict[str, dict[str, _Hint]] = OrderedDict()  # by key and process, least recently used first
         self._unpublished: dict[str, list[str]] = {}  # by process: keys that are not yet in the session store
 
-    def sent(self, keys: Sequence[str], process: str) -> None:
-        """A prompt with these prefixes was sent to a verifier, which will soon hold them."""
+    def sent(self, keys: Sequence[str], process: str, is_held: IsHeld) -> None:
+        """A prompt with these prefixes was sent to a verifier, which will soon hold them. is_held: whether a hint of an age, as it was last
+        published, is still believed; one that is not is published at once, since the verifier computes what it had evicted again."""
         now = self._now()
         for key in keys:
             hints = self._known.setdefault(key, {})
@@ -178,7 +179,8 @@ class Prefixes:
                 hints[process] = _Hint(now)
             hint = hints[process]
             hint.used_at = now
-            if now - hint.published_at >= PUBLISHED_S:
+            published_age_s = now - hint.published_at
+            if published_age_s >= PUBLISHED_S or not is_held(process, published_age_s):
                 hint.published_at = now
                 self._unpublished.setdefault(process, []).append(key)
         while len(self._known) > MAX_KNOWN:

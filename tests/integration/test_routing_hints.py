@@ -29,7 +29,7 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
 
             async def computed(wanted: VerifierRequest) -> None:
                 await upstreams.poll()
-                one.computed(wanted, (), upstreams.get("v").holder)
+                one.computed(wanted, (), upstreams.get("v").holder, is_held=upstreams.is_held)
                 await one.flush()
                 await collect(verifier, wanted)
                 await upstreams.poll()
@@ -45,6 +45,8 @@ async def test_a_hint_counts_as_long_as_its_prefix_is_held() -> None:
                 await computed(asked(f"b{token}", token))
             assert await in_redis(first) == {"v": 96}  # until it expires
             assert await two.held(first, upstreams.is_held) == {}
+            await computed(asked("again", 1))
+            assert await two.held(first, upstreams.is_held) == {"v": 96}
 
             last = asked("b4", 4)
             assert await two.held(last, upstreams.is_held) == {"v": 96}

@@ -104,6 +104,9 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
     for asked in trace:
         heapq.heappush(events, (asked.at_s, next(order), "", asked))
 
+    def is_held(process: str, age_s: float) -> bool:
+        return True
+
     def start(verifier: Simulated, came_s: float, asked: Asked) -> None:
         nonlocal num_found, num_tokens
         verifier.running += 1
@@ -118,8 +121,8 @@ def simulate(trace: Iterable[Asked], policy: Policy, num_verifiers: int = 4) -> 
         if asked is not None:
             keys = prefix_keys("m", VerifierRequest("r", asked.prompt))
             views = [v.view() for v in verifiers.values()]
-            name = policy(views, asked, tokens_held(hints.holders(keys), lambda process, age_s: True))
-            hints.sent(keys, f"{name}@1")
+            name = policy(views, asked, tokens_held(hints.holders(keys), is_held))
+            hints.sent(keys, f"{name}@1", is_held)
             counts[name] += 1
             verifiers[name].line.append((now, asked))
         else:

@@ -197,7 +197,7 @@ async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(red
     stores = [open_store(redis_url) for _ in range(2)]
     one, two = (Ledger(store, now=asyncio.get_running_loop().time, model=lambda: "m") for store in stores)
     prompt = VerifierRequest("r", tuple(range(100)))
-    one.computed(prompt, (7,) * 40, "v1:1@5")
+    one.computed(prompt, (7,) * 40, "v1:1@5", is_held=held)
     assert await one.held(prompt, held) == {"v1:1": 96}
     assert await two.held(prompt, held) == {}
     await one.flush()
@@ -206,7 +206,7 @@ async def test_the_holder_of_a_prompt_is_known_at_once_and_to_other_gateways(red
     assert await two.held(longer, held) == {"v1:1": 128}
     assert await two.held(replace(longer, tenant="other"), held) == {}
     assert await two.held(replace(longer, cache_salt="other"), held) == {}
-    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6")
+    two.computed(replace(prompt, prompt=(*range(64), *range(300, 400))), (), "v2:1@6", is_held=held)
     assert await two.held(prompt, held) == {"v1:1": 96, "v2:1": 64}
 
     # A restart.
@@ -240,21 +240,38 @@ def test_the_longest_prefix_that_is_held_counts():
 def test_hints_are_published_now_and_then():
     time = [0.0]
     prefixes = Prefixes(lambda: time[0])
-    prefixes.sent(["k"], "v@1")
+    prefixes.sent(["k"], "v@1", held)
     assert prefixes.take_unpublished() == {"v@1": ["k"]}
     time[0] = 0.9 * PUBLISHED_S
-    prefixes.sent(["k"], "v@1")
+    prefixes.sent(["k"], "v@1", held)
     assert prefixes.take_unpublished() == {}
     assert prefixes.holders(["k"]) == [{"v@1": 0}]  # the age that counts here is that of the last use
     time[0] = 1.5 * PUBLISHED_S
-    prefixes.sent(["k"], "v@1")
+    prefixes.sent(["k"], "v@1", held)
+    assert prefixes.take_unpublished() == {"v@1": ["k"]}
+
+
+def test_a_prefix_that_was_evicted_and_computed_again_is_published_at_once():
+    time = [0.0]
+    prefixes = Prefixes(lambda: time[0])
+
+    def is_held(process, age_s):
+        return age_s <= 0.3 * PUBLISHED_S
+
+    prefixes.sent(["k"], "v@1", is_held)
+    prefixes.take_unpublished()
+    time[0] = 0.2 * PUBLISHED_S
+    prefixes.sent(["k"], "v@1", is_held)
+    assert prefixes.take_unpublished() == {}
+    time[0] = 0.4 * PUBLISHED_S  # other gateways take what was published for evicted
+    prefixes.sent(["k"], "v@1", is_held)
     assert prefixes.take_unpublished() == {"v@1": ["k"]}
 
 
 def test_hints_that_have_expired_are_forgotten_with_the_next_process():
     time = [0.0]
     prefixes = Prefixes(lambda: time[0])
-    prefixes.sent(["k"], "v@1")
+    prefixes.sent(["k"], "v@1", held)
     time[0] = TTL_S + 1
-    prefixes.sent(["k"], "v@2")
+    prefixes.sent(["k"], "v@2", held)
     assert prefixes.holders(["k"]) == [{"v@2": 0}]
