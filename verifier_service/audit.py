@@ -3,10 +3,13 @@
 A drafter is named by its address, not by its process: with a Redis its record outlives both sides, and what several verifiers see adds up.
 
     rw:audit:{drafter}   hash   by verifier process: what it saw, as JSON (`cleared`, `draws`, `caught`: the strategy that raised the alarm,
-                                `log_product`: logarithm of the wealth by strategy); `cleared`: an operator counts it up to start afresh,
-                                what was seen before counts no more (HINCRBY rw:audit:HOST:PORT cleared 1)
+                                `log_product`: logarithm of the wealth by strategy, `written_s`: seconds since 1970); `cleared`: an
+                                operator counts it up to start afresh, what was seen before counts no more
+                                (HINCRBY rw:audit:HOST:PORT cleared 1)
 
-Each process writes its own field as a whole, so a write may be repeated, and a Redis that lost its data gets them back from those alive.
+Each process writes its own field as a whole, so a write may be repeated, and a Redis that lost its data gets them back from those alive. A
+field that its process has not written for `KEPT_S`, or that was written before the drafter was cleared, is removed by the next process that
+reads it; what raised an alarm, only by one that has written the alarm into its own field.
 
 Trees of a drafter that was caught, or of an untrusted pool, are verified by match, which is lossless for any tree: no request fails.
 """
@@ -15,6 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,7 +42,7 @@ log = structlog.get_logger("verifier.audit")
 BATCH_DRAWS = 256  # evaluated together: an operation on arrays costs the same for one draw and for many
 SYNC_S = 2.0  # between two exchanges with Redis
 TIMEOUT_S = 2.0
-KEPT_S = 30 * 86400  # after the last exchange: addresses of pods come and go
+KEPT_S = 30 * 86400  # a field and the hash, after they were last written: processes and addresses of pods come and go
 CLEARED = "cleared"
 
 
@@ -60,13 +65,15 @@ class Audited:
     saved: int = -1
     asked: bool = False
 
-    def to_json(self) -> str:
-        seen = {"cleared": self.cleared, "draws": self.record.num_draws, "caught": self.caught}
+    def to_json(self, now_s: float) -> str:
+        """now_s: seconds since 1970."""
+        seen = {"written_s": now_s, "cleared": self.cleared, "draws": self.record.num_draws, "caught": self.caught}
         return json.dumps({**seen, "log_product": self.own.tolist()})
 
 
 class DrafterAudit:
-    """The audit of all drafters of a verifier. worker: name of its process. Nothing here waits for Redis but `run`."""
+    """The audit of all drafters of a verifier. worker: name of its process; wall_s: seconds since 1970. Nothing here waits for Redis but
+    `run`."""
 
     def __init__(
         self,
@@ -76,10 +83,11 @@ class DrafterAudit:
         untrusted_pools: Collection[str] = (),
         redis: Redis | RedisCluster | None = None,
         prefix: str = KEY_PREFIX,
+        wall_s: Callable[[], float] = time.time,
     ) -> None:
         self._untrusted = frozenset(untrusted_pools)
         self._redis, self._prefix = redis, prefix
-        self._worker = worker
+        self._worker, self._wall_s = worker, wall_s
         self._drafters: dict[str, Audited] = {}
         self._new = asyncio.Event()
         self._alarms = Counter(
@@ -159,7 +167,7 @@ class DrafterAudit:
     async def _exchange(self, name: str, audited: Audited) -> None:
         """Tell what was seen here, take over what other processes saw."""
         assert self._redis is not None
-        key, draws = f"{self._prefix}:audit:{name}", audited.record.num_draws
+        key, draws, now_s = f"{self._prefix}:audit:{name}", audited.record.num_draws, self._wall_s()
         try:
             async with answering("Redis", TIMEOUT_S, Unavailable):
                 cleared = int(await self._redis.hget(key, CLEARED) or 0)
@@ -170,19 +178,28 @@ class DrafterAudit:
                     draws = 0
                     log.warning("drafter_cleared", drafter=name)
                 if draws or audited.caught:
-                    await self._redis.hset(key, self._worker, audited.to_json())
+                    await self._redis.hset(key, self._worker, audited.to_json(now_s))
                     await self._redis.expire(key, KEPT_S)
                 known: Any = await self._redis.hgetall(key)
+                others = {w: json.loads(value) for w, value in known.items() if w not in (CLEARED, self._worker)}
+                if gone := [w for w, seen in others.items() if self._is_gone(seen, cleared, told=audited.caught)]:
+                    await self._redis.hdel(key, *gone)
         except Unavailable as error:
             audited.asked = True
             log.debug("audit_not_saved", drafter=name, error=str(error))
             return
         audited.saved = draws
-        others = [json.loads(value) for worker, value in known.items() if worker not in (CLEARED, self._worker)]
-        others = [seen for seen in others if seen["cleared"] == audited.cleared]
-        audited.record.log_product = audited.own + sum((np.array(seen["log_product"]) for seen in others), np.zeros(1))
+        counted = [seen for w, seen in others.items() if w not in gone and seen["cleared"] == audited.cleared]
+        audited.record.log_product = audited.own + sum((np.array(seen["log_product"]) for seen in counted), np.zeros(1))
         audited.asked = True
-        self._judge(name, audited, next((seen["caught"] for seen in others if seen["caught"]), ""))
+        self._judge(name, audited, next((seen["caught"] for seen in counted if seen["caught"]), ""))
+
+    def _is_gone(self, seen: Mapping[str, Any], cleared: int, *, told: str) -> bool:
+        """Whether a field counts no more. told: the alarm that the field of this process tells."""
+        if seen["cleared"] < cleared:
+            return True
+        # Fields of older releases have no time; they go with the hash.
+        return seen.get("written_s", math.inf) < self._wall_s() - KEPT_S and (bool(told) or not seen["caught"])
 
 
 class _Gauges(Collector):

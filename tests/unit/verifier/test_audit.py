@@ -14,7 +14,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from support.cheats import drawn_by
 
 from verifier_service import audit as audit_module
-from verifier_service.audit import DrafterAudit
+from verifier_service.audit import KEPT_S, DrafterAudit
 
 DRAFTER = "10.0.0.7:50053"
 NUMBERS = count()
@@ -41,6 +41,10 @@ class FakeRedis:
 
     async def hset(self, key: str, field: str, value: str) -> None:
         self._hash(key)[field] = value
+
+    async def hdel(self, key: str, *fields: str) -> None:
+        for field in fields:
+            self._hash(key).pop(field, None)
 
     async def expire(self, key: str, seconds: int) -> None:
         self.ends[key] = seconds
@@ -191,6 +195,42 @@ async def test_a_redis_that_loses_its_data_gets_them_back():
     watch(second, "honest", 16)
     await exchanged(second)
     assert not second.trusts(DRAFTER, "default")
+
+
+async def test_fields_of_processes_that_are_gone_are_removed_and_a_catch_is_not_forgotten():
+    redis, time = FakeRedis(), [1.8e9]
+
+    def started() -> DrafterAudit:
+        return audit_of(redis, wall_s=lambda: time[0])
+
+    seen_honest, seen_cheating = started(), started()
+    watch(seen_honest, "honest", 64)
+    watch(seen_cheating, "argmax", 512)
+    for gone in (seen_honest, seen_cheating):
+        await exchanged(gone)
+    for _ in range(20):
+        time[0] += 0.4 * KEPT_S
+        verifier = started()
+        watch(verifier, "honest", 16)
+        await exchanged(verifier)
+        assert not verifier.trusts(DRAFTER, "default")
+        await exchanged(verifier)  # has read the alarm, and tells it
+        assert len(redis.hashes[f"rw:audit:{DRAFTER}"]) <= 4
+    await redis.hincrby(f"rw:audit:{DRAFTER}", "cleared", 1)
+    await exchanged(started(), up=[DRAFTER])
+    assert redis.hashes[f"rw:audit:{DRAFTER}"] == {"cleared": "1"}
+
+
+async def test_an_alarm_is_removed_only_by_a_process_that_has_written_it():
+    redis, time = FakeRedis(), [1.8e9]
+    first = audit_of(redis, wall_s=lambda: time[0])
+    watch(first, "argmax", 512)
+    await exchanged(first)
+    time[0] += 2 * KEPT_S
+    for _ in range(2):  # each ends before it has written the alarm
+        second = audit_of(redis, wall_s=lambda: time[0])
+        await exchanged(second, up=[DRAFTER])
+        assert not second.trusts(DRAFTER, "default")
 
 
 async def test_repeated_exchanges_count_once():
