@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from support.paged_reference import paged_reference
 
 from rootward.engine.paged import PagedContext
 from rootward.engine.triton_attention import Plan, tree_attention
 
-DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed; it exists for Linux only", allow_module_level=True)
+DEVICE = "cuda" if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1" else "cpu"
 
 
 @dataclass(frozen=True)

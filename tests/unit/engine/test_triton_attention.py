@@ -35,6 +35,28 @@ def test_kernels_equal_the_reference_under_the_interpreter() -> None:
     assert int(passed[1]) > 80
 
 
+@needs_triton
+def test_without_the_interpreter_and_a_gpu_tests_of_kernels_are_skipped_also_by_name() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    named = [
+        "test_engine_on_the_kernel.py",
+        "test_triton_mutants.py",
+        "test_triton_against_reference.py::test_block_sizes",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, *(str(ROOT / "tests" / "interpreted" / name) for name in named)],
+        cwd=ROOT,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert re.search(r"^\d+ skipped(, \d+ deselected)? in", done.stdout, re.MULTILINE), done.stdout[-8000:]
+    assert "there is no GPU; set TRITON_INTERPRET=1" in done.stdout
+
+
 def test_the_engine_loads_without_triton() -> None:
     """Modules that mention the kernels load; only a call needs triton."""
     code = (
