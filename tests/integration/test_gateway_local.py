@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from support.processes import wait_until
 
 from gateway.local import serve_all
 from gateway.settings import LocalSettings
-from rootward import AsyncClient, SamplingParams
+from rootward import AsyncClient, BadRequestError, SamplingParams
+from rootward.core.requests import SpeculationStats
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -50,6 +52,7 @@ async def killed_in_mid_stream(deployment, child, number):
     """What a client gets when a process is killed after some tokens."""
     async with AsyncClient(deployment.address) as client:
         tokens, pid = [], child.pid
+        assert pid
         stream = client.stream("1 2 3", sampling=LONG, request_id=f"kill-{child.role}-{number}")
         async for delta in stream:
             assert delta.offset == len(tokens)
@@ -62,9 +65,9 @@ async def killed_in_mid_stream(deployment, child, number):
 
 
 async def all_ready(deployment):
-    async with asyncio.timeout(60):
-        for child in deployment.children:
-            await child.ready.wait()
+    """Without a limit of its own: how long a start takes depends on what else the machine does."""
+    for child in deployment.children:
+        await child.ready.wait()
 
 
 async def test_both_faces_answer(deployment):
@@ -104,13 +107,13 @@ async def test_a_killed_verifier_loses_and_repeats_no_token(deployment, undistur
 async def test_a_killed_drafter_changes_nothing_and_comes_back(deployment, undisturbed):
     tokens, _ = await killed_in_mid_stream(deployment, deployment.drafters[0], 2)
     assert tokens == undisturbed
-    await all_ready(deployment)
-    async with AsyncClient(deployment.address) as client, asyncio.timeout(60):
-        while not (await client.server_info()).drafters:
-            await asyncio.sleep(0.1)
-        params = SamplingParams(max_tokens=400)
-        result = await client.generate("1 2 3", sampling=params, speculation="required")
-        assert result.speculation.num_accepted_draft_tokens
+    async with AsyncClient(deployment.address) as client:
+        stats = SpeculationStats()
+        # What the gateway lists is up to a second old, and a generation may end before a new process has drafted for it.
+        while stats.drafter != deployment.drafters[0].address or not stats.num_accepted_draft_tokens:
+            with suppress(BadRequestError):  # it is not connected again yet
+                result = await client.generate("1 2 3", sampling=SamplingParams(max_tokens=400), speculation="required")
+                stats = result.speculation
 
 
 async def test_a_killed_redis_stops_no_request(deployment, undisturbed):
