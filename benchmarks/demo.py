@@ -39,8 +39,8 @@ from rootward.host import available_cores
 START_TIMEOUT_S = 180.0
 TEMPERATURES = (0.0, 1.0)
 SYSTEMS = ("plain", "trees", "auto", "generate")
-# Nodes of a tree in every round: those of one forward of the head that pay on two cores without AMX.
-HEAD_NODES = 3
+# Nodes of a tree in every round: two forwards of the head, and with the root as many rows as a tile of the target's kernels has.
+HEAD_NODES = 7
 
 
 class DemoFailed(RootwardError):
