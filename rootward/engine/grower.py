@@ -8,8 +8,8 @@ The rows of a level are shared max-min fairly among verifiers, then among the te
 Growth ahead (for rounds after the next) has one rule. The drafter measures how long it is idle between the end of a round's growth and the
 next commit. If this is longer than the time of two levels, both averaged, it grows ahead in that time. Levels ahead contain no tree that
 still has growth for its next round. Trees share the nodes ahead: a level that has begun delays the nodes of all rounds that end meanwhile,
-and the more sessions there are, the more often one ends. The decision depends on clocks and the number of trees only, so algorithms.md 6.1
-and 6.6 hold.
+and the more sessions there are, the more often one ends. Under ratio tests, of more than MOST_AHEAD trees none grows ahead. The decision
+depends on clocks and the number of trees only, so algorithms.md 6.1 and 6.6 hold.
 
 Legend: T nodes, V vocabulary, A candidate tokens of the noise, K atoms kept.
 """
@@ -48,6 +48,7 @@ COUPLED_CANDIDATES = 1024  # tokens of a row among which the noise of the target
 BONUS_CANDIDATES = 2048  # tokens of a row among which the bonus token is predicted
 GREEDY_TEMPERATURE = 0.5  # of the draft distribution when the target decodes greedily; accepts more than 1 (measured)
 AHEAD_LEVELS = 2  # growth ahead starts when the idle time exceeds the time of this many levels
+MOST_AHEAD = 4  # trees under ratio tests that grow ahead; of more, most keep nothing, and a step waits for those
 NEWEST_WEIGHT = 0.2  # of the newest measurement in an exponentially weighted mean
 
 
@@ -281,7 +282,7 @@ class Grower(Generic[K]):
         # What is missing of earlier tokens does not come any more.
         features = self._no_features if message.features is None else message.features.rows
         growing.add_features(tree.length - len(features), features)
-        growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees)))
+        growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees), ratio=growing.ratio))
         if growing.history is not None:
             growing.history.extend(message.tokens)
         growing.follow_prediction(message.tokens)
@@ -291,9 +292,11 @@ class Grower(Generic[K]):
         if (growing := self.trees.pop(key, None)) is not None:
             self.model.close(growing.kv_slot)
 
-    def ahead_share(self, num_trees: int) -> float:
-        """Of the nodes ahead that a verifier asks for, the share of one of so many trees."""
-        return 1.0 / num_trees if self.idle_time.allows_ahead else 0.0
+    def ahead_share(self, num_trees: int, *, ratio: bool) -> float:
+        """Of the nodes ahead that a verifier asks for, the share of one of so many trees. ratio: it is verified by ratio tests."""
+        if not self.idle_time.allows_ahead or (ratio and num_trees > MOST_AHEAD):
+            return 0.0
+        return 1.0 / num_trees
 
     # -- growth -------------------------------------------------------------------------------------------------------
 
@@ -382,7 +385,8 @@ class Grower(Generic[K]):
             growing.source = Prediction(message.prediction[: info.max_positions], prefix=message.num_prompt)
         if message.sampling.penalised:
             growing.history = History(message.prefix[: message.num_prompt], message.prefix[message.num_prompt :])
-        growing.limit(message.node_budget, ahead_share=self.ahead_share(len(self.trees) + 1))
+        share = self.ahead_share(len(self.trees) + 1, ratio=growing.ratio)
+        growing.limit(message.node_budget, ahead_share=share)
         if self.feature_size:
             growing.features = self._no_features
             if not message.num_features:

@@ -293,15 +293,16 @@ def test_the_trees_of_a_drafter_share_the_nodes_ahead(law: DraftMode) -> None:
     """By their number alone: what a tree may have does not depend on any node."""
 
     def most_nodes(num_trees: int) -> int:
-        drafter = idle(Grower(Counting(40, seed=3, max_slots=4), incarnation=9, ahead_budget=BUDGET))
+        drafter = idle(Grower(Counting(40, seed=3, max_slots=8), incarnation=9, ahead_budget=BUDGET))
         for slot in range(num_trees):
             bonus_key = BONUS.value if law is DraftMode.SAMPLED else None
             opened = opening(slot, law=law, node_cap=4, ahead_cap=24, bonus_key=bonus_key, node_budget=4)
             assert drafter.open(slot, opened) is None
         for growing in drafter.trees.values():  # from the next commit on, all of them are counted
-            growing.limit(4, ahead_share=drafter.ahead_share(num_trees))
+            growing.limit(4, ahead_share=drafter.ahead_share(num_trees, ratio=growing.ratio))
         grown(drafter)
         return max(len(growing.tree.nodes) for growing in drafter.trees.values())
 
     assert most_nodes(1) > 4 + 12
     assert 4 < most_nodes(3) <= 4 + 8
+    assert (most_nodes(5) > 4) is not law.ratio  # of many trees too few keep nodes
