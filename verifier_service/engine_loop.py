@@ -160,6 +160,7 @@ class EngineLoop:
         """The session as the scheduler sees it."""
         draft, local = session.draft, session.local
         room, blocks = self.slots.memory.held(session)
+        due_s, late_s = self.rounds.due(session, now_s)
         return SessionView(
             session=session.number,
             prefill_left=session.prefill_left,
@@ -174,7 +175,8 @@ class EngineLoop:
             blocks=blocks,
             local=local.num_nodes if local is not None and not session.prefill_left else 0,
             joins=self._joins(session),
-            due_s=self.rounds.due_s(session, now_s),
+            due_s=due_s,
+            late_s=late_s,
             target_nodes=session.round.target_nodes,
         )
 

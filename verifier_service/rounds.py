@@ -107,15 +107,16 @@ class Rounds:
             return 0.0
         return min(limit_s, self._launch_s(session, draft, max(0.0, draft.last_growth_s - current.committed_s)))
 
-    def due_s(self, session: Session, now_s: float) -> float:
-        """Until it should have enough nodes, by the pace of its drafter; 0: not known, or it should be here by now."""
+    def due(self, session: Session, now_s: float) -> tuple[float, float]:
+        """`due_s` and `late_s` of its `SessionView`, by the pace of its drafter."""
         draft, target_nodes = session.draft, session.round.target_nodes
         if draft is None or not draft.rerooted_s or not draft.pace.first_s or len(draft.tree) >= target_nodes:
-            return 0.0
+            return 0.0, 0.0
         node_s = draft.pace.node_s(target_nodes)
         last_s = draft.last_growth_s if draft.has_current_growth else draft.rerooted_s + draft.pace.first_s - node_s
         takes_s = last_s + node_s * (target_nodes - len(draft.tree)) - draft.rerooted_s
-        return max(0.0, draft.rerooted_s + LATE * takes_s - now_s)
+        since_s = now_s - draft.rerooted_s
+        return takes_s - since_s, max(0.0, LATE * takes_s - since_s)
 
     def budget(self, session: Session, draft: Draft) -> int | None:
         """Nodes that the drafter should grow for the round that has begun. A round that is launched with its kept nodes needs no others, so
@@ -173,11 +174,12 @@ class Rounds:
             current.tree_ready_at = self._idle_s
 
     def planned(self, step: Plan, now_s: float) -> None:
-        """Note the plan of the next step. Sessions that wait for others do so until a time that later plans may not postpone."""
-        if not step.held:
-            self._held_until_s = math.inf
-        elif step.wait_s is not None:
+        """Note the plan of the next step. Sessions that wait for others do so until a time that later plans may not postpone, and that is
+        past until they are in a step: preempting others for them is none."""
+        if step.held and step.wait_s is not None:
             self._held_until_s = min(self._held_until_s, now_s + step.wait_s)
+        elif not step.preempt:
+            self._held_until_s = math.inf
 
     def hold_s(self, now_s: float) -> float:
         """How long sessions that are ready may still wait for others."""

@@ -34,7 +34,8 @@ class SessionView:
     max_nodes     most nodes to verify, fixed when the round began
     target_nodes  nodes with which a tree is not waited for any longer, if there are fewer than max_nodes
     local         nodes of the tree that stands in for plain decoding when nothing has arrived
-    due_s         until so many nodes have arrived, even if they take LATE times as long as they should; 0: not known, or overdue
+    due_s         until so many nodes should have arrived; below 0: they are late
+    late_s        the same if they take LATE times as long as they should; 0: not known, or overdue
     joins         its first round has begun, and may be launched by the step that ends its prefill
     rank          lower is better: preempted later. No two are equal
     room          rows it can write without taking a block;  blocks  at most so many come free if it is preempted
@@ -54,6 +55,7 @@ class SessionView:
     local: int = 0
     joins: bool = False
     due_s: float = 0.0
+    late_s: float = 0.0
     target_nodes: int = 1 << 30
 
 
@@ -234,6 +236,8 @@ def gathering_s(ready: Sequence[SessionView], growing: Iterable[SessionView], li
     costs each of the N sessions d + s(R + W) - s(R), and saves each of the W a step s(W). It pays while the sum of the costs is smaller.
     A step of a large model costs nearly the same for any few rows; then sessions wait while d is below s·W/N.
 
+    A tree that is late is expected to take as long again as it is late. No wait is longer than LATE times the d up to which it pays.
+
     No session waits for one that is overdue, of worse priority, or without room in the step. A session that decodes plainly waits for none.
     """
     if not ready or not all(_num_nodes(v) for v in ready):
@@ -241,13 +245,14 @@ def gathering_s(ready: Sequence[SessionView], growing: Iterable[SessionView], li
     max_rows = min(limits.rows, limits.free_blocks * limits.block_size)
     urgent = min(v.rank[0] for v in ready)
     ready_rows, rows, best_s = sum(1 + _num_nodes(v) for v in ready), 0, 0.0
-    due = [(min(v.due_s, v.patience_s - v.waited_s), v) for v in growing if v.rank[0] <= urgent]
-    awaited = sorted(((due_s, v) for due_s, v in due if due_s > 0.0), key=lambda one: one[0])
-    for num, (due_s, view) in enumerate(awaited, 1):
+    awaited = [v for v in growing if v.rank[0] <= urgent and v.late_s > 0.0 and v.patience_s > v.waited_s]
+    due = sorted(((min(abs(v.due_s), v.patience_s - v.waited_s), v) for v in awaited), key=lambda one: one[0])
+    for num, (due_s, view) in enumerate(due, 1):
         rows += 1 + min(view.max_nodes, view.target_nodes)
         if ready_rows + rows > max_rows:
             break
-        later_s = due_s / LATE + limits.step_s(ready_rows + rows) - limits.step_s(ready_rows)
-        if (len(ready) + num) * later_s < num * limits.step_s(rows):
-            best_s = due_s
+        delay_s = limits.step_s(ready_rows + rows) - limits.step_s(ready_rows)
+        worth_s = num * limits.step_s(rows) / (len(ready) + num) - delay_s
+        if due_s < worth_s:
+            best_s = max(best_s, min(view.late_s, view.patience_s - view.waited_s, LATE * worth_s))
     return best_s

@@ -98,7 +98,7 @@ def after(event: str, tree: LivingTree, grow: Callable[[], object]) -> int:
         # Its patience has ended; another tree is due, and one step shall serve both.
         mine, other = (
             SessionView(1, 0, True, len(tree), False, 2.0, 1.0, CAP),
-            SessionView(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02),
+            SessionView(2, 0, True, 1, False, 0.0, 1.0, CAP, due_s=0.02, late_s=0.02),
         )
         assert schedule([mine, other], Limits(rows=64, chunk=1, step_s=lambda rows: 0.06)) == Plan(
             wait_s=0.02, held=True

@@ -33,32 +33,39 @@ def waits(ready: list[SessionView], growing: list[SessionView], cost=flat, most_
 def soon(*seconds: float, priority: int = 0) -> list[SessionView]:
     """Sessions whose trees of five nodes are due in so many seconds."""
     return [
-        SessionView(i, drafting=True, max_nodes=5, due_s=s, patience_s=1.0, rank=(priority, i))
+        SessionView(i, drafting=True, max_nodes=5, due_s=s, late_s=LATE * s, patience_s=1.0, rank=(priority, i))
         for i, s in enumerate(seconds)
     ]
 
 
-def soon_or_late(seconds: float) -> float:
-    """`due_s` of a tree that should take so long."""
-    return LATE * seconds
-
-
 def test_one_waits_for_another_for_less_than_half_a_step() -> None:
-    assert waits(soon(0.0), soon(0.02)) == 0.02
-    assert waits(soon(0.0), soon(late := soon_or_late(0.029))) == late
-    assert waits(soon(0.0), soon(soon_or_late(0.031))) == 0.0
+    assert waits(soon(0.0), soon(0.02)) == LATE * 0.02
+    assert waits(soon(0.0), soon(0.029)) == LATE * 0.029
+    assert waits(soon(0.0), soon(0.031)) == 0.0
 
 
 def test_all_wait_while_it_costs_them_less_than_a_step_of_those_they_wait_for() -> None:
     assert waits(soon(*[0.0] * 4), soon(0.02)) == 0.0
-    assert waits(soon(*[0.0] * 4), soon(0.009)) == 0.009
-    assert waits(soon(0.0), soon(*[0.02] * 4)) == 0.02
-    assert waits(soon(*[0.0] * 3), soon(*[late := soon_or_late(0.037)] * 5)) == late  # 8 x 37 ms < 5 x 60 ms
-    assert waits(soon(*[0.0] * 3), soon(*[soon_or_late(0.038)] * 5)) == 0.0
+    assert waits(soon(*[0.0] * 4), soon(0.009)) == LATE * 0.009
+    assert waits(soon(0.0), soon(*[0.02] * 4)) == LATE * 0.02
+    assert waits(soon(*[0.0] * 3), soon(*[0.037] * 5)) == LATE * 0.037  # 8 x 37 ms < 5 x 60 ms
+    assert waits(soon(*[0.0] * 3), soon(*[0.038] * 5)) == 0.0
+
+
+def test_the_time_that_a_tree_still_takes_counts_and_not_that_which_has_passed() -> None:
+    begun = replace(soon(0.0)[0], due_s=0.005, late_s=0.0175)  # it takes 50 ms, of which 45 have passed
+    assert waits(soon(*[0.0] * 7), [begun]) == pytest.approx(LATE * STEP_S / 8)  # 8 x 5 ms < 60 ms
+
+
+def test_a_tree_that_is_late_is_given_up_before_it_has_cost_a_step() -> None:
+    """Also one that should have taken long: an eighth of ten seconds is no time to wait."""
+    late = replace(soon(0.0)[0], due_s=-0.02, late_s=1.25)
+    assert waits(soon(0.0), [late]) == pytest.approx(LATE * STEP_S / 2)
+    assert waits(soon(0.0), [replace(late, due_s=-0.031)]) == 0.0
 
 
 def test_a_round_waits_for_the_last_one_that_is_worth_it() -> None:
-    assert waits(soon(0.0), soon(0.01, 0.03, 0.2)) == 0.03
+    assert waits(soon(0.0), soon(0.01, 0.03, 0.2)) == LATE * 0.03
 
 
 def test_no_round_waits_where_a_shared_step_saves_nothing() -> None:
@@ -69,20 +76,20 @@ def test_no_round_waits_where_a_shared_step_saves_nothing() -> None:
 def test_no_round_waits_for_overdue_or_lower_ranked_rounds() -> None:
     assert waits(soon(0.0), soon(0.0)) == 0.0
     assert waits(soon(0.0), soon(0.02, priority=1)) == 0.0
-    assert waits(soon(0.0, priority=1), soon(0.02)) == 0.02
+    assert waits(soon(0.0, priority=1), soon(0.02)) == LATE * 0.02
     assert waits([], soon(0.02)) == 0.0
 
 
 def test_no_round_waits_for_rounds_that_would_not_fit_into_the_step() -> None:
-    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=18) == 0.02
-    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=17) == 0.01
+    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=18) == LATE * 0.02
+    assert waits(soon(0.0), soon(0.01, 0.02), most_rows=17) == LATE * 0.01
     assert waits(soon(0.0), soon(0.01, 0.02), most_rows=11) == 0.0
 
 
 @given(st.lists(st.floats(0.0, 0.2), max_size=6), st.integers(1, 6))
 def test_no_wait_is_longer_than_a_step(due: list[float], num_ready: int) -> None:
     held_s = waits(soon(*[0.0] * num_ready), soon(*due))
-    assert held_s == 0.0 or (held_s in due and held_s < LATE * STEP_S)
+    assert held_s == 0.0 or (held_s in [LATE * s for s in due] and held_s < LATE * STEP_S)
 
 
 # -- in the scheduler ---------------------------------------------------------------------------------------------------
@@ -98,18 +105,18 @@ def decide(*views: SessionView, **limits: float) -> Plan:
 
 
 def test_a_full_tree_waits_for_one_that_is_due() -> None:
-    assert decide(tree(1, arrived=5), tree(2, arrived=1, due_s=0.02)) == Plan(wait_s=0.02, held=True)
+    assert decide(tree(1, arrived=5), tree(2, arrived=1, due_s=0.02, late_s=0.03)) == Plan(wait_s=0.03, held=True)
     assert decide(tree(1, arrived=5), tree(2, arrived=1)) == Plan(verify=((1, 5),))
     assert decide(tree(1, arrived=5), tree(2, arrived=5)).verify == ((1, 5), (2, 5))
 
 
 def test_it_waits_no_longer_than_the_other_would() -> None:
-    late = tree(2, arrived=1, due_s=0.05, waited_s=0.99)
+    late = tree(2, arrived=1, due_s=0.05, late_s=0.06, waited_s=0.99)
     assert decide(tree(1, arrived=5), late).wait_s == pytest.approx(0.01)
 
 
 def test_plain_rounds_do_not_wait_and_prompts_are_read_at_once() -> None:
-    due = tree(2, arrived=1, due_s=0.02)
+    due = tree(2, arrived=1, due_s=0.02, late_s=0.03)
     last = SessionView(1, drafting=True, rank=(0, 1))  # without a cap: the last token of its request
     for plain in (SessionView(1), last, tree(1, at_rest=True), tree(1, waited_s=1.0), tree(1, patience_s=0.0)):
         assert decide(plain, due) == Plan(decode=(1,))
@@ -118,7 +125,7 @@ def test_plain_rounds_do_not_wait_and_prompts_are_read_at_once() -> None:
 
 
 def test_news_do_not_put_off_the_end_of_a_wait_and_room_in_the_step_is_needed() -> None:
-    ready, due = tree(1, arrived=5), tree(2, arrived=4, due_s=0.03)
+    ready, due = tree(1, arrived=5), tree(2, arrived=4, due_s=0.02, late_s=0.03)
     assert decide(ready, due, hold_s=0.005) == Plan(wait_s=0.005, held=True)
     assert decide(ready, due, hold_s=0.0) == decide(ready, due, rows=11) == Plan(verify=((1, 5),))
     assert decide(ready, due, free_blocks=11) == Plan(verify=((1, 5),))
@@ -137,7 +144,12 @@ def rounds_a_second(
     while now_s < until_s:
         views = [
             tree(
-                i, arrived=5 if at <= now_s + 1e-9 else 0, due_s=max(0.0, late - now_s), waited_s=now_s, patience_s=1e9
+                i,
+                arrived=5 if at <= now_s + 1e-9 else 0,
+                due_s=at - now_s,
+                late_s=max(0.0, late - now_s),
+                waited_s=now_s,
+                patience_s=1e9,
             )
             for i, (at, late) in enumerate(zip(ready_at, late_at, strict=True))
         ]
@@ -174,6 +186,14 @@ def test_sessions_that_begin_with_kept_trees_do_not_split_the_steps(kept: float,
     starts = [0.007 * i for i in range(8)]
     apart, together = (rounds_a_second(starts, growth_s, gather=g, kept=kept) for g in (False, True))
     assert together > 0.95 * max(apart, 1 / (STEP_S + growth_s[0]))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5])
+def test_sessions_of_different_speeds_share_steps(share: float) -> None:
+    """The last trees of a step are waited for while the others are ready."""
+    growth_s = [share * STEP_S * speed for speed in (0.8, 0.86, 0.92, 0.97, 1.03, 1.08, 1.14, 1.2)]
+    together = rounds_a_second([0.013 * i for i in range(8)], growth_s, gather=True)
+    assert together > 0.98 / (STEP_S + max(growth_s))
 
 
 def test_drafts_of_all_speeds_seldom_lose_and_gain_on_average() -> None:

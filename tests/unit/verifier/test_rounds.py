@@ -107,7 +107,7 @@ def test_a_tree_is_due_by_the_pace_of_trees_of_its_size() -> None:
     for _ in range(30):
         draft.pace.on_more_growth(0.005, 1, size=6)
         draft.pace.on_more_growth(0.005, 4, size=16)
-    assert rounds.due_s(session, draft.rerooted_s) == pytest.approx(LATE * (0.01 + 5 * 0.005), rel=0.01)
+    assert rounds.due(session, draft.rerooted_s)[0] == pytest.approx(0.01 + 5 * 0.005, rel=0.01)
 
 
 def test_kept_nodes_are_launched_at_once_where_growth_is_slow_and_the_drafter_gets_the_budget() -> None:
@@ -159,17 +159,16 @@ def test_what_has_come_beyond_enough_is_verified_as_far_as_its_rows_are_worth_it
     assert 0 < session.round.target_nodes < 12 < (session.round.max_nodes or 0)
 
 
-@pytest.mark.parametrize(
-    ("has_current_growth", "due_s"), [(False, 1.25 * (0.03 + 0.001 * 3)), (True, 1.25 * (0.05 + 0.001 * 4))]
-)
-def test_a_tree_is_due_by_the_pace_of_its_drafter(has_current_growth: bool, due_s: float) -> None:
+@pytest.mark.parametrize(("has_current_growth", "takes_s"), [(False, 0.03 + 0.001 * 3), (True, 0.05 + 0.001 * 4)])
+def test_a_tree_is_due_by_the_pace_of_its_drafter(has_current_growth: bool, takes_s: float) -> None:
     rounds, session, draft = living(kept=4, cap=8, next_s=0.03)
-    assert rounds.due_s(session, 100.0) == 0.0  # nothing was committed yet: nobody knows since when it is awaited
+    assert rounds.due(session, 100.0) == (0.0, 0.0)  # nothing was committed yet: nobody knows since when it is awaited
     draft.rerooted_s, draft.last_growth_s, draft.has_current_growth = 100.0, 100.05, has_current_growth
-    assert rounds.due_s(session, 100.0) == pytest.approx(due_s)
-    assert rounds.due_s(session, 100.0 + due_s) == pytest.approx(0.0, abs=1e-9)
+    assert rounds.due(session, 100.0) == pytest.approx((takes_s, LATE * takes_s))
+    assert rounds.due(session, 100.02) == pytest.approx((takes_s - 0.02, LATE * takes_s - 0.02))
+    assert rounds.due(session, 101.0) == pytest.approx((takes_s - 1.0, 0.0))
     session.round.target_nodes = 4
-    assert rounds.due_s(session, 100.0) == 0.0
+    assert rounds.due(session, 100.0) == (0.0, 0.0)
 
 
 def test_a_wait_for_others_is_no_cost_of_growth_and_has_one_end() -> None:
@@ -181,6 +180,8 @@ def test_a_wait_for_others_is_no_cost_of_growth_and_has_one_end() -> None:
     rounds.idle(0.030)
     assert rounds.hold_s(5.03) == pytest.approx(0.0)
     rounds.planned(Plan(wait_s=0.02, held=True), 5.02)  # later news
+    assert rounds.hold_s(5.03) == pytest.approx(0.0)
+    rounds.planned(Plan(preempt=(7,)), 5.03)  # for the step that ends the wait
     assert rounds.hold_s(5.03) == pytest.approx(0.0)
     rounds.on_launch(session, 8)
     rounds.ended(session, Outcome((3,), 8))
