@@ -125,6 +125,8 @@ class Ledger:
 
         DuplicateRequest when the id belongs to another request. Unavailable while the store does not answer, since another gateway may be
         driving the request."""
+        if any(entry.lease.request_id == request_id for entry in self._entries):
+            await self.flush()  # the store does not know all of what has run here
         asked = self._now()
         try:
             async with self._answering():
@@ -279,6 +281,7 @@ class Ledger:
                 await self._store.put_hints(self._model(), self.prefixes.take_unpublished(), TTL_S)
             except StoreUnavailable:
                 self._mark_down()
+                self.prefixes.take_unpublished()  # they would pile up, and be told with the time at which the store is back
                 too_old = self._now() - KEPT_AFTER_END_S
                 self._entries = {e for e in self._entries if not e.ended or e.ended_at > too_old}
             else:

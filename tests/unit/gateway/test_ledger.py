@@ -10,7 +10,7 @@ from unit.gateway.redis_for_tests import redis_server
 from gateway.ledger import Ledger
 from gateway.redis_store import open_store
 from gateway.router import PUBLISHED_S, TTL_S, Prefixes, prefix_keys, prefix_lengths, tokens_held
-from gateway.session_store import MemoryStore, Run, StoreUnavailable, Write
+from gateway.session_store import INTERRUPTED, MemoryStore, Run, StoreUnavailable, Write
 from rootward.core.requests import VerifierRequest
 from rootward.errors import StaleEpoch, Unavailable
 
@@ -230,6 +230,26 @@ def test_long_prompts_have_few_keys_of_fixed_lengths():
     assert len(keys) == len(prefix_lengths(5_000))
     assert prefix_keys("m", VerifierRequest("r", tuple(range(700)))) == keys[: len(prefix_lengths(700))]
     assert not set(keys) & set(prefix_keys("m", VerifierRequest("r", tuple(range(5_000)), cache_salt="s")))
+
+
+async def test_hints_do_not_pile_up_while_the_store_is_gone():
+    store = Counting()
+    ledger = Ledger(store, now=lambda: store.time)
+    ledger.extend(await ledger.begin("r"), run(1))
+    store.dead = True
+    ledger.computed(VerifierRequest("r", tuple(range(100))), (), "v@1", is_held=held)
+    await ledger.flush()
+    assert ledger.prefixes.take_unpublished() == {}
+
+
+async def test_a_run_that_has_just_ended_here_is_taken_over_with_all_of_its_tokens():
+    store = Counting()
+    ledger = Ledger(store, now=lambda: store.time)
+    entry = await ledger.begin("r", {"digest": "d"})
+    ledger.extend(entry, run(1, 2))
+    ledger.end(entry, INTERRUPTED)
+    _, record = await ledger.take_over("r", "d")
+    assert record.output.tokens == (1, 2)
 
 
 def test_the_longest_prefix_that_is_held_counts():
