@@ -65,7 +65,7 @@ class Answer:
     created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
     tally: Tally = field(default_factory=Tally)
     names: TokenNames = field(init=False)
-    _num_sent: dict[int, int] = field(default_factory=dict)  # characters, by output
+    _num_echoed: dict[int, int] = field(default_factory=dict)  # characters of the echoed prompt, by output
 
     def __post_init__(self) -> None:
         self.tally.num_choices = self.request.n
@@ -104,7 +104,7 @@ class Answer:
         """The whole answer, from the spans of every output; their endings are in the tally."""
         choices = []
         for index, ending in sorted(self.tally.endings.items()):
-            shown = self._with_echo(index, spans[index])
+            shown = (*self._echo(index), *(() if self.body.only_echoes else spans[index]))
             choice = self._whole_choice(index, shown, ending) | self._prompt_logprobs(index)
             choices.append(self._numbered(index, shown, choice))
         return self._object(choices, self.whole_object) | {"usage": self._usage()} | self._metrics()
@@ -112,10 +112,12 @@ class Answer:
     def chunks(self, delta: Delta) -> list[Json]:
         """The next chunks of the stream; `usage` is null in them if a chunk of its own will have it."""
         self.tally.add(delta)
-        index, first = delta.index, delta.index not in self._num_sent and not delta.offset
-        spans = self._with_echo(index, delta.spans) if first else () if self.body.only_echoes else delta.spans
-        at = self._num_sent.get(index, 0)
-        self._num_sent[index] = at + len(text_of(spans))
+        index, first, spans = delta.index, False, () if self.body.only_echoes else delta.spans
+        if index not in self._num_echoed:
+            first, echo = not delta.offset, self._echo(index)  # a resumed stream has had it
+            self._num_echoed[index] = len(text_of(echo))
+            spans = (*echo, *spans) if first else spans
+        at = 0 if first else self._num_echoed[index] + delta.text_offset
         choices = self._chunk_choices(index, spans, delta.ending, text_at=at, first=first)
         if first and choices:
             choices[0] |= self._prompt_logprobs(index)
@@ -142,17 +144,17 @@ class Answer:
         """The last chunk of a stream that fails; error: the body of an error response."""
         return error
 
-    def _with_echo(self, index: int, spans: Sequence[Span]) -> Sequence[Span]:
-        """The spans, after those of an echoed prompt, whose tokens but the first have log-probabilities if the request asks for them."""
+    def _echo(self, index: int) -> Sequence[Span]:
+        """The spans of the prompt if it is echoed; all tokens but the first have log-probabilities if the request asks for them."""
         if not self.body.echoes:
-            return spans
+            return ()
         prompt, logprobs = self.tally.prompts[index], self.tally.prompt_logprobs[index]
         output = Output(self.service.tokenizer.detokenizer((), skip_special_tokens=False))
         echoed = [*output.push(prompt, [False] * len(prompt)), *output.finish()]
         if self.logprobs and logprobs:  # a resumed stream has those of its prompt no more
             rest = (replace(span, logprob=of) for span, of in zip(echoed[1:], logprobs, strict=True))
             echoed = [*echoed[:1], *rest]
-        return (*echoed, *(() if self.body.only_echoes else spans))
+        return echoed
 
     def _object(self, choices: list[Json], kind: str) -> Json:
         return {

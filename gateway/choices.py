@@ -134,7 +134,7 @@ async def coalesced(deltas: AsyncGenerator[Delta, None], interval: int) -> Async
         async for delta in deltas:
             if (before := held.pop(delta.index, None)) is not None:
                 spans, rounds = before.spans + delta.spans, before.rounds + delta.rounds
-                delta = replace(delta, offset=before.offset, spans=spans, rounds=rounds)
+                delta = replace(delta, offset=before.offset, text_offset=before.text_offset, spans=spans, rounds=rounds)
             if len(delta.spans) < interval and delta.ending is None:
                 held[delta.index] = delta
                 continue

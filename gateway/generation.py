@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from gateway.detokenizer import Output, Span
+from gateway.detokenizer import Output, Span, text_of
 from gateway.ledger import Entry, Ledger
 from gateway.metrics import Metrics
 from gateway.planning import Plan
@@ -114,7 +114,7 @@ class Generation:
         # Of the first attempt, since more of the prompt may be cached for later ones.
         self._prefilled: Prefilled | None = None
         self._hidden: Span | None = None  # the last token, if it ends the text and is not shown
-        self._num_sent = 0
+        self._num_sent = self._num_characters = 0
         self._process = ""  # of the verifier that was chosen last
         self._failed: set[str] = set()
         self._fruitless = 0  # attempts in a row without a token
@@ -242,8 +242,9 @@ class Generation:
         return self._last(finish, spans, rounds)
 
     def _delta(self, spans: list[Span], ending: Ending | None = None, rounds: tuple[Round, ...] = ()) -> Delta:
-        offset = self._num_sent
+        offset, text_offset = self._num_sent, self._num_characters
         self._num_sent += len(spans)
+        self._num_characters += len(text_of(spans))
         return Delta(
             self._plan.request.request_id,
             offset,
@@ -252,6 +253,7 @@ class Generation:
             prompt=self._plan.first.prompt,
             prompt_logprobs=self._prefilled.logprobs if self._prefilled else (),
             rounds=rounds,
+            text_offset=text_offset,
         )
 
     def _last(self, finish: Finish | None, spans: list[Span] | None = None, rounds: tuple[Round, ...] = ()) -> Delta:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from urllib.parse import quote
 
-from gateway.detokenizer import Span
+from gateway.detokenizer import Span, text_of
 from rootward.client.types import Round, Timing, Usage
 from rootward.core.requests import (
     DraftMode,
@@ -127,7 +127,8 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Spans that became final. `offset` is the output position of the first; the last delta carries `ending`."""
+    """Spans that became final. `offset` is the output position of the first, `text_offset` that of its text in characters; the last delta
+    carries `ending`."""
 
     request_id: str
     offset: int
@@ -137,11 +138,15 @@ class Delta:
     prompt: tuple[int, ...] = field(default=(), repr=False)  # on every delta, as are its log-probabilities
     prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of every prompt token but the first, if the request asks for them
     rounds: tuple[Round, ...] = ()  # if the request asks for them
+    text_offset: int = 0
 
     def since(self, position: int) -> Delta:
         """The delta without the spans before this output position."""
         skip = min(max(0, position - self.offset), len(self.spans))
-        return replace(self, offset=self.offset + skip, spans=self.spans[skip:]) if skip else self
+        if not skip:
+            return self
+        text_offset = self.text_offset + len(text_of(self.spans[:skip]))
+        return replace(self, offset=self.offset + skip, spans=self.spans[skip:], text_offset=text_offset)
 
 
 def of_tenant(tenant: str, name: str) -> str:

@@ -103,7 +103,7 @@ class GenerationResponse(Response):
         pending: asyncio.Future[Delta | None] | None = None
         try:
             while delta is not None:
-                size = 0 if delta.offset else answer.prompt_characters([delta.prompt])
+                size = 0 if delta.offset and delta is not first else answer.prompt_characters([delta.prompt])
                 for chunk in await self._service.tokenizer_pool.run(size, answer.chunks, delta):
                     event_id = delta.offset + len(delta.spans) if answer.resumable else None
                     yield _event(chunk, event_id, typed=answer.typed_events)

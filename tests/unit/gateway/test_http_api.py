@@ -353,6 +353,22 @@ async def test_an_echo_is_the_prompt_in_front_of_the_text():
             assert "".join(chunk["choices"][0]["text"] for chunk in told) == shown + TEXT
 
 
+@pytest.mark.parametrize("interval", [1, 5])
+@pytest.mark.parametrize("echo", [False, True])
+async def test_text_offsets_of_a_resumed_stream_count_from_the_beginning(echo, interval):
+    async with api() as (_, client):
+        body = {"prompt": "abc def", "max_tokens": 50, "logprobs": 1, "stream": True, "echo": echo}
+
+        async def offsets(**headers):
+            headers = {"x-request-id": "one"} | headers
+            answer = await client.post("/v1/completions", json=body | {"stream_interval": interval}, headers=headers)
+            told = [json.loads(event)["choices"][0]["logprobs"] for event in events(answer.text)[:-1]]
+            return [offset for one in told for offset in one["text_offset"]]
+
+        whole = await offsets()
+        assert await offsets(**{"last-event-id": "3"}) == whole[3 - len(IDS) :]
+
+
 @pytest.mark.parametrize("most", [0, 50])
 async def test_an_echo_with_logprobs(most):
     """One entry for every token of prompt and text; the first has no law. Offsets are those of prompt and text together."""
