@@ -228,7 +228,9 @@ def loss_of(
     tv: float = 0.0,
     measure_every: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, means `[steps, 3]`) of `overlap_loss` on these chats. users: positions of the user's turn count too (the target wrote it)."""
+    """(loss, means `[steps, 3]`) of `overlap_loss` on these chats. users: positions of the user's turn count too, which the target wrote
+    but for given first words.
+    """
     batch = store.batch(chats, users=users)
     ids, hidden, wanted = (tensor.to(target.device) for tensor in (batch.ids, batch.hidden, batch.wanted))
     embeddings = functional.embedding(ids.roll(-1, 1), target.embedding).float()
@@ -312,6 +314,8 @@ def train(
     run: Run, target: Target, store: ChatStore, split: Split, *, args: argparse.Namespace, workers: Workers
 ) -> None:
     """Train the head in place until the budget is spent."""
+    if target.model.dtype == torch.bfloat16:
+        torch.set_float32_matmul_precision("medium")  # the head's float32 matrices too: bfloat16 on CPUs, TF32 on GPUs
     head, progress, checkpoint = run.head, run.progress, args.work / "checkpoint.pt"
     epoch_steps = len(list(store.batches(split.training, args.batch_tokens, random.Random(0)))) // workers.count
     total = None if args.minutes else int(args.epochs * epoch_steps)
@@ -365,8 +369,6 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     target = load_target(args)
-    if target.model.dtype == torch.bfloat16:
-        torch.set_float32_matmul_precision("medium")  # the head's float32 matrices are multiplied in bfloat16 too
     lines = args.prompts.read_text(encoding="utf-8").splitlines() if args.prompts else ()
     given = [json.loads(line)["text"] for line in lines] or None
     workers = Workers()
