@@ -19,7 +19,7 @@ from rootward.core.frames import Commit, Grow, Open, extend_hash
 from rootward.core.growth import AheadBudget, BestFirst
 from rootward.core.requests import DraftMode, Sampling
 from rootward.core.rng import Key
-from rootward.engine import atoms
+from rootward.engine import atoms, grower
 from rootward.engine.atoms import Atoms
 from rootward.engine.grower import Grower
 from rootward.engine.model import HuggingFaceModel
@@ -95,6 +95,7 @@ def same(ours: list[tuple[int, Grow]], theirs: list[tuple[int, Grow]]) -> bool:
 @pytest.mark.parametrize("kind", ["mixed", *OF_A_KIND])
 def test_recorded_levels_grow_the_same_trees_to_the_last_weight(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by the operators of a device, on which nothing can be looked at. Levels of nodes of one kind are recorded to the atoms."""
+    monkeypatch.setattr(grower, "MOST_AHEAD", len(MIXED))  # guesses beside all other kinds of nodes
     opens = openings(OF_A_KIND.get(kind, MIXED))
     plain, _ = growth(tables(model_of("llama", None)), opens)
     monkeypatch.setattr(atoms, "host_can_read", lambda device: False)
