@@ -3,18 +3,20 @@
     python -m benchmarks.controller_simulation
 
 A scenario has a step time by rows (flat, steep, in blocks of six, ...), a draft (acceptance good to bad, trees deep or wide) and a time per
-level of growth. The speed of its machine is noisy and jumps. The best fixed number of nodes follows from the true expectations, which the
-controller does not know.
+level of growth. The speed of its machine is noisy and jumps. The best fixed number of nodes, of all numbers up to the largest, follows from
+the true expectations, which the controller does not know.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from rootward.core.growth import BestFirst
 from verifier_service.speculation import RoundResult, SpeculationController
 from verifier_service.step_time import SIZES, StepTime
 
@@ -22,10 +24,12 @@ ROUNDS = 1000
 SEEDS = 4
 MAX_NODES = 64
 PLAIN_STEP_S = 0.05
+WIDE = BestFirst(draws_per_level=4, least_levels=4)  # how a drafter grows trees
 RELATIVE_STEP_TIMES: dict[str, Callable[[int], float]] = {
     "flat": lambda rows: 1 + 0.002 * rows,
     "gentle": lambda rows: 1 + 0.012 * rows,
     "blocks of six": lambda rows: 1 + 0.35 * ((rows - 1) // 6),
+    "blocks of eight": lambda rows: 1 + 0.35 * ((rows - 1) // 8),
     "steep": lambda rows: 0.55 + 0.45 * rows**0.8,
 }
 
@@ -47,7 +51,7 @@ class Scenario:
         """float64[nodes]: probability that each node of a tree of this size is accepted, in draw order."""
         if not self.wide:
             return self.first ** (1 + 0.55 * np.arange(nodes) ** 0.8)
-        width = min(4, max(1, nodes // 4))  # chains side by side, the first ones better
+        width = WIDE.draws(nodes)  # chains side by side, the first ones better
         level, place = np.divmod(np.arange(nodes), width)
         share = (1 - self.first) ** place * self.first
         return share * self.first ** (0.7 * level)
@@ -56,7 +60,7 @@ class Scenario:
         return PLAIN_STEP_S * RELATIVE_STEP_TIMES[self.step_time](nodes + 1)
 
     def wait_s(self, nodes: int) -> float:
-        levels = nodes / min(4, max(1, nodes // 4)) if self.wide and nodes else nodes
+        levels = math.ceil(nodes / WIDE.draws(nodes)) if self.wide else nodes
         return self.level_s * (1.5 + 0.8 * levels) if nodes else 0.0
 
     def tokens(self, nodes: int) -> float:
@@ -100,7 +104,7 @@ def share_of_best(scenario: Scenario, seed: int, rounds: int = ROUNDS) -> tuple[
         kind.add(1, RoundResult(nodes, nodes, tuple((np.flatnonzero(accepted) + 1).tolist()), wait))
         tokens += scenario.tokens(nodes)
         seconds += step_s + wait_s
-    best = max(scenario.goodput(n) for n in SIZES if n <= MAX_NODES)
+    best = max(scenario.goodput(n) for n in range(MAX_NODES + 1))
     usual = rounds / float(times.sum())  # a fixed number of nodes runs at the mean speed
     return tokens / seconds / (best * usual), tokens / seconds / (scenario.goodput(0) * usual)
 
@@ -113,7 +117,7 @@ def main() -> int:
     print("|---|---|---|---|---|")
     for scenario in SCENARIOS:
         found = np.array([share_of_best(scenario, seed) for seed in range(SEEDS)])
-        best = max((n for n in SIZES if n <= MAX_NODES), key=scenario.goodput)
+        best = max(range(MAX_NODES + 1), key=scenario.goodput)
         share, over_plain = found.mean(axis=0)
         shares.append(share)
         print(f"| {scenario.name} | {best} | {share:.3f} | {found[:, 0].min():.3f} | {over_plain:.2f} |", flush=True)

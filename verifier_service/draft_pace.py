@@ -12,7 +12,7 @@ PACE_MEMORY = 0.2  # weight of the newest growth in the pace of a drafter
 class DraftPace:
     """How fast a drafter answers. first_s: from a commit to the first growth below its root.
 
-    Small trees grow deep: a level, which takes one draft forward, has one node of a tree of 6 and four of a tree of 16. So the time from
+    Small trees grow deep: a level, which takes one draft forward, has one node of a tree of 5 and four of a tree of 15. So the time from
     one node to the next is learned by the size of the tree."""
 
     first_s: float = 0.0

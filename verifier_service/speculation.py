@@ -25,8 +25,8 @@ from verifier_service.step_time import SIZES, StepTime
 ENTER = 1.03  # goodput over that of plain decoding at which speculation begins
 LEAVE = 0.98  # and below which it ends
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
-# Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes.
-COARSE = (0, 1, 3, 7, 15, 31, 63)
+# Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
+COARSE = (0, 2, 5, 7, 15, 31, 63)
 LEAST_PROBED = 0.5  # of the best goodput must be expected of a size that is tried
 TRIAL = 4  # rounds with trees of one session, while the others decode plainly
 TRIAL_SHARE = 0.01  # of the time of plain decoding, of all sessions of a step, that trials may cost

@@ -128,7 +128,8 @@ class BestFirst(Strategy):
     later            of a later child, once all before it have failed, in (0, 1)
     root_family      GREEDY: probability that the round stops below each child of the root's family; as many children as numbers
     match_scale      COUPLED: scale of log p − log q, by which children are scored (docs/algorithms/coupled.md)
-    least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide
+    least_levels     levels that the nodes of a round should have: a small tree grows deep, not wide. The root counts as a node, so trees of
+                     7 and of 8 nodes grow alike
     """
 
     mode: DraftMode = DraftMode.SAMPLED
@@ -166,7 +167,7 @@ class BestFirst(Strategy):
         return min(len(self.root_family), self.draws(num_nodes), self.topk) if whole else 0
 
     def draws(self, num_nodes: int) -> int:
-        return min(self.draws_per_level, max(1, num_nodes // self.least_levels))
+        return min(self.draws_per_level, max(1, (num_nodes + 1) // self.least_levels))
 
     def score(self, place: Place, new_words: NewWords) -> float:
         """Log-probability that the next child is reached."""

@@ -13,7 +13,7 @@ from rootward.core.requests import DraftMode
 EVEN = DraftDistribution([0, 1, 2, 3], [1, 1, 1, 1])
 
 
-@pytest.mark.parametrize(("cap", "draws"), [(1, 1), (5, 1), (7, 1), (8, 2), (12, 3), (16, 4), (64, 4)])
+@pytest.mark.parametrize(("cap", "draws"), [(1, 1), (5, 1), (7, 2), (8, 2), (11, 3), (12, 3), (15, 4), (64, 4)])
 def test_a_small_tree_has_at_least_so_many_levels_as_it_should(cap: int, draws: int) -> None:
     strategy = BestFirst(draws_per_level=4, least_levels=4)
     assert strategy.draws(cap) == draws
