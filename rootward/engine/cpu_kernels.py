@@ -17,6 +17,7 @@ import ctypes
 import logging
 import time
 from contextlib import suppress
+from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -31,6 +32,7 @@ from numba.extending import intrinsic, overload
 from torch.nn import functional
 
 from rootward.engine.cpu_tiles import (
+    AMX_ROWS,
     CHUNK,
     DOT_KEYS,
     DOT_ROWS,
@@ -40,8 +42,11 @@ from rootward.engine.cpu_tiles import (
     LINEAR_STEPS,
     PREFETCH_BYTES,
     SUM_ROWS,
+    amx_tile,
+    configure_amx,
     dot_tile,
     linear_tile,
+    release_amx,
     sum_tile,
 )
 from rootward.host import folder_of_kernels
@@ -51,6 +56,11 @@ log = logging.getLogger(__name__)
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
 SERVED = (torch.float32, torch.bfloat16)
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = (
+    158,
+    0x1023,
+    18,
+)  # of Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
 sources = b"".join(
     Path(__file__).with_name(name).read_bytes() for name in ("cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
@@ -72,6 +82,14 @@ parallel_kernel = numba.njit(nogil=True, cache=True, fastmath=ANY_ORDER, error_m
 # A function that kernels call. It is inlined: otherwise the process that compiles a kernel would call the function as compiled alone, and
 # processes that load the kernel from the cache as compiled with the kernel, where its sums may have another order.
 part = numba.njit(nogil=True, fastmath=ANY_ORDER, error_model="numpy", forceinline=True)
+
+
+class Arithmetic(Enum):
+    """How the products of layers in bfloat16 are computed. All but the first round the inputs of a layer to bfloat16."""
+
+    FLOAT32 = "float32"
+    DOT = "vdpbf16ps"
+    AMX = "amx"
 
 
 def use_threads(num: int) -> None:
@@ -286,6 +304,50 @@ def linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
 
 
 @part
+def _amx_rows(x, weight, g, out, o):
+    """`amx_tile` of all rows, in parts of up to two matrix registers."""
+    num, depth = len(x), weight.shape[1]
+    parts, configured = -(-num // (2 * AMX_ROWS)), 0
+    for index in range(parts):
+        n = index * 2 * AMX_ROWS
+        ahead = PREFETCH_BYTES if parts == 1 else 4 * GROUP * (depth + depth * index // parts)
+        left = min(2 * AMX_ROWS, num - n)
+        rows = left if left <= AMX_ROWS else (left + 1) // 2
+        if rows != configured:
+            configure_amx(rows)
+            configured = rows
+        if left <= AMX_ROWS:
+            amx_tile(1, x, n, n, weight, g, ahead, 4 * GROUP // parts, out, o)
+        else:
+            amx_tile(2, x, n, n + left - rows, weight, g, ahead, 4 * GROUP // parts, out, o)
+    release_amx()
+
+
+@parallel_kernel
+def linear_amx(x: Any, weight: Any, bias: Any, out: Any) -> None:
+    """`linear` of pairs of bfloat16, by AMX: x int32[N, I / 2], I a multiple of 2 · AMX_PAIRS. Needs `has_amx`.
+
+    Of more rows than two matrix registers hold, each part asks for a share of the weights of the next group of outputs."""
+    num, num_out = out.shape
+    for g in numba.prange(len(weight)):
+        whole = min(GROUP, num_out - g * GROUP)
+        if whole == GROUP:
+            for n in range(num):
+                for i in range(GROUP):
+                    out[n, g * GROUP + i] = bias[g, i]
+            _amx_rows(x, weight, g, out, g * GROUP)
+        else:
+            spare = np.empty((num, GROUP), np.float32)
+            for n in range(num):
+                for i in range(GROUP):
+                    spare[n, i] = bias[g, i]
+            _amx_rows(x, weight, g, spare, 0)
+            for n in range(num):
+                for i in range(whole):
+                    out[n, g * GROUP + i] = spare[n, i]
+
+
+@part
 def _scores(x, first, last, keys, cells, h, out, j):
     """out[m, j + i] = x[m] · keys[cells[i], h] for first <= m < last. `cells` are filled up to a multiple of DOT_KEYS, and so is `out`."""
     dim = x.shape[1]
@@ -443,6 +505,25 @@ def gate(gate_up: Any, out: Any) -> None:
         for i in range(size):
             x = gate_up[n, i]
             store(out, n, i, x / (np.float32(1) + _exp(-x)) * gate_up[n, size + i])
+
+
+@cache
+def has_amx() -> bool:
+    """Whether this processor has AMX for bfloat16, and the operating system lets this process use it (Linux asks that of each process)."""
+    features = get_host_cpu_features()
+    if LANES != 16 or not (features.get("amx-tile") and features.get("amx-bf16")):
+        return False
+    denied: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return denied == 0
+
+
+@cache
+def bf16_arithmetic() -> Arithmetic:
+    """The fastest way to multiply layers in bfloat16 on this machine."""
+    if has_amx():
+        log.info("bfloat16 layers: AMX")
+        return Arithmetic.AMX
+    return Arithmetic.DOT if has_fast_bf16_dot() else Arithmetic.FLOAT32
 
 
 @cache

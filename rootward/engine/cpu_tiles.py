@@ -6,7 +6,8 @@ whatever tile it is computed, and the number of rows decides nothing but how oft
 
 Types T are float32 and bfloat16; numba does not know the second, which comes as int16, or as int32 in pairs of which the lower half is the
 first. Weights in pairs become float32 in registers where the inputs of a layer are float32; inputs in pairs are multiplied as they are, by
-the instruction `vdpbf16ps`. `cpu_kernels.has_fast_bf16_dot` says which is faster.
+the instruction `vdpbf16ps`, or by `tdpbf16ps` of Intel's matrix extension AMX, whose registers hold 16 rows of 64 bytes.
+`cpu_kernels.bf16_arithmetic` says which is the fastest.
 """
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,untyped-decorator,misc,no-any-return"
@@ -19,7 +20,7 @@ from typing import Any
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features
 from numba import types
-from numba.core.cgutils import get_or_insert_function, unpack_tuple
+from numba.core.cgutils import alloca_once_value, get_or_insert_function, unpack_tuple
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
@@ -33,12 +34,15 @@ else:
 LINEAR_VECTORS, SUM_VECTORS, DOT_KEYS = 3, 2, 4
 LINEAR_STEPS = 64  # of a part of the weights that tiles of a step with many rows share
 GROUP = LANES * LINEAR_VECTORS  # outputs of a linear layer that lie side by side
+AMX_ROWS = 16  # of a matrix register
+AMX_PAIRS = 16  # pairs of bfloat16 in a row of a matrix register
 CHUNK = LANES * SUM_VECTORS
 # How far weights are asked for ahead of their use. Without it a step of few rows takes twice as long; 4 KiB to 54 KiB are about the same.
 PREFETCH_BYTES = 16 << 10
+CACHE_LINE = 64  # bytes
 PREFETCH_CELLS = 16  # the same for keys and values, most of which lie in the order of positions
 
-HALF, INT, LONG, FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+BYTE, HALF, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 HALVES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (HALF, INT, FLOAT))
 SIXTEEN, UPPER = ir.Constant(INTS, [16] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
 Value = Any  # of LLVM
@@ -92,6 +96,16 @@ class Code:
         kind = ir.FunctionType(ir.VoidType(), [pointer, INT, INT, INT])
         fetch = get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(3), INT(1)])
+
+    def amx(self, instruction: str, *registers: int, memory: tuple[Value, Value] | None = None) -> None:
+        """Of AMX, with these matrix registers; `memory`: the address of the first row, and the bytes from row to row."""
+        kinds, values = [BYTE] * len(registers), [BYTE(register) for register in registers]
+        if memory is not None:
+            address, stride = memory
+            kinds += [ir.PointerType(BYTE), LONG]
+            values += [self.builder.inttoptr(address, ir.PointerType(BYTE)), stride]
+        kind = ir.FunctionType(ir.VoidType(), kinds)
+        self.builder.call(get_or_insert_function(self.builder.module, kind, f"llvm.x86.{instruction}"), values)
 
     def everywhere(self, number: Value) -> Value:
         none = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
@@ -195,6 +209,90 @@ def _linear(code: Code, rows: int) -> None:
     found = code.loop(code.value["num"], {place: code.load(at, FLOATS) for place, at in places.items()}, add)
     for place, at in places.items():
         code.store(found[place], at)
+
+
+@intrinsic
+def configure_amx(context, rows):
+    """Before `amx_tile`, on the same thread: how many rows <= AMX_ROWS the matrix registers of inputs and results have."""
+    signature = types.void(types.intp)
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        # 64 bytes: palette 1; from byte 16 the bytes in a row of each register, from byte 48 its rows
+        layout = bytearray(64)
+        layout[0] = 1
+        layout[16 : 16 + 2 * AMX_REGISTERS : 2] = [4 * AMX_PAIRS] * AMX_REGISTERS
+        layout[48 : 48 + AMX_REGISTERS] = [AMX_PAIRS] * AMX_REGISTERS
+        place = alloca_once_value(builder, ir.Constant(ir.ArrayType(BYTE, 64), layout))
+        rows = builder.trunc(values[0], BYTE)
+        for register in range(AMX_REGISTERS):
+            if register != AMX_WEIGHT:
+                builder.store(rows, builder.gep(place, [INT(0), INT(48 + register)]))
+        pointer = ir.PointerType(BYTE)
+        kind = ir.FunctionType(ir.VoidType(), [pointer])
+        load = get_or_insert_function(builder.module, kind, "llvm.x86.ldtilecfg")
+        builder.call(load, [builder.bitcast(place, pointer)])
+        return context.get_dummy_value()
+
+    return signature, code
+
+
+@intrinsic
+def release_amx(context):
+    """After `amx_tile`: the matrix registers are empty, and switching between threads need not keep them."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [])
+        builder.call(get_or_insert_function(builder.module, kind, "llvm.x86.tilerelease"), [])
+        return context.get_dummy_value()
+
+    return types.void(), code
+
+
+@intrinsic(prefer_literal=True)
+def amx_tile(context, blocks, x, n, second, weight, g, ahead, pace, out, o):
+    """out[r, o + i] += Σ_j x[r, j] · weight[g, j, i] for i < GROUP and as many rows r as `configure_amx` was told, from n on and, if
+    `blocks` is 2, from `second` on; a row that is in both is summed once.
+
+    out float32; x and weight pairs, as many as a multiple of AMX_PAIRS. Meanwhile weights are prefetched that lie `ahead` bytes further
+    on, and `pace` bytes more after each pair."""
+    return _typed(
+        _amx_linear, "blocks x n second weight g ahead pace out o", blocks, x, n, second, weight, g, ahead, pace, out, o
+    )
+
+
+AMX_REGISTERS, AMX_INPUT, AMX_WEIGHT = 8, 6, 7  # the first six hold results
+
+
+def _amx_linear(code: Code, blocks: int) -> None:
+    builder, vectors, row_bytes = code.builder, range(LINEAR_VECTORS), 4 * AMX_PAIRS
+    first_rows = [code.value["n"], code.value["second"]][:blocks]
+    x, x_stride = [code.address("x", row) for row in first_rows], code.stride("x", 0)
+    weight, weight_stride = code.address("weight", code.value["g"]), 4 * GROUP  # from pair to pair
+    out, out_stride = [code.address("out", row, code.value["o"]) for row in first_rows], code.stride("out", 0)
+    result = {(block, v): block * LINEAR_VECTORS + v for block in range(blocks) for v in vectors}
+    places = {(block, v): builder.add(out[block], LONG(row_bytes * v)) for block, v in result}
+    lines = AMX_PAIRS * weight_stride // CACHE_LINE  # of the weights that one step reads
+    prefetched = builder.add(weight, code.value["ahead"])
+    line_stride = builder.sdiv(builder.mul(code.value["pace"], LONG(AMX_PAIRS)), LONG(lines))
+
+    def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+        there = code.moved(prefetched, k, builder.mul(line_stride, LONG(lines)))
+        for line in range(lines):
+            code.prefetch(code.moved(there, LONG(line), line_stride))
+        weights = code.moved(weight, k, LONG(AMX_PAIRS * weight_stride))
+        for v in vectors:
+            here = builder.add(weights, LONG(row_bytes * v))
+            code.amx("tileloadd64", AMX_WEIGHT, memory=(here, LONG(weight_stride)))
+            for block in range(blocks):
+                code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(x[block], k, LONG(row_bytes)), x_stride))
+                code.amx("tdpbf16ps", result[block, v], AMX_INPUT, AMX_WEIGHT)
+        return total
+
+    for place, register in result.items():
+        code.amx("tileloadd64", register, memory=(places[place], out_stride))
+    code.loop(builder.sdiv(code.size("weight", 1), LONG(AMX_PAIRS)), {}, add)
+    for place, register in result.items():
+        code.amx("tilestored64", register, memory=(places[place], out_stride))
 
 
 @intrinsic(prefer_literal=True)

@@ -23,7 +23,8 @@ from torch.nn import functional
 from rootward.engine import cpu_kernels
 from rootward.engine.batch import Step
 from rootward.engine.cpu_attention import no_sinks
-from rootward.engine.cpu_kernels import linear
+from rootward.engine.cpu_kernels import Arithmetic
+from rootward.engine.cpu_tiles import AMX_PAIRS
 from rootward.engine.kv_cache import PagedLayer
 
 KINDS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -39,16 +40,19 @@ FIXED_ROPE = {"default", "linear", "llama3", "yarn"}  # rotations that depend on
 class Linear(torch.nn.Module):
     """`torch.nn.Linear` for inference on a CPU: a row's result does not depend on the other rows. The plain weight is not kept.
 
-    bf16_dot  whether the inputs of a layer in bfloat16 are rounded to bfloat16; None: where that is faster
+    arithmetic  of a layer in bfloat16; None: the fastest here
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, bf16_dot: bool | None = None):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, arithmetic: Arithmetic | None = None):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self.packed, self.bias = cpu_kernels.packed(weight), cpu_kernels.packed_bias(bias, self.out_features)
         is_bfloat16 = self.dtype == torch.bfloat16
-        self.rounds_inputs = is_bfloat16 and (cpu_kernels.has_fast_bf16_dot() if bf16_dot is None else bf16_dot)
+        self.arithmetic = (arithmetic or cpu_kernels.bf16_arithmetic()) if is_bfloat16 else Arithmetic.FLOAT32
+        if self.arithmetic == Arithmetic.AMX and self.in_features % (2 * AMX_PAIRS):
+            self.arithmetic = Arithmetic.DOT  # every processor with AMX has it
+        self.rounds_inputs = self.arithmetic != Arithmetic.FLOAT32
         self._padding = self.in_features % 2 if is_bfloat16 else 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -64,7 +68,8 @@ class Linear(torch.nn.Module):
 
     def multiply(self, inputs: Any, out: Any) -> None:
         """The same, to out float32[N, out]."""
-        linear(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
+        multiply = cpu_kernels.linear_amx if self.arithmetic == Arithmetic.AMX else cpu_kernels.linear
+        multiply(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
 
     def new_inputs(self, num_rows: int) -> Any:
         """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for a weight in

@@ -13,6 +13,7 @@ from contract.families import SUPPORTED, Family
 from llvmlite.binding import get_host_cpu_features
 
 from rootward.engine import cpu_kernels, cpu_tiles
+from rootward.engine.cpu_kernels import Arithmetic
 from rootward.engine.layers import Linear, LlamaNetwork, Slice, is_llama, replace_linears
 from rootward.engine.model import HuggingFaceModel
 from rootward.engine.passes import TreePass
@@ -159,30 +160,33 @@ def test_a_network_that_reads_weights_gets_them_back() -> None:
 HAS_BF16_DOT = cpu_tiles.LANES == 16 and get_host_cpu_features().get("avx512bf16", False)
 LAYERS = {
     "float32": (torch.float32, None),
-    "bfloat16, inputs in float32": (torch.bfloat16, False),
+    "bfloat16, inputs in float32": (torch.bfloat16, Arithmetic.FLOAT32),
     "bfloat16, inputs rounded": pytest.param(
-        (torch.bfloat16, True), marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+        (torch.bfloat16, Arithmetic.DOT), marks=pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
+    ),
+    "bfloat16, AMX": pytest.param(
+        (torch.bfloat16, Arithmetic.AMX), marks=pytest.mark.skipif(not cpu_kernels.has_amx(), reason="no AMX")
     ),
 }
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(96, 70), (cpu_tiles.GROUP + 5, 33), (1, 2)])
+@pytest.mark.parametrize("shape", [(96, 70), (96, 64), (cpu_tiles.GROUP + 5, 33), (cpu_tiles.GROUP + 5, 160), (1, 2)])
 @torch.inference_mode()
 def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
-    shape: tuple[int, int], layer: tuple[torch.dtype, bool | None], bias: bool
+    shape: tuple[int, int], layer: tuple[torch.dtype, Arithmetic | None], bias: bool
 ) -> None:
-    dtype, bf16_dot = layer
+    dtype, arithmetic = layer
     rng = torch.Generator().manual_seed(0)
     weight, rows = (torch.randn(num, shape[1], generator=rng).to(dtype) for num in (shape[0], 300))
     bias_O = torch.randn(shape[0], generator=rng).to(dtype) if bias else None
-    linear = Linear(weight, bias_O, bf16_dot=bf16_dot)
+    linear = Linear(weight, bias_O, arithmetic=arithmetic)
     exact = rows.double() @ weight.double().T + (0 if bias_O is None else bias_O.double())
     expected = linear(rows)
     rounding = 1e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(expected.double(), exact, atol=rounding * 10, rtol=rounding)
-    for num in (0, 1, 2, 3, 5, 7, 15, 16, 17, 33, 50, 299):
+    for num in (0, 1, 2, 3, 5, 7, 15, 16, 17, 31, 32, 33, 50, 299):
         for start in (0, 1, 300 - num):
             assert torch.equal(linear(rows[start : start + num]), expected[start : start + num])
     outputs = torch.tensor([0, shape[0] - 1])
