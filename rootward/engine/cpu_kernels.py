@@ -304,7 +304,7 @@ def linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
 
 
 @part
-def _amx_rows(x, weight, g, out, o):
+def _amx_rows(x, weight, bias, g, out, o):
     """`amx_tile` of all rows, in parts of up to two matrix registers."""
     num, depth = len(x), weight.shape[1]
     parts, configured = -(-num // (2 * AMX_ROWS)), 0
@@ -317,9 +317,9 @@ def _amx_rows(x, weight, g, out, o):
             configure_amx(rows)
             configured = rows
         if left <= AMX_ROWS:
-            amx_tile(1, x, n, n, weight, g, ahead, 4 * GROUP // parts, out, o)
+            amx_tile(1, x, n, n, weight, bias, g, ahead, 4 * GROUP // parts, out, o)
         else:
-            amx_tile(2, x, n, n + left - rows, weight, g, ahead, 4 * GROUP // parts, out, o)
+            amx_tile(2, x, n, n + left - rows, weight, bias, g, ahead, 4 * GROUP // parts, out, o)
     release_amx()
 
 
@@ -332,16 +332,10 @@ def linear_amx(x: Any, weight: Any, bias: Any, out: Any) -> None:
     for g in numba.prange(len(weight)):
         whole = min(GROUP, num_out - g * GROUP)
         if whole == GROUP:
-            for n in range(num):
-                for i in range(GROUP):
-                    out[n, g * GROUP + i] = bias[g, i]
-            _amx_rows(x, weight, g, out, g * GROUP)
+            _amx_rows(x, weight, bias, g, out, g * GROUP)
         else:
             spare = np.empty((num, GROUP), np.float32)
-            for n in range(num):
-                for i in range(GROUP):
-                    spare[n, i] = bias[g, i]
-            _amx_rows(x, weight, g, spare, 0)
+            _amx_rows(x, weight, bias, g, spare, 0)
             for n in range(num):
                 for i in range(whole):
                     out[n, g * GROUP + i] = spare[n, i]

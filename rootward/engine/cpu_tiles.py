@@ -249,14 +249,26 @@ def release_amx(context):
 
 
 @intrinsic(prefer_literal=True)
-def amx_tile(context, blocks, x, n, second, weight, g, ahead, pace, out, o):
-    """out[r, o + i] += Σ_j x[r, j] · weight[g, j, i] for i < GROUP and as many rows r as `configure_amx` was told, from n on and, if
-    `blocks` is 2, from `second` on; a row that is in both is summed once.
+def amx_tile(context, blocks, x, n, second, weight, bias, g, ahead, pace, out, o):
+    """out[r, o + i] = bias[g, i] + Σ_j x[r, j] · weight[g, j, i] for i < GROUP and as many rows r as `configure_amx` was told, from n on
+    and, if `blocks` is 2, from `second` on.
 
-    out float32; x and weight pairs, as many as a multiple of AMX_PAIRS. Meanwhile weights are prefetched that lie `ahead` bytes further
-    on, and `pace` bytes more after each pair."""
+    bias and out float32; x and weight pairs, as many as a multiple of AMX_PAIRS. Meanwhile weights are prefetched that lie `ahead` bytes
+    further on, and `pace` bytes more after each pair."""
     return _typed(
-        _amx_linear, "blocks x n second weight g ahead pace out o", blocks, x, n, second, weight, g, ahead, pace, out, o
+        _amx_linear,
+        "blocks x n second weight bias g ahead pace out o",
+        blocks,
+        x,
+        n,
+        second,
+        weight,
+        bias,
+        g,
+        ahead,
+        pace,
+        out,
+        o,
     )
 
 
@@ -280,16 +292,17 @@ def _amx_linear(code: Code, blocks: int) -> None:
         for line in range(lines):
             code.prefetch(code.moved(there, LONG(line), line_stride))
         weights = code.moved(weight, k, LONG(AMX_PAIRS * weight_stride))
-        for v in vectors:
-            here = builder.add(weights, LONG(row_bytes * v))
-            code.amx("tileloadd64", AMX_WEIGHT, memory=(here, LONG(weight_stride)))
-            for block in range(blocks):
-                code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(x[block], k, LONG(row_bytes)), x_stride))
+        for block in range(blocks):
+            code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(x[block], k, LONG(row_bytes)), x_stride))
+            for v in vectors:
+                here = builder.add(weights, LONG(row_bytes * v))
+                code.amx("tileloadd64", AMX_WEIGHT, memory=(here, LONG(weight_stride)))
                 code.amx("tdpbf16ps", result[block, v], AMX_INPUT, AMX_WEIGHT)
         return total
 
-    for place, register in result.items():
-        code.amx("tileloadd64", register, memory=(places[place], out_stride))
+    bias = code.address("bias", code.value["g"])
+    for (_, v), register in result.items():  # the same for every row
+        code.amx("tileloadd64", register, memory=(builder.add(bias, LONG(row_bytes * v)), LONG(0)))
     code.loop(builder.sdiv(code.size("weight", 1), LONG(AMX_PAIRS)), {}, add)
     for place, register in result.items():
         code.amx("tilestored64", register, memory=(places[place], out_stride))
