@@ -503,9 +503,10 @@ def gate(gate_up: Any, out: Any) -> None:
 
 @cache
 def has_amx() -> bool:
-    """Whether this processor has AMX for bfloat16, and the operating system lets this process use it (Linux asks that of each process)."""
+    """Whether this processor has AMX for bfloat16, and `vdpbf16ps`, which all with AMX have, and whether the operating system lets this
+    process use it: Linux grants it to each process that asks."""
     features = get_host_cpu_features()
-    if LANES != 16 or not (features.get("amx-tile") and features.get("amx-bf16")):
+    if LANES != 16 or not all(features.get(one) for one in ("amx-tile", "amx-bf16", "avx512bf16")):
         return False
     denied: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
     return denied == 0

@@ -51,7 +51,7 @@ class Linear(torch.nn.Module):
         is_bfloat16 = self.dtype == torch.bfloat16
         self.arithmetic = (arithmetic or cpu_kernels.bf16_arithmetic()) if is_bfloat16 else Arithmetic.FLOAT32
         if self.arithmetic == Arithmetic.AMX and self.in_features % (2 * AMX_PAIRS):
-            self.arithmetic = Arithmetic.DOT  # every processor with AMX has it
+            self.arithmetic = Arithmetic.DOT
         self.rounds_inputs = self.arithmetic != Arithmetic.FLOAT32
         self._padding = self.in_features % 2 if is_bfloat16 else 0
 

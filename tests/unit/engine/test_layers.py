@@ -207,6 +207,35 @@ def test_processes_of_a_machine_agree_on_how_bfloat16_is_multiplied(
     assert cpu_kernels.has_fast_bf16_dot.__wrapped__()
 
 
+@pytest.mark.skipif(not cpu_kernels.has_amx(), reason="no AMX")
+def test_amx_is_used_only_where_the_operating_system_grants_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Denying:
+        def syscall(self, *_: int) -> int:
+            return -1
+
+    monkeypatch.setattr(cpu_kernels.ctypes, "CDLL", lambda _: Denying())
+    assert not cpu_kernels.has_amx.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("amx", "dot", "arithmetic"),
+    [(True, True, Arithmetic.AMX), (False, True, Arithmetic.DOT), (False, False, Arithmetic.FLOAT32)],
+)
+def test_bfloat16_is_multiplied_in_the_fastest_way_that_there_is(
+    amx: bool, dot: bool, arithmetic: Arithmetic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_kernels, "has_amx", lambda: amx)
+    monkeypatch.setattr(cpu_kernels, "has_fast_bf16_dot", lambda: dot)
+    assert cpu_kernels.bf16_arithmetic.__wrapped__() is arithmetic
+
+
+@pytest.mark.skipif(not cpu_kernels.has_amx(), reason="no AMX")
+def test_layers_whose_inputs_do_not_fill_matrix_registers_do_without_amx() -> None:
+    one = torch.zeros(3, 66, dtype=torch.bfloat16)
+    assert Linear(one, None, arithmetic=Arithmetic.AMX).arithmetic is Arithmetic.DOT
+    assert Linear(one[:, :64], None, arithmetic=Arithmetic.AMX).arithmetic is Arithmetic.AMX
+
+
 SHAPES = {
     "llama": {},
     "grouped by three": {
