@@ -105,13 +105,6 @@ def target_gumbel(key: Key, position: int, tokens: int | ArrayLike) -> Floats:
     return _gumbel(_per_token(key.derive(Role.TARGET), Role.TARGET, tokens, _counter(position), 0))
 
 
-def target_gumbel_batch(at: Sequence[tuple[Key, int]], tokens_TA: ArrayLike) -> Floats:
-    """float64[T, A]: `target_gumbel` at each (key, position) for the tokens of its row, in one pass."""
-    numbers = ((key.derive(Role.TARGET), _counter(position)) for key, position in at)
-    keys, position = _table(numbers, 2).T[:, :, None]
-    return _gumbel(_per_token(keys, Role.TARGET, tokens_TA, position, 0))
-
-
 def draw_words(key: Key, incarnation: int, draw_number: int, num_words: int) -> Words:
     """uint64[n]: uniform words of one draw number (of a level of a tree); (incarnation, draw number) never repeats within a request."""
     _within("draw_number", draw_number, 64)

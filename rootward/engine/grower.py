@@ -33,9 +33,10 @@ from rootward.core.growth import Ahead, AheadBudget, BestFirst, growth_of, share
 from rootward.core.living_tree import ROOT, Fit, LivingTree
 from rootward.core.lookup import Prediction, Source, best_path
 from rootward.core.requests import DraftMode, Sampling
-from rootward.core.rng import BonusKey, DrawWords, Key, target_gumbel_batch
+from rootward.core.rng import BonusKey, DrawWords, Key, Role
 from rootward.demand import DrafterDemand
 from rootward.engine.atoms import Atoms, Found, atoms_of, fetched, likely_tokens, reduced
+from rootward.engine.noise import gumbel_of_tokens
 from rootward.engine.processors import History, penalised, shifted
 from rootward.ports import DraftModel, ModelInfo, Reduction, Rows
 
@@ -590,7 +591,7 @@ def coupled_rows(
     ids_TA: Ints, mass_TA: Floats, at: Sequence[tuple[Key, int]], num_atoms: Sequence[int]
 ) -> list[tuple[DraftDistribution, Floats]]:
     """Of each node the K atoms that the noise at its (key, position) favours, with their noise. mass: unnormalised."""
-    noise_TA = target_gumbel_batch(at, ids_TA)
+    noise_TA = gumbel_of_tokens(Role.TARGET, [(key, 0, position) for key, position in at], ids_TA)
     with np.errstate(divide="ignore"):
         perturbed_TA = np.log(mass_TA) + noise_TA
     found: list[tuple[DraftDistribution, Floats]] = []

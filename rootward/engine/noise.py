@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rootward.core.arrays import Ints
+from rootward.core.arrays import Floats, Ints
 from rootward.core.rng import Key, Role
 from rootward.engine import verify_kernels as kernels
 from rootward.engine.atoms import host_can_read
@@ -39,6 +39,14 @@ def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: 
     if (choice < 0).any():
         raise ValueError("target: a row has no mass; give rows that are laws")
     return choice
+
+
+def gumbel_of_tokens(role: Role, at: Sequence[At], tokens_TA: Ints) -> Floats:
+    """float64[T, A]: the noise of a role for some tokens of each row, on the host; row t has that at at[t]."""
+    noise = np.empty(tokens_TA.shape)
+    key, position, epoch = _numbers(role, at).T.copy()
+    kernels.gumbel_of_tokens(key, position, epoch, np.uint64(role.value), np.ascontiguousarray(tokens_TA), noise)
+    return noise
 
 
 def gumbel(role: Role, at: Sequence[At], vocab: int, device: torch.device | str) -> torch.Tensor:

@@ -202,19 +202,38 @@ BLOCK = 256
 
 
 @numba.njit(**PART)
+def _uniform_pair(block: Any, key: Any, position: Any, epoch: Any, salt: Any) -> tuple[float, float]:
+    """In (0, 1): the v of `rng.target_gumbel` and `rng.bonus_gumbel` of tokens 2 · block and 2 · block + 1, whose noise is
+    −log(−log(1 − v)). Philox-4x32-10."""
+    c0, c1, c2, c3 = np.uint64(block) & LOW, position & LOW, epoch & LOW, salt & LOW
+    k0, k1 = key & LOW, key >> HALF
+    for _ in range(10):
+        product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW
+        c2, c3 = (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & LOW, (k1 + np.uint64(0xBB67AE85)) & LOW
+    first, second = (c0 | c1 << HALF) >> np.uint64(12), (c2 | c3 << HALF) >> np.uint64(12)
+    return (np.float64(first) + 0.5) * 2.0**-52, (np.float64(second) + 0.5) * 2.0**-52
+
+
+@numba.njit(**PART)
 def _uniforms(uniform: Any, key: Any, position: Any, epoch: Any, salt: Any) -> None:
-    """uniform[V] in (0, 1): the v of `rng.target_gumbel` and `rng.bonus_gumbel`, whose noise is −log(−log(1 − v)). Philox-4x32-10."""
-    for i in range((len(uniform) + 1) // 2):
-        c0, c1, c2, c3 = np.uint64(i), position, epoch, salt
-        k0, k1 = key & LOW, key >> HALF
-        for _ in range(10):
-            product0, product1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-            c0, c1 = (product1 >> HALF) ^ c1 ^ k0, product1 & LOW
-            c2, c3 = (product0 >> HALF) ^ c3 ^ k1, product0 & LOW
-            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & LOW, (k1 + np.uint64(0xBB67AE85)) & LOW
-        uniform[2 * i] = (np.float64((c0 | c1 << HALF) >> np.uint64(12)) + 0.5) * 2.0**-52
-        if 2 * i + 1 < len(uniform):
-            uniform[2 * i + 1] = (np.float64((c2 | c3 << HALF) >> np.uint64(12)) + 0.5) * 2.0**-52
+    """uniform[V]: `_uniform_pair` of all tokens."""
+    num_pairs = len(uniform) // 2
+    for i in range(num_pairs):
+        uniform[2 * i], uniform[2 * i + 1] = _uniform_pair(i, key, position, epoch, salt)
+    if len(uniform) % 2:
+        uniform[2 * num_pairs] = _uniform_pair(num_pairs, key, position, epoch, salt)[0]
+
+
+@numba.njit([(U1, U1, U1, numba.uint64, I2, F2)], **exact)
+def gumbel_of_tokens(key: Any, position: Any, epoch: Any, salt: Any, tokens: Any, noise: Any) -> None:
+    """noise[T, A] of tokens[T, A], where row t has key[t], position[t] and epoch[t]."""
+    for t in range(len(tokens)):
+        for a in range(tokens.shape[1]):
+            token = tokens[t, a]
+            even, odd = _uniform_pair(token // 2, key[t], position[t], epoch[t], salt)
+            noise[t, a] = -np.log(-np.log1p(-(odd if token % 2 else even)))
 
 
 @numba.njit(**PART)

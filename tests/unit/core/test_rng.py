@@ -20,7 +20,6 @@ from rootward.core.rng import (
     philox,
     philox_one,
     target_gumbel,
-    target_gumbel_batch,
 )
 
 KEY = Key(seed=42, choice=3)
@@ -66,13 +65,6 @@ def test_the_noise_of_a_token_does_not_depend_on_the_tokens_asked_for():
     some = [1000, 3, 2, 0, 777]
     assert target_gumbel(KEY, 12, some).tolist() == whole[some].tolist()
     assert bonus_gumbel(KEY, 1, 12, some).tolist() == bonus_gumbel(KEY, 1, 12, 1001)[some].tolist()
-
-
-def test_noise_of_many_rows_is_that_of_each():
-    at = [(KEY, 12), (KEY, 0), (Key(5, 2), 2**32 - 1)]
-    tokens = np.array([[0, 1, 2, 9], [7, 6, 100_000, 3], [2**32 - 1, 8, 8, 8]])
-    rows = [target_gumbel(key, position, ids).tolist() for (key, position), ids in zip(at, tokens, strict=True)]
-    assert target_gumbel_batch(at, tokens).tolist() == rows
 
 
 def test_the_bonus_key_is_enough_for_the_bonus():
@@ -151,8 +143,6 @@ def test_noise_is_finite_at_the_ends_of_the_words():
         lambda: draw_words(KEY, 0, 2**64, 1),
         lambda: draw_words(KEY, -1, 0, 1),
         lambda: target_gumbel(KEY, 2**32, 4),
-        lambda: target_gumbel_batch([(KEY, 2**32)], np.zeros((1, 4), np.int64)),
-        lambda: target_gumbel_batch([(KEY, 1)], np.full((1, 4), 2**32)),
     ],
 )
 def test_refuses_numbers_that_do_not_fit(call):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rootward.core.rng import Key, Role, bonus_gumbel, target_gumbel
-from rootward.engine.noise import gumbel, noisy_choice
+from rootward.engine.noise import gumbel, gumbel_of_tokens, noisy_choice
 
 AT = [(Key(5), 1, 0), (Key(2**64 - 1, 3), 2**32 - 1, 17), (Key(5), 2, 2**32 - 1), (Key(123456789), 1, 4)]
 
@@ -31,6 +31,14 @@ def test_tensor_arithmetic_has_the_numbers_of_the_oracle(role: Role, vocab: int)
     at = places(role)
     for row, one in zip(gumbel(role, at, vocab, "cpu").numpy(), at, strict=True):
         np.testing.assert_allclose(row, oracle(role, one, vocab), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
+def test_the_noise_of_some_tokens_is_that_of_the_oracle(role: Role) -> None:
+    at = places(role)
+    tokens = np.random.default_rng(0).integers(0, 2049, (len(at), 300))
+    for row, one, ids in zip(gumbel_of_tokens(role, at, tokens), at, tokens, strict=True):
+        np.testing.assert_allclose(row, oracle(role, one, 2049)[ids], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
