@@ -24,11 +24,12 @@ from benchmarks.results import markdown_table, save
 from benchmarks.services import free_port, scraped, service, verifier_with_drafters
 from benchmarks.slow_link import Conditions, SlowLink
 from rootward import demo
-from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.core.requests import Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
 from rootward.wire.clients import RemoteVerifier
 
 FEATURE_BYTES = "rootward_draft_feature_bytes_total"
+RULES = {"traversal": Rule.TRAVERSAL, "coupled": Rule.MATCH}
 LOCAL = "head in the verifier"
 Texts = tuple[tuple[int, ...], ...]
 
@@ -67,7 +68,9 @@ class Deployment:
     ) -> tuple[Run, Texts]:
         """All prompts, one after the other. The time of a prompt's first tokens does not count."""
         mode = SpeculationMode.DISABLED if system.name == "plain" else SpeculationMode.REQUIRED
-        speculation = Speculation(mode, drafter=system.pool, num_draft_tokens=given.nodes)
+        speculation = Speculation(
+            mode, rule=RULES[given.verification], drafter=system.pool, num_draft_tokens=given.nodes
+        )
         verifier = self.local if system.name == LOCAL else self.remote
         self.link.conditions = Conditions(system.rtt_ms / 2e3)
         then = await asyncio.to_thread(scraped, self.admin)
@@ -161,6 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rtts", type=float, nargs="*", default=[5.0, 20.0], help="round trips to drafters, in ms")
     parser.add_argument("--feature-dtype", default="bfloat16", choices=("bfloat16", "int8"))
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--verification", choices=[*RULES], default="traversal", help="at temperatures above 0")
     parser.add_argument("--nodes", type=int, default=4, help="draft nodes of a round")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
