@@ -52,6 +52,14 @@ def ask_for_huge_pages() -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
+def shorten_spinning() -> None:
+    """Make idle threads of OpenMP spin for about a millisecond, not for ten or more, unless the environment says how long
+    (GOMP_SPINCOUNT). That bridges the time between two layers and leaves the cores to other processes, as a drafter beside its target.
+
+    libgomp reads this variable when torch loads it."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
 def user_cache() -> Path:
     """Folder for files that can be downloaded or computed again: $XDG_CACHE_HOME/rootward, by default ~/.cache/rootward."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rootward"
