@@ -396,6 +396,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
             name: getattr(given, name)
             for name in ("dtype", "device", "threads", "max_tokens", "repeats", "assistant_tokens")
         },
+        "verifier_flags": " ".join(given.verifier_flags),
         "missing": missing,
         "series": [series.as_json() for series in found.values()],
     }

@@ -62,6 +62,8 @@ def heading(report: dict[str, Any]) -> str:
     """Model, precision, hardware, commit, versions in one sentence."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items() if name != "rootward")
     speculation = f"draft model {report['draft']}" if report["draft"] else "n-gram speculation"
+    if flags := report.get("verifier_flags"):
+        speculation += f" (Rootward: `{flags}`)"
     return (
         f"{report['model']}, {report['dtype']}, {speculation}, {report['max_tokens']} tokens per answer, "
         f"medians of {report['repeats']} interleaved runs. "
