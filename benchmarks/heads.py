@@ -30,7 +30,7 @@ from rootward.wire.clients import RemoteVerifier
 
 FEATURE_BYTES = "rootward_draft_feature_bytes_total"
 RULES = {"traversal": Rule.TRAVERSAL, "coupled": Rule.MATCH}
-LOCAL = "head in the verifier"
+LOCAL, LOOKED_UP = "head in the verifier", "n-grams in the verifier"
 Texts = tuple[tuple[int, ...], ...]
 
 
@@ -71,7 +71,7 @@ class Deployment:
         speculation = Speculation(
             mode, rule=RULES[given.verification], drafter=system.pool, num_draft_tokens=given.nodes
         )
-        verifier = self.local if system.name == LOCAL else self.remote
+        verifier = self.local if system.name in (LOCAL, LOOKED_UP) else self.remote
         self.link.conditions = Conditions(system.rtt_ms / 2e3)
         then = await asyncio.to_thread(scraped, self.admin)
         seconds = 0.0
@@ -83,7 +83,13 @@ class Deployment:
             text: list[int] = []
             begun_s = 0.0
             wanted = VerifierRequest(
-                name, tuple(prompt), Sampling(given.temperature), Stopping(given.tokens), speculation, seed=turn
+                name,
+                tuple(prompt),
+                Sampling(given.temperature),
+                Stopping(given.tokens),
+                speculation,
+                seed=turn,
+                cache_salt=f"{system.name}-{turn}",  # n-grams must not know the answers of the turn before
             )
             async for run in verifier.generate(wanted):
                 if text:
@@ -124,7 +130,8 @@ async def measured(given: argparse.Namespace) -> tuple[list[Run], bool]:
     tokenizer = load_tokenizer(given.target)
     chats = [[{"role": "user", "content": text}] for text in demo.chats()[: given.prompts]]
     prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
-    systems = [System("plain"), System(LOCAL, "head"), System("drafter beside it", "near")]
+    systems = [System("plain"), System(LOCAL, "head"), System(LOOKED_UP, "ngram+recycling")]
+    systems += [System("drafter beside it", "near")]
     systems += [System(f"drafter, {rtt_ms:g} ms", "far", rtt_ms) for rtt_ms in given.rtts]
     found: list[Run] = []
     said: set[Texts] = set()

@@ -56,11 +56,8 @@ log = logging.getLogger(__name__)
 # Gain in speed from which on products of bfloat16 are used. They round the inputs of layers, which products in float32 do not.
 LEAST_DOT_GAIN = 1.15
 SERVED = (torch.float32, torch.bfloat16)
-ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = (
-    158,
-    0x1023,
-    18,
-)  # of Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
+# Linux on x86-64 (arch/x86/include/uapi/asm/prctl.h)
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 # The folder of compiled kernels is named by all of their sources: numba itself compares the file of each kernel only
 sources = b"".join(
     Path(__file__).with_name(name).read_bytes() for name in ("cpu_kernels.py", "cpu_tiles.py", "verify_kernels.py")
