@@ -1,4 +1,4 @@
-"""A draft head in the verifier, in a drafter beside it, and in a drafter some way off: tokens per second of one session.
+"""A draft head in the verifier, in a drafter beside it, and in a drafter some way off, and n-grams: tokens per second of one session.
 
     python -m benchmarks.heads --target FOLDER --head FOLDER --out RESULT.json
 

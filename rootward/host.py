@@ -53,11 +53,12 @@ def ask_for_huge_pages() -> None:
 
 
 def shorten_spinning() -> None:
-    """Make idle threads of OpenMP spin for about a millisecond, not for ten or more, unless the environment says how long
-    (GOMP_SPINCOUNT). That bridges the time between two layers and leaves the cores to other processes, as a drafter beside its target.
+    """Make idle threads of OpenMP spin for at most about a millisecond instead of tens of them, unless the environment decides that
+    (GOMP_SPINCOUNT or OMP_WAIT_POLICY). They still spin from one layer to the next, and other processes get the cores between steps.
 
-    libgomp reads this variable when torch loads it."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    libgomp reads these variables when torch loads it; GOMP_SPINCOUNT would overrule OMP_WAIT_POLICY=passive."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def user_cache() -> Path:

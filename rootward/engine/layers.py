@@ -50,9 +50,9 @@ class Linear(torch.nn.Module):
         self.packed, self.bias = cpu_kernels.packed(weight), cpu_kernels.packed_bias(bias, self.out_features)
         is_bfloat16 = self.dtype == torch.bfloat16
         self.arithmetic = (arithmetic or cpu_kernels.bf16_arithmetic()) if is_bfloat16 else Arithmetic.FLOAT32
-        if self.arithmetic == Arithmetic.AMX and self.in_features % (2 * AMX_PAIRS):
+        if self.arithmetic is Arithmetic.AMX and self.in_features % (2 * AMX_PAIRS):
             self.arithmetic = Arithmetic.DOT
-        self.rounds_inputs = self.arithmetic != Arithmetic.FLOAT32
+        self.rounds_inputs = self.arithmetic is not Arithmetic.FLOAT32
         self._padding = self.in_features % 2 if is_bfloat16 else 0
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class Linear(torch.nn.Module):
 
     def multiply(self, inputs: Any, out: Any) -> None:
         """The same, to out float32[N, out]."""
-        multiply = cpu_kernels.linear_amx if self.arithmetic == Arithmetic.AMX else cpu_kernels.linear
+        multiply = cpu_kernels.linear_amx if self.arithmetic is Arithmetic.AMX else cpu_kernels.linear
         multiply(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
 
     def new_inputs(self, num_rows: int) -> Any:

@@ -42,10 +42,15 @@ def noisy_choice(mass_TV: torch.Tensor, role: Role, at: Sequence[At], noise_of: 
 
 
 def gumbel_of_tokens(role: Role, at: Sequence[At], tokens_TA: Ints) -> Floats:
-    """float64[T, A]: the noise of a role for some tokens of each row, on the host; row t has that at at[t]."""
-    noise = np.empty(tokens_TA.shape)
+    """float64[T, A]: the noise of a role for some tokens of each row, on the host; row t has the noise at at[t]. The same bits as
+    `rng.target_gumbel` and `rng.bonus_gumbel`. ValueError: a token, position or epoch is outside [0, 2³²)."""
     key, position, epoch = _numbers(role, at).T.copy()
-    kernels.gumbel_of_tokens(key, position, epoch, np.uint64(role.value), np.ascontiguousarray(tokens_TA), noise)
+    for numbers in (tokens_TA, position, epoch):
+        if numbers.size and (int(numbers.max()) >> 32 or int(numbers.min()) < 0):
+            raise ValueError(f"counter: {numbers.min()} to {numbers.max()}; use numbers from 0 to 2**32 - 1")
+    uniform = np.empty(tokens_TA.shape)
+    kernels.uniforms_of_tokens(key, position, epoch, np.uint64(role.value), np.ascontiguousarray(tokens_TA), uniform)
+    noise: Floats = -np.log(-np.log1p(-uniform))
     return noise
 
 

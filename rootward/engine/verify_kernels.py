@@ -227,13 +227,13 @@ def _uniforms(uniform: Any, key: Any, position: Any, epoch: Any, salt: Any) -> N
 
 
 @numba.njit([(U1, U1, U1, numba.uint64, I2, F2)], **exact)
-def gumbel_of_tokens(key: Any, position: Any, epoch: Any, salt: Any, tokens: Any, noise: Any) -> None:
-    """noise[T, A] of tokens[T, A], where row t has key[t], position[t] and epoch[t]."""
+def uniforms_of_tokens(key: Any, position: Any, epoch: Any, salt: Any, tokens: Any, uniform: Any) -> None:
+    """uniform[T, A]: that of `_uniform_pair` for tokens[T, A], where row t has key[t], position[t] and epoch[t]."""
     for t in range(len(tokens)):
         for a in range(tokens.shape[1]):
             token = tokens[t, a]
             even, odd = _uniform_pair(token // 2, key[t], position[t], epoch[t], salt)
-            noise[t, a] = -np.log(-np.log1p(-(odd if token % 2 else even)))
+            uniform[t, a] = odd if token % 2 else even
 
 
 @numba.njit(**PART)

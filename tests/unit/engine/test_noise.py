@@ -38,7 +38,23 @@ def test_the_noise_of_some_tokens_is_that_of_the_oracle(role: Role) -> None:
     at = places(role)
     tokens = np.random.default_rng(0).integers(0, 2049, (len(at), 300))
     for row, one, ids in zip(gumbel_of_tokens(role, at, tokens), at, tokens, strict=True):
-        np.testing.assert_allclose(row, oracle(role, one, 2049)[ids], rtol=1e-12, atol=1e-12)
+        assert row.tolist() == oracle(role, one, 2049)[ids].tolist()
+
+
+def test_tokens_at_the_end_of_the_words_have_the_noise_of_the_oracle() -> None:
+    at = [(Key(5, 2), 0, 2**32 - 1)]
+    tokens = np.array([[2**32 - 1, 8, 8, 100_000]])
+    assert gumbel_of_tokens(Role.TARGET, at, tokens).tolist() == [
+        target_gumbel(Key(5, 2), 2**32 - 1, tokens[0]).tolist()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("at", "token"), [((Key(1), 0, 2**32), 4), ((Key(1), 2**32, 0), 4), ((Key(1), 0, 1), 2**32), ((Key(1), 0, 1), -1)]
+)
+def test_noise_of_numbers_that_do_not_fit_is_refused(at: tuple[Key, int, int], token: int) -> None:
+    with pytest.raises(ValueError, match="use numbers from 0"):
+        gumbel_of_tokens(Role.TARGET, [at], np.array([[token]]))
 
 
 @pytest.mark.parametrize("role", [Role.TARGET, Role.BONUS])
