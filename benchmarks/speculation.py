@@ -1,17 +1,21 @@
-"""Speed of the speculation controller relative to the best fixed number of draft nodes, measured through service processes.
+"""Speed of the speculation controller relative to plain decoding and the best fixed number of draft nodes, measured through service
+processes, by the number of concurrent sessions.
 
 Every repetition answers the same prompts without speculation, with each fixed number of nodes (`speculation: required`) and with the
-controller, in shuffled order. `--against` adds the controller of another checkout of this repository, in processes of its own:
+controller, in shuffled order. `--head` takes drafts from a head in the verifier instead of a drafter. `--against` adds the controller of
+another checkout of this repository, in processes of its own:
 
     python -m benchmarks.speculation                                   # the demo pair
     python -m benchmarks.inflate --size 300M --out TARGET              # a target of 300 M parameters that writes the same texts
     python -m benchmarks.speculation --target TARGET --out RESULT.json
+    python -m benchmarks.speculation --target SMOLLM2 --head rootward/demo/smollm2_head --sessions 1 2 4 8 16 32 --out RESULT.json
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import statistics
@@ -28,6 +32,7 @@ from benchmarks.results import described, markdown_table, save
 from benchmarks.services import generated, service
 from rootward import demo
 from rootward.core.requests import Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
+from rootward.engine.tokenizers import load_tokenizer
 from rootward.host import threads_of_drafters
 from rootward.wire.clients import RemoteVerifier
 
@@ -39,12 +44,13 @@ def options_of(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--target", type=Path, default=demo.paths().target, help="of the demo's draft (default: the demo's)"
     )
+    parser.add_argument("--head", type=Path, help="draft head of the target, in the verifier")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4, 8, 16], help="fixed numbers of nodes")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=3, help="requests of each kind before the first repetition")
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
-    parser.add_argument("--sessions", type=int, default=1)
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1], help="numbers of concurrent sessions")
     parser.add_argument("--threads", type=int, default=2, help="of a target")
     parser.add_argument("--drafter-threads", type=int, help="default: half as many, as in `serve all`")
     parser.add_argument("--against", type=Path, help="absolute path of another checkout of this repository")
@@ -104,39 +110,41 @@ async def started(
     before = os.environ.get("PYTHONPATH", "")
     if checkout is not None:
         os.environ["PYTHONPATH"] = str(checkout)
-    common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, options.sessions)), "--log-level", "warning"]
+    common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, *options.sessions)), "--log-level", "warning"]
     try:
-        of_drafter = ("--model", str(models[1]), "--num-threads", str(options.drafter_threads), *common)
-        drafter = await stack.enter_async_context(service("drafter_service", *of_drafter))
+        if options.head is not None:
+            source = ["--local-draft", f"head:{options.head}"]
+        else:
+            of_drafter = ("--model", str(models[1]), "--num-threads", str(options.drafter_threads), *common)
+            drafter = await stack.enter_async_context(service("drafter_service", *of_drafter))
+            source = ["--drafters", drafter, "--num-ahead-tokens", "0"]  # on one machine
         more = [f"--{item.replace('_', '-')}" for item in options.verifier]
-        flags = [
-            "--model",
-            str(models[0]),
-            "--num-threads",
-            str(options.threads),
-            "--drafters",
-            drafter,
-            *("--num-ahead-tokens", "0"),  # on one machine
-            *common,
-            *more,
-        ]
-        address = await stack.enter_async_context(service("verifier_service", *flags))
+        of_verifier = ("--model", str(models[0]), "--num-threads", str(options.threads))
+        address = await stack.enter_async_context(service("verifier_service", *of_verifier, *source, *common, *more))
     finally:
         os.environ["PYTHONPATH"] = before
     remote = await stack.enter_async_context(RemoteVerifier(address))
     async with asyncio.timeout(60):
-        while not (await remote.get_info()).drafters:
+        while options.head is None and not (await remote.get_info()).drafters:
             await asyncio.sleep(0.02)
     return Client(remote, options.tokens)
 
 
+def prompts_of(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Chats with the target of a head; continuations of text for the demo's pair."""
+    if options.head is None:
+        encode = Tokenizer.from_file(str(demo.paths().target / "tokenizer.json")).encode
+        return [tuple(encode(prompt, add_special_tokens=False).ids[-128:]) for prompt in demo.prompts()]
+    tokenizer = load_tokenizer(str(options.target))
+    chats = [[{"role": "user", "content": text}] for text in demo.chats()]
+    return [tuple(tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False)) for c in chats]
+
+
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Medians by temperature and decoding mode."""
-    paths = demo.paths()
-    models = options.target, paths.draft
+    """Medians by number of sessions, temperature and decoding mode."""
+    models = options.target, demo.paths().draft
     rows: list[dict[str, Any]] = []
-    encode = Tokenizer.from_file(str(paths.target / "tokenizer.json")).encode
-    texts = [tuple(encode(prompt, add_special_tokens=False).ids[-128:]) for prompt in demo.prompts()]
+    texts = prompts_of(options)
     async with AsyncExitStack() as stack:
         client = await started(stack, models, options, None)
         modes = {"plain": (client, Speculation(SpeculationMode.DISABLED))}
@@ -146,10 +154,10 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         if options.against is not None:
             modes[OTHER] = await started(stack, models, options, options.against), Speculation()
         print(described())
-        for temperature in options.temperatures:
+        for sessions, temperature in itertools.product(options.sessions, options.temperatures):
             found: dict[str, Measured] = defaultdict(Measured)
             for repetition in range(-options.warm_up, options.repetitions):
-                prompts = [texts[(repetition * options.sessions + i) % len(texts)] for i in range(options.sessions)]
+                prompts = [texts[(repetition * sessions + i) % len(texts)] for i in range(sessions)]
                 names = list(modes)
                 random.Random(repetition).shuffle(names)
                 for name in names:
@@ -161,23 +169,24 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     if repetition >= 0:
                         found[name].add(*result)
                     await asyncio.sleep(0.05)
-                if repetition >= 0:
-                    print(f"T = {temperature:g}, {repetition + 1} repetitions")
-                    print_table(summary(temperature, found))
-            rows += summary(temperature, found)
+            print(f"\n{sessions} sessions, T = {temperature:g}")
+            print_table(now := summary(sessions, temperature, found))
+            rows += now
     return rows
 
 
-def summary(temperature: float, found: dict[str, Measured]) -> list[dict[str, Any]]:
+def summary(sessions: int, temperature: float, found: dict[str, Measured]) -> list[dict[str, Any]]:
     """Median tokens per second of each mode. The best fixed mode is the fastest of plain decoding and the fixed numbers of nodes."""
     rate = {name: statistics.median(one.rates) for name, one in found.items()}
     best = max(value for name, value in rate.items() if name not in (CONTROLLER, OTHER))
     return [
         {
+            "sessions": sessions,
             "temperature": temperature,
             "mode": name,
             "tokens_per_s": rate[name],
             "tokens_per_pass": one.tokens / one.passes,
+            "of_plain": rate[name] / rate["plain"],
             "of_best_fixed": rate[name] / best,
         }
         for name, one in found.items()
@@ -185,18 +194,16 @@ def summary(temperature: float, found: dict[str, Measured]) -> list[dict[str, An
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    cells = [
-        [row["mode"], *(f"{row[name]:.2f}" for name in ("tokens_per_s", "tokens_per_pass", "of_best_fixed"))]
-        for row in rows
-    ]
-    print(markdown_table(["mode", "tokens/s", "tokens a pass", "of best fixed"], cells), flush=True)
+    names = ("tokens_per_s", "tokens_per_pass", "of_plain", "of_best_fixed")
+    cells = [[row["mode"], *(f"{row[name]:.2f}" for name in names)] for row in rows]
+    print(markdown_table(["mode", "tokens/s", "tokens a pass", "of plain", "of best fixed"], cells), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     options = options_of(argv)
     rows = asyncio.run(measure(options))
     if options.out is not None:
-        used = {"target": options.target.name, "sessions": options.sessions, "repetitions": options.repetitions}
+        used = {"target": options.target.name, "repetitions": options.repetitions}
         used |= {"tokens": options.tokens, "threads": options.threads, "drafter_threads": options.drafter_threads}
         save(options.out, {**used, "rows": rows})
     return 0

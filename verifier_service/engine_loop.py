@@ -30,7 +30,7 @@ from verifier_service.kv_admission import Memory, Slots
 from verifier_service.local_drafts import LocalDrafts
 from verifier_service.metrics import Metrics, trace_round
 from verifier_service.rounds import Rounds
-from verifier_service.runner import Chunk, Outcome, Round, Runner
+from verifier_service.runner import Chunk, Drafted, Outcome, Round, Runner
 from verifier_service.scheduler import Limits, Plan, SessionView, schedule
 from verifier_service.session import Event, Session
 from verifier_service.settings import VerifierSettings
@@ -94,8 +94,8 @@ class EngineLoop:
             rounds = [self._launch(number, max_nodes) for number, max_nodes in plan.launches]
             with self.watchdog.step():
                 work = asyncio.get_running_loop().run_in_executor(self._thread, self._on_model, chunks, rounds)
-                rounds, draft_s, outcomes = await work
-            self.apply(plan, chunks, rounds, outcomes, start_s=start_s, draft_s=draft_s)
+                drafted, outcomes = await work
+            self.apply(plan, chunks, drafted, outcomes, start_s=start_s)
         except ModelLost:
             raise
         except Exception as error:  # a bug or a broken model costs the sessions of this step, not the service
@@ -103,10 +103,10 @@ class EngineLoop:
             for number in {n for n, _ in (*plan.prefill, *plan.launches)}:
                 self.abort(self.running[number], error)
 
-    def _on_model(self, chunks: list[Chunk], rounds: list[Round]) -> tuple[list[Round], float, list[Outcome]]:
-        """On the model's thread: the rounds with all their trees, the seconds that a draft head took for them, and their outcomes."""
-        rounds, draft_s = self.runner.drafted(rounds)
-        return rounds, draft_s, self.runner.step(chunks, rounds)
+    def _on_model(self, chunks: list[Chunk], rounds: list[Round]) -> tuple[Drafted, list[Outcome]]:
+        """On the model's thread: the rounds with all their trees, and their outcomes."""
+        drafted = self.runner.drafted(rounds)
+        return drafted, self.runner.step(chunks, drafted.rounds)
 
     # -- prepare and schedule -----------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class EngineLoop:
             if session.round.max_nodes is None and (self._joins(session) or not session.prefill_left):
                 self.rounds.plan_round(session)
             if not session.prefill_left:
-                self.local.plan(session, self.rounds.most(session))
+                self.local.plan(session, self.rounds.most(session), self.rounds.load)
             self.rounds.note_ready(session)
 
     def snapshot(self, session: Session, now_s: float) -> SessionView:
@@ -259,7 +259,7 @@ class EngineLoop:
             shared=session.shared,
             drafter=drafter,
             fill=fill,
-            num_successors=self.local.num_successors(session),
+            num_successors=self.local.num_successors(session, self.rounds.load),
             copies=session.draft_mode is DraftMode.IID and (verified is snapshot is not None or wanted is not None),
             wanted=wanted,
             session=number,
@@ -272,13 +272,13 @@ class EngineLoop:
         self,
         plan: Plan,
         chunks: list[Chunk],
-        rounds: list[Round],
+        drafted: Drafted,
         outcomes: list[Outcome],
         *,
         start_s: float,
-        draft_s: float = 0.0,
     ) -> None:
-        """A step has ended that began at start_s, of which a draft head took draft_s."""
+        """A step has ended that began at start_s."""
+        rounds, draft_s = drafted.rounds, drafted.seconds
         kind = "prefill" if plan.prefill else "verify" if plan.verify else "plain"
         self.metrics.record_step(kind, time.monotonic() - start_s, draft_s=draft_s)
         if plan.prefill:
@@ -290,7 +290,7 @@ class EngineLoop:
             session.feed(size, chunk.prompt_logprobs)
             self.rounds.start_round_timer(session)
         for (number, _), done, outcome in zip(plan.launches, rounds, outcomes, strict=True):
-            self._commit(self.running[number], done, outcome, draft_s)
+            self._commit(self.running[number], done, outcome, None if drafted.catches_up else draft_s)
         self.pool.flush()  # drafters go on while the next step is planned
         if not plan.prefill:
             seconds = time.monotonic() - start_s - draft_s
@@ -298,7 +298,7 @@ class EngineLoop:
             self.rounds.controller.step_time.add(rows, seconds, plain=rows == len(rounds))
         self.rounds.plan()
 
-    def _commit(self, session: Session, done: Round, outcome: Outcome, draft_s: float) -> None:
+    def _commit(self, session: Session, done: Round, outcome: Outcome, draft_s: float | None) -> None:
         if session.done:
             return  # cancelled while the step ran; nothing was emitted
         session.on(Event.COMMIT)

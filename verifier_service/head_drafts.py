@@ -71,6 +71,9 @@ class HeadDrafts:
         self.model = model
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=best_first or BestFirst())
         self._observed: dict[int, Observed] = {}
+        self.catches_up = (
+            False  # in the last `grow`, a text was read of more than one round: a prompt, or rounds without trees
+        )
 
     def observe(self, session: int, first: int, states: torch.Tensor) -> None:
         """Keep the states [n, S] of positions first, first + 1, ... Earlier ones are dropped if there is a gap between them."""
@@ -86,7 +89,10 @@ class HeadDrafts:
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
-        ready = [one.session for one in wanted if self._is_ready(one)]
+        known = [one for one in wanted if self._knows(one)]
+        features = self._features(known)
+        self.catches_up = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
+        ready = [one.session for one, rows in zip(known, features, strict=True) if self._follow(one, rows)]
         self._grower.grow(ready)
         trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
         return [
@@ -99,17 +105,28 @@ class HeadDrafts:
         self._grower.close(session)
         self._observed.pop(session, None)
 
-    def _is_ready(self, one: Wanted) -> bool:
-        """Bring the head's text to the end of the session's. False: states are missing."""
-        known, text = self._observed.get(one.session), one.text
-        if known is None or known.end != len(text) - 1:
-            return False
-        states = known.parts[0] if len(known.parts) == 1 else torch.cat(known.parts)
-        features = Features(self.model.fuse(states).cpu().numpy())
-        known.first, known.parts = known.end, []
+    def _knows(self, one: Wanted) -> bool:
+        """The states before the last token of the text are there."""
+        known = self._observed.get(one.session)
+        return known is not None and known.end == len(one.text) - 1
+
+    def _features(self, wanted: Sequence[Wanted]) -> list[NDArray[np.float32]]:
+        """Fused features of the states that the head has not read, all of them in one product."""
+        if not wanted:
+            return []
+        observed = [self._observed[one.session] for one in wanted]
+        fused = self.model.fuse(torch.cat([part for known in observed for part in known.parts])).cpu().numpy()
+        ends = np.cumsum([known.end - known.first for known in observed])
+        for known in observed:
+            known.first, known.parts = known.end, []
+        return np.split(fused, ends[:-1])
+
+    def _follow(self, one: Wanted, rows: NDArray[np.float32]) -> bool:
+        """Bring the head's text to the end of the session's, with these features of its last tokens. False: no slot is free."""
+        text, features = one.text, Features(rows)
         growing = self._grower.trees.get(one.session)
         if growing is None:
-            opening = replace(one.opening, prefix=tuple(text), num_features=len(states), node_budget=one.nodes)
+            opening = replace(one.opening, prefix=tuple(text), num_features=len(rows), node_budget=one.nodes)
             if self._grower.open(one.session, opening) is not None:
                 return False
             for part in features.chunks(opening.slot, len(text)):

@@ -30,9 +30,10 @@ from verifier_service.speculation import RoundResult, SpeculationController, Sta
 
 CHUNK = 256  # tokens of a text that are read before a round: a fraction of a millisecond
 HEAD = "head:"  # and the folder of a draft head, in the setting
-BESIDE_HEAD = "ngram+recycling"  # looked up where a head drafts: costs nothing, and is better at T = 0 and where a text repeats itself
+LOOKED_UP = "ngram+recycling"  # what a request may ask for where a head is the default
+BESIDE_HEAD = "ngram"  # looked up where a head drafts: costs nothing, and is better where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
-LEARN_EVERY = 4  # tokens of plain decoding: successors of every row would cost 3 % of a step of many sessions
+LEARN_EVERY = 4  # steps of plain decoding, of which one session's row is learned from: a row costs up to 1 % of a step
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
@@ -78,6 +79,10 @@ class LocalDraft:
         if self.opening is not None:
             return self.cap
         return len(self.tree.ids) - 1 if self.tree is not None else 0
+
+    def worth(self, load: int) -> float:
+        """What drafts of a session are asked in order of, the greatest first."""
+        return self.statistics.speedup if load == 1 else self.statistics.present_tokens
 
     def drop(self) -> None:
         """The present round has no tree."""
@@ -128,17 +133,19 @@ class LocalDrafts:
             drafts.append(LocalDraft("head", None, statistics, opening, session.required))
         session.local_drafts, session.local = tuple(drafts), drafts[0] if drafts else None
 
-    def plan(self, session: Session, most: int) -> int:
-        """Nodes of the tree that stands in for plain decoding in the present round; planned once per round, at most `most`.
+    def plan(self, session: Session, most: int, load: int) -> int:
+        """Nodes of the tree that stands in for plain decoding in the present round; planned once per round, at most `most`. load: sessions
+        that share the steps.
 
-        The draft with the higher speed-up so far is asked first, and now and then the other, so that what is known of it stays current.
+        The draft with the higher speed-up so far is asked first; of several sessions, which wait for each other's drafts in any case, the
+        one that commits more tokens; and now and then the other, so that what is known of it stays current.
         A look-up that finds nothing leaves the round to the next one. All of it follows from the committed text and earlier rounds.
         """
         if session.local is None:
             return 0
         if session.local.length == len(session.tokens):
             return session.local.num_nodes
-        drafts = sorted(session.local_drafts, key=lambda one: -one.statistics.speedup)
+        drafts = sorted(session.local_drafts, key=lambda one: -one.worth(load))
         for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
             session.local = local
             local.length, local.cap, local.tree = len(session.tokens), 0, None
@@ -167,11 +174,11 @@ class LocalDrafts:
         return Wanted(session.number, session.tokens, local.opening, local.cap)
 
     @staticmethod
-    def num_successors(session: Session) -> int:
+    def num_successors(session: Session, load: int) -> int:
         """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree, and now
-        and then of the row of a plain step."""
+        and then of the row of a plain step. load: sessions that share the steps."""
         length, local = len(session.tokens), session.local
-        if length % LEARN_EVERY and not (local is not None and local.launched):
+        if (length + session.number) % (LEARN_EVERY * load) and not (local is not None and local.launched):
             return 0
         asked = [one for one in session.local_drafts if one.length == length]
         return max((one.num_successors for one in asked), default=0)
@@ -207,7 +214,7 @@ def absent(draft: Draft | None) -> bool:
     return draft is None or not (draft.has_growth or draft.shared)
 
 
-def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: float) -> None:
+def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: float | None) -> None:
     """A round without a drafter's nodes was committed, with so many nodes of a local tree. draft_wait: time that a draft head took, in the
     unit of `RoundResult`."""
     for local in session.local_drafts:
@@ -225,5 +232,5 @@ def _recipes(names: str) -> dict[str, Recipe]:
     """By name: all of `ngram+recycling` together, and each alone; what a request may ask for where a head is the default."""
     if names == "none":
         return {}
-    names = BESIDE_HEAD if names.startswith(HEAD) else names
+    names = LOOKED_UP if names.startswith(HEAD) else names
     return {name: Recipe(name, tuple(name.split("+"))) for name in (names, *names.split("+"))}

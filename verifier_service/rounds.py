@@ -189,8 +189,11 @@ class Rounds:
         """The engine was idle for so long."""
         self._idle_s += seconds
 
-    def ended(self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float = 0.0) -> bool:
-        """Learn from a verdict. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the step.
+    def ended(
+        self, session: Session, outcome: Outcome, *, prefilled: bool = False, draft_s: float | None = 0.0
+    ) -> bool:
+        """Learn from a verdict. prefilled: its forward held the end of its own prefill, too; draft_s: time of a draft head in the
+        step; None: it took longer than usual.
 
         Returns whether a tree was waited for in vain."""
         current = session.round
@@ -208,7 +211,7 @@ class Rounds:
         ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at  # then it waited for others
         wait_s = (ready_at - current.idle_mark_s) / speed
         if not drafted:
-            learn(session, outcome.num_nodes, outcome.path, draft_s / speed)
+            learn(session, outcome.num_nodes, outcome.path, None if draft_s is None else draft_s / speed)
         wait = None if current.had_prefill else wait_s
         session.statistics.add(session.number, RoundResult(target, observed, path, wait))
         return current.stalled

@@ -140,6 +140,19 @@ class Outcome:
     features: NDArray[np.float32] | None = field(default=None, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Rounds with the trees that the draft head has grown for them.
+
+    seconds     that this took
+    catches_up  it read text of more than one round of some session, which takes longer than usual
+    """
+
+    rounds: list[Round]
+    seconds: float = 0.0
+    catches_up: bool = False
+
+
 class Runner:
     """Runs the steps of a target model.
 
@@ -162,15 +175,15 @@ class Runner:
         self.head = head if heads is None else heads.model
         self._exposed = False
 
-    def drafted(self, rounds: Sequence[Round]) -> tuple[list[Round], float]:
-        """The rounds with the trees that the draft head grows for them, and the seconds that this took."""
+    def drafted(self, rounds: Sequence[Round]) -> Drafted:
+        """The rounds with the trees that the draft head grows for them."""
         wanted = [r.wanted for r in rounds if r.wanted is not None]
         if self.heads is None or not wanted:
-            return list(rounds), 0.0
+            return Drafted(list(rounds))
         start_s = time.perf_counter()
         trees = iter(self.heads.grow(wanted))
         found = [r if r.wanted is None else replace(r, snapshot=next(trees)) for r in rounds]
-        return found, time.perf_counter() - start_s
+        return Drafted(found, time.perf_counter() - start_s, self.heads.catches_up)
 
     def forget(self, session: int) -> None:
         """The session has ended."""

@@ -98,7 +98,7 @@ class VerifierSettings(WorkerSettings):
         "ngram",
         pattern=r"^(none|ngram|recycling|ngram\+recycling|head:.+)$",
         description="trees for sessions that no drafter grows one for, where that pays: looked up in their text (ngram) or in what "
-        "followed each token lately (recycling), or grown by a draft head of the target beside ngram+recycling (head:FOLDER); one of none, "
+        "followed each token lately (recycling), or grown by a draft head of the target beside ngram (head:FOLDER); one of none, "
         "ngram, recycling, ngram+recycling, head:FOLDER; none: plain decoding",
     )
     draft_head: str = Field(

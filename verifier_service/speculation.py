@@ -22,8 +22,8 @@ from itertools import accumulate
 
 from verifier_service.step_time import SIZES, StepTime
 
-ENTER = 1.03  # goodput over that of plain decoding at which speculation begins
-LEAVE = 0.98  # and below which it ends
+ENTER = 1.06  # goodput over that of plain decoding at which speculation begins: estimates err by a few percent
+LEAVE = 1.01  # and below which it ends
 PROBE_EVERY = 64  # steps between two that try another size; fewer at first
 # Sizes that are tried at first, and now and then: draft trees of other sizes have other shapes, and up to 5 nodes are mostly a chain.
 COARSE = (0, 2, 5, 7, 15, 31, 63)
@@ -64,7 +64,7 @@ class Statistics:
         self._rounds: list[int] = []
         # By target_nodes: mean number of accepted nodes, and rounds. Small trees are grown deep and large ones wide.
         self._accepted: dict[int, tuple[float, int]] = {}
-        self._wait: dict[int, float] = {}
+        self._wait: dict[int, tuple[float, int]] = {}  # by target_nodes: mean, and rounds
         self.num_rounds = 0  # with trees
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
         self.usual_nodes = 0  # waited for by a round that is no probe
@@ -103,9 +103,9 @@ class Statistics:
         if not nodes or not self._wait:
             return 0.0
         if nodes in self._wait:
-            return self._wait[nodes]
+            return self._wait[nodes][0]
         tried = min(self._wait, key=lambda n: abs(math.log(n / nodes)))
-        return self._wait[tried] * (1.0 + nodes / tried) / 2
+        return self._wait[tried][0] * (1.0 + nodes / tried) / 2
 
     def _acceptance(self, most: int) -> list[float]:
         found: list[float] = []
@@ -150,8 +150,8 @@ class Statistics:
             self._rounds[i] += 1
             self._accept[i] += max(MEMORY, 1.0 / self._rounds[i]) * ((i + 1 in path) - self._accept[i])
         if result.wait is not None:
-            wait = self._wait.get(target, result.wait)
-            self._wait[target] = wait + QUICK_MEMORY * (result.wait - wait)
+            mean, count = self._wait.get(target, (0.0, 0))
+            self._wait[target] = mean + max(QUICK_MEMORY, 1.0 / (count + 1)) * (result.wait - mean), count + 1
         if trial:
             self.trial_left -= 1
             if not self.trial_left:

@@ -177,8 +177,8 @@ def loads_up_to(most: int) -> list[int]:
 
 
 def lookup_beside(draft: str) -> Speculation | None:
-    """What asks for drafts without this one, from the text alone; None for look-up itself. Beside a head recycled successors count."""
-    return None if draft == NGRAM else Speculation(drafter="ngram+recycling" if is_head(draft) else NGRAM)
+    """What asks for drafts without this one, from the text alone; None for look-up itself."""
+    return None if draft == NGRAM else Speculation(drafter=NGRAM)
 
 
 def drafts_in_verifier(draft: str) -> bool:

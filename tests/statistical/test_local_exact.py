@@ -55,7 +55,7 @@ class Walk:
         session, text = self.session, list(self.session.tokens)
         self.meet(drafter, text)
         draft = session.draft
-        local = self.ladder.plan(session, CAP)
+        local = self.ladder.plan(session, CAP, 1)
         arrived = len(draft.tree) if draft is not None and draft.has_growth else 0
         view = SessionView(1, 0, draft is not None, arrived, True, 0.0, 0.0, CAP, local=local)
         step = schedule([view], Limits(rows=64, chunk=1))
@@ -92,7 +92,7 @@ class Walk:
         local = self.session.local
         assert local is not None
         draft, self.session.draft, local.length = self.session.draft, None, -1
-        self.ladder.plan(self.session, CAP)
+        self.ladder.plan(self.session, CAP, 1)
         self.session.draft = draft
         if local.tree is None:
             return arrived
