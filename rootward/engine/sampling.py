@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 
 from rootward.core.arrays import Ints
 from rootward.core.requests import Sampling, TokenLogprob
-from rootward.engine.atoms import largest, smaller_ids_first
+from rootward.engine import verify_kernels as kernels
+from rootward.engine.atoms import host_can_read, largest, smaller_ids_first
+from rootward.engine.cpu_kernels import use_threads
 from rootward.engine.processors import shifted
 
-NUM_CANDIDATES = (256, 1024, 4096)  # most likely tokens that top-p sorts before it sorts the whole row
+NUM_CANDIDATES = (256, 1024, 4096)  # most likely tokens that top-p sorts on a device before it sorts the whole row
 
 
 @torch.inference_mode()
@@ -119,17 +121,22 @@ def _top_k(scores_TV: torch.Tensor, top_k: list[int]) -> torch.Tensor:
 
 
 def _top_p(scores_TV: torch.Tensor, top_p: list[float]) -> torch.Tensor:
-    """Keeps a token if the mass of all more likely ones is below p. A few hundred candidates are nearly always enough."""
+    """Keeps a token if the mass of all more likely ones is below p; equally likely ones of smaller id count as more likely."""
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return scores_TV
     index = torch.tensor(rows, device=scores_TV.device)
+    if host_can_read(scores_TV.device):
+        some = scores_TV[index]  # a copy
+        use_threads(torch.get_num_threads())
+        kernels.cut_tail(some.numpy(), some.softmax(-1).numpy(), np.array([top_p[i] for i in rows]))
+        return some if len(rows) == len(top_p) else scores_TV.index_copy(0, index, some)
     p_T1 = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=scores_TV.device)[:, None]
     return scores_TV.index_copy(0, index, _cut_tail(scores_TV[index], p_T1, NUM_CANDIDATES))
 
 
 def _cut_tail(scores_TV: torch.Tensor, p_T1: torch.Tensor, num_candidates: tuple[int, ...]) -> torch.Tensor:
-    """Scores with -inf outside the nucleus. Rows that the first number of candidates does not decide are tried with the next."""
+    """Scores with -inf outside the nucleus, on a device. Rows that the first number of candidates leaves open are tried with the next."""
     vocab = scores_TV.shape[1]
     num = min(num_candidates[0], vocab) if num_candidates else vocab
     cut, decided = _nucleus(scores_TV, p_T1, num)

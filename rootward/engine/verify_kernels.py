@@ -1,4 +1,4 @@
-"""The loops of `rootward.engine.verify` and `rootward.engine.noise` over nodes, atoms and tokens, compiled by numba.
+"""The loops of `rootward.engine.verify`, `noise` and `sampling` over nodes, atoms and tokens, compiled by numba.
 
 A round needs a few thousand operations that depend on each other. Array operations on so few numbers cost more than the arithmetic.
 Compiled loops take microseconds, and they compute each number in the same order whatever else is in the batch.
@@ -16,13 +16,15 @@ from typing import Any
 import numba
 import numpy as np
 
-from rootward.engine import cpu_kernels  # noqa: F401  sets the cache directory of numba
+from rootward.engine import cpu_kernels  # sets the cache directory of numba
 
 exact = {"nogil": True, "cache": True, "error_model": "numpy"}
 I1, I2 = numba.int64[::1], numba.int64[:, ::1]
 F1, F2 = numba.float64[::1], numba.float64[:, ::1]
 B1, U1 = numba.bool_[::1], numba.uint64[::1]
 F32_2 = numba.float32[:, ::1]
+
+NUM_BUCKETS, BUCKETS_PER_NAT = 1024, 16  # of scores below the largest
 
 # What `check` can find wrong.
 OK, BAD_WEIGHT, REPEATED_ID, BAD_TARGET, NO_COLUMN, REPEATED_CHILD, NO_WEIGHT = range(7)
@@ -49,6 +51,43 @@ def gather(probs: Any, ids: Any, at: Any, tail: Any) -> None:
         for g in range(num_ids):
             if ids[t, g] >= 0:
                 row[ids[t, g]] = at[t, g]
+
+
+@numba.njit([(F32_2, F32_2, F1), (F2, F2, F1)], parallel=cpu_kernels.HAS_OPENMP, **exact)
+def cut_tail(scores: Any, probs: Any, share: Any) -> None:
+    """scores[T, V] = -inf for each token whose likelier ones, and equally likely ones of smaller id, have at least the mass share[T].
+
+    probs[T, V]: softmax of the scores. Tokens are counted by how far they are below the likeliest one; only those of the bucket in
+    which the mass is reached are sorted."""
+    num_rows, vocab = scores.shape
+    for t in numba.prange(num_rows):
+        score, prob = scores[t], probs[t]
+        largest = score[0]
+        for x in range(1, vocab):
+            largest = max(largest, score[x])
+        mass = np.zeros(NUM_BUCKETS)
+        bucket = np.empty(vocab, np.int16)
+        for x in range(vocab):
+            distance = (largest - score[x]) * BUCKETS_PER_NAT
+            bucket[x] = int(distance) if 0.0 <= distance < NUM_BUCKETS - 1 else NUM_BUCKETS - 1  # also if it is NaN
+            mass[bucket[x]] += prob[x]
+        last, above = 0, 0.0
+        while last < NUM_BUCKETS - 1 and not above + mass[last] >= share[t]:  # to the end if the masses are NaN
+            above += mass[last]
+            last += 1
+        num = 0
+        edge = np.empty(vocab, np.int64)
+        for x in range(vocab):
+            if bucket[x] > last:
+                score[x] = -np.inf
+            elif bucket[x] == last:
+                edge[num] = x
+                num += 1
+        below = largest - score[edge[:num]]
+        for i in np.argsort(below, kind="mergesort"):
+            if above >= share[t] and above > 0.0:  # one token is always kept
+                score[edge[i]] = -np.inf
+            above += prob[edge[i]]
 
 
 @numba.njit([(F2, F1)], **exact)

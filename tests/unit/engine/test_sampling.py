@@ -90,9 +90,41 @@ def test_the_search_for_the_nucleus_widens(monkeypatch: pytest.MonkeyPatch) -> N
     logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(3)) * torch.linspace(0, 6, 6)[:, None]
     parameters = [Sampling(1.0, 0, 0.8)] * 6
     expected = processed(logits, parameters)
+    monkeypatch.setattr(sampling, "host_can_read", lambda _: False)
     for steps in ((), (1,), (2, 5, 40), (499,), (500,), (900,)):
         monkeypatch.setattr(sampling, "NUM_CANDIDATES", steps)
         torch.testing.assert_close(processed(logits, parameters), expected, atol=0, rtol=0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([-np.inf, -90.0, -3.0, -0.01, 0.0, 0.01, 1.0, 5.0]), min_size=12, max_size=12),
+        min_size=1,
+        max_size=4,
+    ),
+    top_p=st.sampled_from([1e-9, 0.05, 0.5, 0.7, 0.9, 0.999, 1.0 - 1e-9]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+)
+def test_the_nucleus_is_the_same_on_the_host_and_on_a_device(
+    rows: list[list[float]], top_p: float, dtype: torch.dtype
+) -> None:
+    logits = torch.tensor([[0.0, *row] for row in rows], dtype=dtype)
+    parameters = [Sampling(1.0, 0, top_p)] * len(rows)
+    found = processed(logits, parameters)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sampling, "host_can_read", lambda _: False)
+        torch.testing.assert_close(found, processed(logits, parameters), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_the_nucleus_of_broken_logits_is_no_distribution(broken: float) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    whole = processed(logits, [Sampling(1.0, 0, 0.9)] * 3)
+    logits[1, 7] = broken
+    found = processed(logits, [Sampling(1.0, 0, 0.9)] * 3)
+    assert bool(found[1].isnan().any())
+    torch.testing.assert_close(found[[0, 2]], whole[[0, 2]], atol=0, rtol=0)
 
 
 @settings(max_examples=80, deadline=None)
