@@ -33,7 +33,9 @@ HEAD = "head:"  # and the folder of a draft head, in the setting
 LOOKED_UP = "ngram+recycling"  # what a request may ask for where a head is the default
 BESIDE_HEAD = "ngram"  # looked up where a head drafts: costs nothing, and is better where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
-LEARN_EVERY = 4  # steps of plain decoding, of which one session's row is learned from: a row costs up to 1 % of a step
+LEARN_EVERY = (
+    4  # steps of plain decoding, per row that is learned from, of whatever session: a row costs up to 1 % of a step
+)
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
@@ -178,7 +180,7 @@ class LocalDrafts:
         """Most likely next tokens of every row that the local drafts learn from: of those that were asked for this round's tree, and now
         and then of the row of a plain step. load: sessions that share the steps."""
         length, local = len(session.tokens), session.local
-        if (length + session.number) % (LEARN_EVERY * load) and not (local is not None and local.launched):
+        if length % (LEARN_EVERY * load) and not (local is not None and local.launched):
             return 0
         asked = [one for one in session.local_drafts if one.length == length]
         return max((one.num_successors for one in asked), default=0)

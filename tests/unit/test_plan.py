@@ -293,7 +293,7 @@ def test_services_of_a_plan_are_those_of_serve_all() -> None:
 def test_look_up_is_measured_beside_every_other_draft() -> None:
     assert lookup_beside("ngram") is None
     assert lookup_beside(str(paths().draft)) == Speculation(drafter="ngram")
-    assert lookup_beside(str(smollm2_head())) == Speculation(drafter="ngram+recycling")
+    assert lookup_beside(str(smollm2_head())) == Speculation(drafter="ngram")
 
 
 def test_prompts_are_tokens_of_the_gateway() -> None:
