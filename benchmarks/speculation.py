@@ -169,9 +169,12 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                     if repetition >= 0:
                         found[name].add(*result)
                     await asyncio.sleep(0.05)
+                setting = f"{sessions} sessions, T = {temperature:g}"
+                print(f"{setting}: {repetition + 1} of {options.repetitions} repetitions", file=sys.stderr, flush=True)
             print(f"\n{sessions} sessions, T = {temperature:g}")
-            print_table(now := summary(sessions, temperature, found))
-            rows += now
+            of_setting = summary(sessions, temperature, found)
+            print_table(of_setting)
+            rows += of_setting
     return rows
 
 

@@ -71,9 +71,9 @@ class HeadDrafts:
         self.model = model
         self._grower: Grower[int] = Grower(model, incarnation=incarnation, best_first=best_first or BestFirst())
         self._observed: dict[int, Observed] = {}
-        self.catches_up = (
-            False  # in the last `grow`, a text was read of more than one round: a prompt, or rounds without trees
-        )
+        # In the last `grow` a text of more than one round was read (a prompt, rounds without trees), and not in the one before.
+        self.catches_up = False
+        self._read_much = False  # the same, whatever was read in the one before
 
     def observe(self, session: int, first: int, states: torch.Tensor) -> None:
         """Keep the states [n, S] of positions first, first + 1, ... Earlier ones are dropped if there is a gap between them."""
@@ -89,10 +89,14 @@ class HeadDrafts:
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
-        known = [one for one in wanted if self._knows(one)]
+        known = [one for one in wanted if self._has_states(one)]
         features = self._features(known)
-        self.catches_up = any(len(rows) > one.nodes + 1 for one, rows in zip(known, features, strict=True))
-        ready = [one.session for one, rows in zip(known, features, strict=True) if self._follow(one, rows)]
+        before, self._read_much = (
+            self._read_much,
+            any(len(f) > w.nodes + 1 for w, f in zip(known, features, strict=True)),
+        )
+        self.catches_up = self._read_much and not before
+        ready = [one.session for one, rows in zip(known, features, strict=True) if self._extend_text(one, rows)]
         self._grower.grow(ready)
         trees = [self._grower.trees[one.session].tree if one.session in ready else None for one in wanted]
         return [
@@ -105,7 +109,7 @@ class HeadDrafts:
         self._grower.close(session)
         self._observed.pop(session, None)
 
-    def _knows(self, one: Wanted) -> bool:
+    def _has_states(self, one: Wanted) -> bool:
         """The states before the last token of the text are there."""
         known = self._observed.get(one.session)
         return known is not None and known.end == len(one.text) - 1
@@ -121,7 +125,7 @@ class HeadDrafts:
             known.first, known.parts = known.end, []
         return np.split(fused, ends[:-1])
 
-    def _follow(self, one: Wanted, rows: NDArray[np.float32]) -> bool:
+    def _extend_text(self, one: Wanted, rows: NDArray[np.float32]) -> bool:
         """Bring the head's text to the end of the session's, with these features of its last tokens. False: no slot is free."""
         text, features = one.text, Features(rows)
         growing = self._grower.trees.get(one.session)

@@ -33,9 +33,7 @@ HEAD = "head:"  # and the folder of a draft head, in the setting
 LOOKED_UP = "ngram+recycling"  # what a request may ask for where a head is the default
 BESIDE_HEAD = "ngram"  # looked up where a head drafts: costs nothing, and is better where a text repeats itself
 ASK_OTHER_EVERY = 16  # tokens
-LEARN_EVERY = (
-    4  # steps of plain decoding, per row that is learned from, of whatever session: a row costs up to 1 % of a step
-)
+LEARN_EVERY = 4  # steps of plain decoding for each row that is learned from, on average over all sessions
 NOT_LOOKED_UP = (Rule.BLOCK, Rule.MULTI_STEP)  # rules of chains and of copies: a tree that is looked up here is neither
 LEAST_SCORE = 0.1  # of a path: how many of the others are verified is learned
 
@@ -82,8 +80,8 @@ class LocalDraft:
             return self.cap
         return len(self.tree.ids) - 1 if self.tree is not None else 0
 
-    def worth(self, load: int) -> float:
-        """What drafts of a session are asked in order of, the greatest first."""
+    def rank(self, load: int) -> float:
+        """The draft of a session with the highest rank is asked first. load: sessions that share the steps."""
         return self.statistics.speedup if load == 1 else self.statistics.present_tokens
 
     def drop(self) -> None:
@@ -147,7 +145,7 @@ class LocalDrafts:
             return 0
         if session.local.length == len(session.tokens):
             return session.local.num_nodes
-        drafts = sorted(session.local_drafts, key=lambda one: -one.worth(load))
+        drafts = sorted(session.local_drafts, key=lambda one: -one.rank(load))
         for local in drafts if len(session.tokens) % ASK_OTHER_EVERY else reversed(drafts):
             session.local = local
             local.length, local.cap, local.tree = len(session.tokens), 0, None

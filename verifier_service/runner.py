@@ -145,7 +145,7 @@ class Drafted:
     """Rounds with the trees that the draft head has grown for them.
 
     seconds     that this took
-    catches_up  it read text of more than one round of some session, which takes longer than usual
+    catches_up  it took longer than usual: the head read a text of more than one round (`HeadDrafts.catches_up`)
     """
 
     rounds: list[Round]

@@ -237,6 +237,21 @@ def test_the_wait_of_sizes_that_were_not_tried_follows_the_nearest_one() -> None
     assert one.draft_wait(4) < one.draft_wait(8) == 0.01 < one.draft_wait(16) < 0.02
 
 
+def test_one_long_wait_at_first_is_one_of_many() -> None:
+    one = Statistics()
+    one.add(1, RoundResult(8, 8, (), 0.1))
+    for _ in range(9):
+        one.add(1, RoundResult(8, 8, (), 0.0))
+    assert one.draft_wait(8) == pytest.approx(0.01)
+
+
+def test_a_wait_that_is_not_known_changes_nothing() -> None:
+    one = Statistics()
+    one.add(1, RoundResult(8, 8, (), 0.01))
+    one.add(1, RoundResult(8, 8, (), None))
+    assert one.draft_wait(8) == 0.01
+
+
 def test_steps_are_measured_on_a_slot_that_is_given_back() -> None:
     model = TabularModel(5, seed=1)
     ticks = iter(np.arange(0.0, 1e6, 0.5).tolist())
