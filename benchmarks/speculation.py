@@ -107,9 +107,9 @@ async def started(
     stack: AsyncExitStack, models: tuple[Path, Path], options: argparse.Namespace, checkout: Path | None
 ) -> Client:
     """A client of a new verifier and drafter. checkout: the directory whose code they run (None: this one)."""
-    before = os.environ.get("PYTHONPATH", "")
-    if checkout is not None:
-        os.environ["PYTHONPATH"] = str(checkout)
+    before = dict(os.environ)
+    if checkout is not None:  # without the second one the working directory would come first
+        os.environ |= {"PYTHONPATH": str(checkout), "PYTHONSAFEPATH": "1"}
     common = ["--max-model-len", "640", "--max-num-seqs", str(max(2, *options.sessions)), "--log-level", "warning"]
     try:
         if options.head is not None:
@@ -122,7 +122,8 @@ async def started(
         of_verifier = ("--model", str(models[0]), "--num-threads", str(options.threads))
         address = await stack.enter_async_context(service("verifier_service", *of_verifier, *source, *common, *more))
     finally:
-        os.environ["PYTHONPATH"] = before
+        os.environ.clear()
+        os.environ |= before
     remote = await stack.enter_async_context(RemoteVerifier(address))
     async with asyncio.timeout(60):
         while options.head is None and not (await remote.get_info()).drafters:
