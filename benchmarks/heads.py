@@ -26,6 +26,7 @@ from benchmarks.slow_link import Conditions, SlowLink
 from rootward import demo
 from rootward.core.requests import Rule, Sampling, Speculation, SpeculationMode, Stopping, VerifierRequest
 from rootward.engine.tokenizers import load_tokenizer
+from rootward.host import threads_of_drafters
 from rootward.wire.clients import RemoteVerifier
 
 FEATURE_BYTES = "rootward_draft_feature_bytes_total"
@@ -177,9 +178,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=64, help="of each answer")
     parser.add_argument("--turns", type=int, default=3, help="after one that warms up")
     parser.add_argument("--threads", type=int, default=2, help="of a verifier")
-    parser.add_argument("--drafter-threads", type=int, default=1)
+    parser.add_argument("--drafter-threads", type=int, help="default: as many as the verifier, as in `serve all`")
     parser.add_argument("--out", type=Path, help="JSON result")
     given = parser.parse_args(argv)
+    given.drafter_threads = given.drafter_threads or threads_of_drafters(given.threads, 1, have_heads=True)
     found, equal = asyncio.run(measured(given))
     print(report(found))
     if not given.temperature:

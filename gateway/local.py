@@ -273,8 +273,9 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
         "--num-threads": threads,
         "--shutdown-timeout-s": settings.shutdown_timeout_s,
     }
-    of_drafters = {"--model": draft, "--num-threads": threads_of_drafters(threads, count)}
-    if draft.startswith("head:"):
+    is_head = draft.startswith("head:")
+    of_drafters = {"--model": draft, "--num-threads": threads_of_drafters(threads, count, have_heads=is_head)}
+    if is_head:
         of_verifier["--draft-head"] = draft.removeprefix("head:")
         of_drafters["--target"] = target
     if ":" not in target and ":" not in draft:  # tables and look-ups have no tokenizer
@@ -292,7 +293,7 @@ def _deployment(settings: LocalSettings, folder: str, log_to: int | None) -> Dep
 
     def drafter(address: str) -> Child:
         flags = {**of_drafters, "--listen": address}
-        return service("drafter_service", flags, settings.drafter_flags, PASSIVE_WAITING)
+        return service("drafter_service", flags, settings.drafter_flags, {} if is_head else PASSIVE_WAITING)
 
     def redis_child() -> Child:
         def read_address(line: str) -> str:

@@ -18,12 +18,14 @@ def available_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def threads_of_drafters(threads: int, num_drafters: int) -> int:
+def threads_of_drafters(threads: int, num_drafters: int, *, have_heads: bool = False) -> int:
     """CPU threads of each drafter on the machine of its target, which has `threads`.
 
     A drafter works while its target waits and the other way round, so the target keeps all its threads. Half of them, shared among the
-    drafters, are enough for models that are small (docs/log.md, lesson 8)."""
-    return max(1, threads // (2 * max(1, num_drafters)))
+    drafters, are enough for models that are small (docs/log.md, lesson 8). Those of draft heads share all of them: they never grow ahead
+    beside the target (benchmarks/results/2026-11-25-heads-over-the-wire)."""
+    share = num_drafters if have_heads else 2 * num_drafters
+    return max(1, threads // max(1, share))
 
 
 def environment_with(defaults: Mapping[str, str]) -> dict[str, str]:

@@ -69,6 +69,17 @@ def test_drafters_that_wait_leave_the_cores_to_the_target(monkeypatch: pytest.Mo
     assert "OMP_WAIT_POLICY" not in deployment.verifier._environment
 
 
+def test_drafters_of_heads_share_all_threads_and_may_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They work only while the target waits."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    flags = ["--redis-url", "none", "--model", "owner/name", "--draft-model", "head:/heads/one", "--num-threads", "4"]
+    deployment = _deployment(LocalSettings.load([*flags, "--num-drafters", "2"]), "/tmp", None)
+    for drafter in deployment.drafters:
+        command = drafter._command
+        assert command[command.index("--num-threads") + 1] == "2"
+        assert "OMP_WAIT_POLICY" not in drafter._environment
+
+
 def test_drafters_without_a_model_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="--num-drafters: drafters need a model"):
         started("--model", "owner/name", "--num-drafters", "2")
