@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from rootward.engine import cpu_attention
-from rootward.engine.cpu_attention import VisibleKeys
+from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.paged import PagedContext, paged_context
 from rootward.engine.slots import Entry, Size
 

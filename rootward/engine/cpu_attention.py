@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rootward.core.arrays import Ints
 from rootward.engine import cpu_kernels
+from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.slots import Entry
 
 if TYPE_CHECKING:
@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float32]
 ROWS_OF_PART = 4  # read their keys together
-
-
-class VisibleKeys(NamedTuple):
-    """What the rows of a step see: arguments of `cpu_kernels.attention`, in its order."""
-
-    part_entry: Ints
-    part_start: Ints
-    first: Ints
-    length: Ints
-    blocks: Ints
-    block_size: int
-    node_start: Ints
-    nodes: Ints
 
 
 def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int, window: int | None) -> VisibleKeys:
@@ -52,7 +39,7 @@ def visible_keys(entries: Sequence[Entry], offsets: Sequence[int], num_rows: int
         order = np.argsort(plan.position, kind="stable")
         sees = plan.sees[:, order]
         if window is not None:
-            first[rows] = np.clip(plan.positions - window + 1, 0, plan.length)
+            first[rows] = np.maximum(plan.positions - window + 1, 0)
             sees = sees & (plan.positions[:, None] - plan.position[order] < window)
         count[offset + 1 : offset + 1 + plan.num_rows] = sees.sum(1)
         parts |= dict.fromkeys(range(offset, rows.stop, ROWS_OF_PART), b)
@@ -91,10 +78,10 @@ def attend(
     cpu_kernels.attention(
         query.float().contiguous().numpy(),
         *layer.arrays,
-        *visible,
-        scaling,
-        softcap or 0.0,
-        no_sinks(heads) if sinks is None else sinks.float().numpy(),
-        out.numpy(),
+        visible,
+        scaling=scaling,
+        softcap=softcap or 0.0,
+        sinks=no_sinks(heads) if sinks is None else sinks.float().numpy(),
+        out=out.numpy(),
     )
     return out.view(num, heads, -1)

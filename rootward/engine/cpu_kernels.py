@@ -21,7 +21,7 @@ from enum import Enum
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -32,7 +32,10 @@ from numba.extending import intrinsic, overload
 from torch.nn import functional
 
 from rootward.engine.cpu_tiles import (
+    AMX_KEYS,
+    AMX_PAIRS,
     AMX_ROWS,
+    AMX_VALUES,
     CHUNK,
     DOT_KEYS,
     DOT_ROWS,
@@ -42,12 +45,20 @@ from rootward.engine.cpu_tiles import (
     LINEAR_STEPS,
     PREFETCH_BYTES,
     SUM_ROWS,
+    amx_add,
+    amx_clear,
+    amx_scores,
+    amx_store,
     amx_tile,
     configure_amx,
     dot_tile,
     linear_tile,
+    most_tile,
+    pairs_tile,
     release_amx,
     sum_tile,
+    transpose_tile,
+    weight_tile,
 )
 from rootward.host import folder_of_kernels
 
@@ -120,6 +131,13 @@ def store(array, i, j, number):
     """array[i, j] = number, a float32: rounded to the nearest, and to even, where the array has another type."""
 
 
+@part
+def _rounded(number):
+    """uint32 whose upper half is the nearest bfloat16 of a float32, and an even one of two."""
+    bits = _as_bits(np.float32(number))
+    return bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+
+
 @overload(load, inline="always")
 def _load(number):
     if number == numba.int16:
@@ -137,9 +155,7 @@ def _store(array, i, j, number):
         return as_it_is
 
     def rounded(array, i, j, number):
-        bits = _as_bits(np.float32(number))
-        bits = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        array[i, j] = np.int16(bits >> np.uint32(16))
+        array[i, j] = np.int16(_rounded(number) >> np.uint32(16))
 
     return rounded
 
@@ -338,6 +354,19 @@ def linear_amx(x: Any, weight: Any, bias: Any, out: Any) -> None:
                     out[n, g * GROUP + i] = spare[n, i]
 
 
+class VisibleKeys(NamedTuple):
+    """What the rows of a step see, as `attention_float32` says."""
+
+    part_entry: Any
+    part_start: Any
+    first: Any
+    length: Any
+    blocks: Any
+    block_size: int
+    node_start: Any
+    nodes: Any
+
+
 @part
 def _scores(x, first, last, keys, cells, h, out, j):
     """out[m, j + i] = x[m] · keys[cells[i], h] for first <= m < last. `cells` are filled up to a multiple of DOT_KEYS, and so is `out`."""
@@ -407,7 +436,7 @@ def _weighted(x, first, last, j, values, cells, h, out):
 
 
 @parallel_kernel
-def attention(
+def attention_float32(
     query: Any,
     keys: Any,
     values: Any,
@@ -428,8 +457,9 @@ def attention(
 
     Rows part_start[i] to part_start[i + 1] belong to entry b = part_entry[i]. Each sees positions first[n] to length[b] of it, whose cell i
     is cell i mod block_size of block i div block_size of blocks int64[B, M]; and behind them the cells
-    nodes[node_start[n] : node_start[n + 1]]. Rows of no entry (-1) are padding and get 0. Scores s become softcap · tanh(s / softcap), if
-    that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf if there is none.
+    nodes[node_start[n] : node_start[n + 1]], whose positions follow, from first[n] on. Rows of no entry (-1) are padding and get 0.
+    Scores s become softcap · tanh(s / softcap), if that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf if there
+    is none.
     """
     heads, shared = query.shape[1], keys.shape[1]
     group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]
@@ -471,7 +501,7 @@ def attention(
             for i in range(count, padded):
                 own[i] = own[0]
             _scores(x, m, m + group, keys, own[:padded], h, weight, num)
-            skipped = first[n] - start
+            skipped = min(first[n], length[b]) - start
             for g in range(group):
                 score = weight[m + g, skipped : num + count]
                 if softcap > 0:
@@ -486,6 +516,276 @@ def attention(
             for g in range(group):
                 for d in range(dim_v):
                     store(out, n, (h * group + g) * dim_v + d, found[m + g, d])
+
+
+class Room(NamedTuple):
+    """Arrays that one thread of `attention_amx` works in: for n positions, keys of D and values of D' dimensions."""
+
+    cells: Any  # int64[n]
+    score: Any  # float32[n, AMX_ROWS]
+    query: Any  # int16[AMX_ROWS, D]
+    query_pairs: Any  # int32[D / 2, AMX_ROWS]
+    keys: Any  # int32[AMX_ROWS, 1, D / 2]
+    values: Any  # int32[2, AMX_PAIRS, AMX_VALUES]
+    none: Any  # int16[D'], zeros
+    own_cells: Any  # int64[AMX_KEYS]
+    own_weight: Any  # int32[2, AMX_ROWS, AMX_PAIRS]
+    most: Any  # float32[AMX_ROWS]
+    total: Any  # float32[AMX_ROWS]
+    found: Any  # float32[AMX_ROWS, D']
+
+
+@part
+def _scores_amx(keys, h, first, last, room):
+    """score[i, r] = Σ_d query[r, d] · keys[cells[i], h, d] for first <= i < last by AMX. last - first: a multiple of AMX_ROWS; the cell -1
+    gives any result."""
+    cells, query, score, copied = room.cells, room.query_pairs, room.score, room.keys
+    for k in range(first, last, AMX_ROWS):
+        is_run = cells[k] >= 0
+        for i in range(AMX_ROWS):
+            is_run &= cells[k + i] == cells[k] + i
+        if is_run:
+            amx_scores(keys, cells[k], h, query, score, k)
+        else:
+            for i in range(AMX_ROWS):
+                cell = max(cells[k + i], 0)
+                for d in range(keys.shape[2]):
+                    copied[i, 0, d] = keys[cell, h, d]
+            amx_scores(copied, 0, 0, query, score, k)
+
+
+@numba.njit(fastmath=False, forceinline=True)  # else as around it, in an order that depends on the number of heads
+def _weights_amx(num_heads, score, scaling, most, total, weight):
+    """`weight_tile` of so many columns."""
+    if num_heads <= 4:
+        weight_tile(4, score, scaling, most, total, weight)
+    elif num_heads <= 8:
+        weight_tile(8, score, scaling, most, total, weight)
+    else:
+        weight_tile(16, score, scaling, most, total, weight)
+
+
+@part
+def _attended_amx(blocks, values, h, d, low, high, group, length, num_common, start, seen, weight, room):
+    """found[r, d : d + blocks · AMX_KEYS] = Σ_k weight of k and r · values[k], as `pairs_tile` orders them: first the products that all
+    rows have in common, then those of each row, in the order of positions.
+
+    A product follows when the values of the next one have been read: matrix registers wait for memory that has just been written."""
+    # names for them here: each access to a field would count a reference
+    cells, pairs, none, own_cells, own_weight = room.cells, room.values, room.none, room.own_cells, room.own_weight
+    first, node_start, nodes = seen.first, seen.node_start, seen.nodes
+    whole, num = num_common // AMX_KEYS, 0
+    amx_clear(blocks)
+    for i in range(whole):
+        for k in range(AMX_PAIRS):
+            pairs_tile(blocks, values, none, cells, i * AMX_KEYS + 2 * k, h, d, pairs, i % 2, k)
+        if i > 0:
+            amx_add(blocks, weight, i - 1, pairs, (i - 1) % 2)
+    if whole > 0:
+        amx_add(blocks, weight, whole - 1, pairs, (whole - 1) % 2)
+    for n in range(low, high):
+        begin = max(first[n], length) - start
+        end = begin + node_start[n + 1] - node_start[n]
+        for i in range(max(whole, begin // AMX_KEYS), -(-end // AMX_KEYS)):
+            own = num % 2
+            for k in range(AMX_KEYS):
+                position = i * AMX_KEYS + k
+                own_cells[k] = cells[position] if position < num_common else -1
+                if max(begin, num_common) <= position < end:
+                    own_cells[k] = nodes[node_start[n] + position - begin]
+            for r in range(AMX_ROWS):
+                is_own = (n - low) * group <= r < (n - low + 1) * group
+                for k in range(AMX_PAIRS):
+                    own_weight[own, r, k] = weight[i, r, k] if is_own else 0
+            for k in range(AMX_PAIRS):
+                pairs_tile(blocks, values, none, own_cells, 2 * k, h, d, pairs, own, k)
+            if num > 0:
+                amx_add(blocks, own_weight, 1 - own, pairs, 1 - own)
+            num += 1
+    if num > 0:
+        amx_add(blocks, own_weight, (num - 1) % 2, pairs, (num - 1) % 2)
+    amx_store(blocks, room.found, d)
+
+
+@part
+def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, sinks, out, room):
+    """`attention_amx` of rows low to high of entry b, for the heads that share keys and values h: at most AMX_ROWS in all."""
+    dim, dim_v, group = query.shape[2], values.shape[2], query.shape[1] // values.shape[1]
+    first, nodes, node_start, blocks, block_size = seen.first, seen.nodes, seen.node_start, seen.blocks, seen.block_size
+    length, cells, score, found, rounded = seen.length[b], room.cells, room.score, room.found, room.query
+    most, total, query_pairs = room.most, room.total, room.query_pairs
+    # In positions: all rows see `begin` to `common`, and each its own behind that; `start` is where products of AMX_KEYS begin
+    begin, end, least, alike = first[low], length, node_start[low + 1] - node_start[low], True
+    for n in range(low, high):
+        count = node_start[n + 1] - node_start[n]
+        begin, least, end = min(begin, first[n]), min(least, count), max(end, max(first[n], length) + count)
+        alike &= first[n] <= length
+    num_shared = 0  # nodes that all rows see
+    for i in range(least if alike else 0):
+        for n in range(low + 1, high):
+            alike &= nodes[node_start[n] + i] == nodes[node_start[low] + i]
+        if not alike:
+            break
+        num_shared += 1
+    common, start = max(begin, length) + num_shared, begin // AMX_KEYS * AMX_KEYS
+    num_common, span = common - start, -(-(end - start) // AMX_KEYS) * AMX_KEYS
+    cells[: begin - start] = -1
+    position = begin
+    while position < length:
+        offset = position % block_size
+        here = blocks[b, position // block_size] * block_size + offset
+        steps = min(block_size - offset, length - position)
+        for i in range(steps):
+            cells[position - start + i] = here + i
+        position += steps
+    for i in range(num_shared):
+        cells[length - start + i] = nodes[node_start[low] + i]
+    cells[num_common:span] = -1
+    # Behind `span`: the nodes that not all rows see, one row after the other
+    last = span
+    for n in range(low, high):
+        for i in range(node_start[n] + num_shared, node_start[n + 1]):
+            cells[last] = nodes[i]
+            last += 1
+    rounded[:] = 0
+    for n in range(low, high):
+        for g in range(group):
+            for d in range(dim):
+                store(rounded, (n - low) * group + g, d, query[n, h * group + g, d])
+    words = rounded.view(np.int32)
+    for d in range(0, dim // 2, AMX_PAIRS):
+        transpose_tile(words, 0, d, query_pairs, d)
+    configure_amx(AMX_ROWS)
+    scored, all_scored = -(-num_common // AMX_ROWS) * AMX_ROWS, span + -(-(last - span) // AMX_ROWS) * AMX_ROWS
+    cells[last:all_scored] = -1
+    _scores_amx(keys, h, 0, scored, room)
+    _scores_amx(keys, h, span, all_scored, room)
+    score[: begin - start] = -np.inf
+    score[num_common:span] = -np.inf
+    last = span
+    for n in range(low, high):
+        position = max(first[n], common) - start
+        for r in range((n - low) * group, (n - low + 1) * group):
+            for i in range(max(0, first[n] - begin)):
+                score[begin - start + i, r] = -np.inf
+            for i in range(node_start[n + 1] - node_start[n] - num_shared):
+                score[position + i, r] = score[last + i, r]
+        last += node_start[n + 1] - node_start[n] - num_shared
+    num_heads = (high - low) * group
+    if softcap > 0:
+        for i in range(span):
+            for r in range(num_heads):
+                if score[i, r] > -np.inf:
+                    score[i, r] = np.float32(softcap * np.tanh(score[i, r] * scaling / softcap))
+        scaling = 1.0
+    total[:] = 0
+    most[:] = -np.inf
+    for r in range(num_heads):
+        most[r] = sinks[h * group + r % group] / scaling
+    # The weights take the place of the scores, and then of what they are transposed from
+    found_scores, weight = score[:span], score.view(np.int32)[: span // 2]
+    most_tile(found_scores, most)
+    _weights_amx(num_heads, found_scores, np.float32(scaling), most, total, weight)
+    for i in range(0, span // 2, AMX_PAIRS):
+        transpose_tile(weight, i, 0, weight, i)
+    products = weight.reshape(span // AMX_KEYS, AMX_ROWS, AMX_PAIRS)
+    configure_amx(num_heads)
+    d = 0
+    while d < dim_v:
+        if dim_v - d >= AMX_VALUES:
+            _attended_amx(2, values, h, d, low, high, group, length, num_common, start, seen, products, room)
+            d += AMX_VALUES
+        else:
+            _attended_amx(1, values, h, d, low, high, group, length, num_common, start, seen, products, room)
+            d += AMX_KEYS
+    release_amx()
+    for n in range(low, high):
+        for g in range(group):
+            r, sink = (n - low) * group + g, sinks[h * group + g]
+            scale = total[r] + (_exp(np.float32(sink - most[r] * scaling)) if sink > -np.inf else np.float32(0))
+            scale = np.float32(1) / scale
+            for d in range(0, dim_v, AMX_KEYS):
+                for i in range(AMX_PAIRS):
+                    store(out, n, (h * group + g) * dim_v + d + 2 * i, found[r, d + i] * scale)
+                    store(out, n, (h * group + g) * dim_v + d + 2 * i + 1, found[r, d + AMX_PAIRS + i] * scale)
+
+
+@parallel_kernel
+def attention_amx(
+    query: Any,
+    keys: Any,
+    values: Any,
+    part_entry: Any,
+    part_start: Any,
+    first: Any,
+    length: Any,
+    blocks: Any,
+    block_size: int,
+    node_start: Any,
+    nodes: Any,
+    scaling: float,
+    softcap: float,
+    sinks: Any,
+    out: Any,
+    threads: int,
+) -> None:
+    """`attention_float32` by AMX, of keys and values in bfloat16 whose dimensions are as `fits_amx` says. Needs `has_amx`.
+
+    Queries are rounded to bfloat16, and so are the weights of the values, before they are divided by their sum. A product of weights and
+    values takes AMX_KEYS positions, from a multiple of AMX_KEYS on, whether they are committed or nodes of a tree: so the sums of a row do
+    not depend on that."""
+    shared, dim, dim_v = keys.shape[1], query.shape[2], values.shape[2]
+    group = query.shape[1] // shared
+    key_pairs, at_once = keys.view(np.int32), AMX_ROWS // group
+    seen = VisibleKeys(part_entry, part_start, first, length, blocks, block_size, node_start, nodes)
+    room_for = 0  # positions of a part, and its nodes
+    for p in range(len(part_entry)):
+        for n in range(part_start[p], part_start[p + 1] if part_entry[p] >= 0 else 0):
+            end = max(first[n], length[part_entry[p]]) + node_start[n + 1] - node_start[n]
+            room_for = max(room_for, end + node_start[part_start[p + 1]] - node_start[part_start[p]])
+    room_for += 2 * AMX_KEYS  # incomplete products
+    num_items = len(part_entry) * shared
+    for t in numba.prange(threads):
+        room = Room(
+            cells=np.empty(room_for, np.int64),
+            score=np.empty((room_for, AMX_ROWS), np.float32),
+            query=np.empty((AMX_ROWS, dim), np.int16),
+            query_pairs=np.empty((dim // 2, AMX_ROWS), np.int32),
+            keys=np.empty((AMX_ROWS, 1, dim // 2), np.int32),
+            values=np.empty((2, AMX_PAIRS, AMX_VALUES), np.int32),
+            none=np.zeros(dim_v, np.int16),
+            own_cells=np.empty(AMX_KEYS, np.int64),
+            own_weight=np.empty((2, AMX_ROWS, AMX_PAIRS), np.int32),
+            most=np.empty(AMX_ROWS, np.float32),
+            total=np.empty(AMX_ROWS, np.float32),
+            found=np.empty((AMX_ROWS, dim_v), np.float32),
+        )
+        for item in range(num_items * t // threads, num_items * (t + 1) // threads):
+            p, h = item // shared, item % shared
+            b = part_entry[p]
+            if b < 0:
+                out[part_start[p] : part_start[p + 1], h * group * dim_v : (h + 1) * group * dim_v] = 0
+                continue
+            for low in range(part_start[p], part_start[p + 1], at_once):
+                high = min(low + at_once, part_start[p + 1])
+                _attend_amx(low, high, b, h, query, key_pairs, values, seen, scaling, softcap, sinks, out, room)
+
+
+def fits_amx(heads: int, shared: int, dim: int, dim_v: int) -> bool:
+    """Whether `attention_amx` takes queries [·, heads, dim] of keys [·, shared, dim] and values [·, shared, dim_v]."""
+    return dim % (2 * AMX_PAIRS) == 0 and dim_v % AMX_KEYS == 0 and heads // shared <= AMX_ROWS
+
+
+def attention(
+    query: Any, keys: Any, values: Any, seen: VisibleKeys, *, scaling: float, softcap: float, sinks: Any, out: Any
+) -> None:
+    """`attention_float32`, or `attention_amx` where layers in bfloat16 use AMX too."""
+    arguments = query, keys, values, *seen, scaling, softcap, sinks, out
+    dims = (query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
+    if keys.dtype == np.int16 and bf16_arithmetic() is Arithmetic.AMX and fits_amx(*dims):
+        attention_amx(*arguments, numba.get_num_threads())
+    else:
+        attention_float32(*arguments)
 
 
 @parallel_kernel

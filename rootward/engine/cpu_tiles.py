@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 from llvmlite import ir
@@ -36,6 +37,9 @@ LINEAR_STEPS = 64  # of a part of the weights that tiles of a step with many row
 GROUP = LANES * LINEAR_VECTORS  # outputs of a linear layer that lie side by side
 AMX_ROWS = 16  # of a matrix register
 AMX_PAIRS = 16  # pairs of bfloat16 in a row of a matrix register
+AMX_KEYS = 2 * AMX_PAIRS  # that one product of weights and values adds up; also the dimensions of a block of values
+AMX_VALUES = 2 * AMX_KEYS  # dimensions of values whose sums the matrix registers hold
+SOFTMAX_KEYS = 8  # whose weights are computed together, and added up to as many sums
 CHUNK = LANES * SUM_VECTORS
 # How far weights are asked for ahead of their use. Without it a step of few rows takes twice as long; 4 KiB to 54 KiB are about the same.
 PREFETCH_BYTES = 16 << 10
@@ -44,7 +48,7 @@ PREFETCH_CELLS = 16  # the same for keys and values, most of which lie in the or
 
 BYTE, HALF, INT, LONG, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 HALVES, INTS, FLOATS = (ir.VectorType(kind, LANES) for kind in (HALF, INT, FLOAT))
-SIXTEEN, UPPER = ir.Constant(INTS, [16] * LANES), ir.Constant(INTS, [0xFFFF0000] * LANES)
+SIXTEEN, LOWER, UPPER = (ir.Constant(INTS, [number] * LANES) for number in (16, 0xFFFF, 0xFFFF0000))
 Value = Any  # of LLVM
 
 
@@ -117,6 +121,45 @@ class Code:
         return self.builder.call(
             get_or_insert_function(self.builder.module, kind, f"llvm.fma.v{LANES}f32"), [x, y, total]
         )
+
+    def joined(self, parts: Sequence[Value]) -> Value:
+        """One vector of all."""
+        while len(parts) > 1:
+            width = ir.Constant(ir.VectorType(INT, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+            parts = [self.builder.shuffle_vector(parts[i], parts[i + 1], width) for i in range(0, len(parts), 2)]
+        return parts[0]
+
+    def parts(self, vector: Value, num: int) -> list[Value]:
+        """Vectors of `num` numbers each."""
+        return [
+            self.builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(INT, num), list(range(i, i + num))))
+            for i in range(0, vector.type.count, num)
+        ]
+
+    def exponential(self, x: Value) -> Value:
+        """e^x of FLOATS to 1e-7 for -87 <= x <= 88, and that of the nearer bound elsewhere: `cpu_kernels._exp`."""
+        builder = self.builder
+
+        def of(number: float) -> Value:
+            return ir.Constant(FLOATS, [number] * LANES)
+
+        for sign, bound in ((">", of(-87.0)), ("<", of(88.0))):
+            x = builder.select(builder.fcmp_ordered(sign, x, bound), x, bound)
+        shifted = self.multiply_add(x, of(1.44269504), of(12582912.0))
+        power = builder.fsub(shifted, of(12582912.0))
+        r = self.multiply_add(power, of(2.12194440e-4), self.multiply_add(power, of(-0.693359375), x))
+        p = of(1.9875691500e-4)
+        for coefficient in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = self.multiply_add(p, r, of(coefficient))
+        p = builder.fadd(self.multiply_add(builder.fmul(p, r), r, r), of(1.0))
+        exponent = builder.shl(builder.bitcast(shifted, INTS), ir.Constant(INTS, [23] * LANES))
+        return builder.bitcast(builder.add(builder.bitcast(p, INTS), exponent), FLOATS)
+
+    def rounded(self, numbers: Value) -> Value:
+        """INTS whose upper halves are the nearest bfloat16 of FLOATS, and an even one of two."""
+        builder, bits = self.builder, self.builder.bitcast(numbers, INTS)
+        odd = builder.and_(builder.lshr(bits, SIXTEEN), ir.Constant(INTS, [1] * LANES))
+        return builder.add(builder.add(bits, ir.Constant(INTS, [0x7FFF] * LANES)), odd)
 
     def add_products_of_pairs(self, x: Value, y: Value, total: Value) -> Value:
         """total + x₀y₀ + x₁y₁ in every lane, of pairs of bfloat16 in INTS (`vdpbf16ps`)."""
@@ -306,6 +349,202 @@ def _amx_linear(code: Code, blocks: int) -> None:
     code.loop(builder.sdiv(code.size("weight", 1), LONG(AMX_PAIRS)), {}, add)
     for place, register in result.items():
         code.amx("tilestored64", register, memory=(places[place], out_stride))
+
+
+@intrinsic
+def amx_scores(context, keys, cell, h, query, out, k):
+    """out[k + i, r] = Σ_d query[d, r] · keys[cell + i, h, d] for i, r < AMX_ROWS, after `configure_amx(AMX_ROWS)`.
+
+    out float32[·, AMX_ROWS]; query pairs int32[D, AMX_ROWS]; keys pairs int32[C, S, D], D a multiple of AMX_PAIRS."""
+    kinds = keys, types.intp, types.intp, query, out, types.intp
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        code = Code(context, builder, signature, "keys cell h query out k", values)
+        here, stride = code.address("keys", code.value["cell"], code.value["h"]), code.stride("keys", 0)
+        query, row_bytes = code.address("query"), LONG(4 * AMX_PAIRS)
+
+        def add(step: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+            code.amx("tileloadd64", AMX_INPUT, memory=(code.moved(here, step, row_bytes), stride))
+            part = code.moved(query, step, LONG(4 * AMX_PAIRS * AMX_ROWS))
+            code.amx("tileloadd64", AMX_WEIGHT, memory=(part, row_bytes))
+            code.amx("tdpbf16ps", 0, AMX_INPUT, AMX_WEIGHT)
+            return total
+
+        code.amx("tilezero", 0)
+        code.loop(builder.sdiv(code.size("keys", 2), LONG(AMX_PAIRS)), {}, add)
+        code.amx("tilestored64", 0, memory=(code.address("out", code.value["k"]), row_bytes))
+        return context.get_dummy_value()
+
+    return types.void(*kinds), code
+
+
+@intrinsic(prefer_literal=True)
+def amx_clear(context, blocks):
+    """Begin sums of `amx_add`, after `configure_amx(rows)`: they stay in registers of the thread, two for each block."""
+
+    def generate(code: Code, blocks: int) -> None:
+        for register in range(2 * blocks):
+            code.amx("tilezero", register)
+
+    return _typed(generate, "blocks", blocks)
+
+
+@intrinsic(prefer_literal=True)
+def amx_add(context, blocks, weight, i, values, j):
+    """Sums[r, d] += Σ_k weight[i, r, k] · values[j, k, d] for the rows r that are configured and d < blocks · AMX_KEYS.
+
+    weight pairs int32[·, AMX_ROWS, AMX_PAIRS]; values pairs int32[·, AMX_PAIRS, ·]."""
+
+    def generate(code: Code, blocks: int) -> None:
+        row_bytes = LONG(4 * AMX_PAIRS)
+        code.amx("tileloadd64", AMX_INPUT, memory=(code.address("weight", code.value["i"]), row_bytes))
+        values, stride = code.address("values", code.value["j"]), code.stride("values", 1)
+        for register in range(2 * blocks):
+            here = code.builder.add(values, LONG(4 * AMX_ROWS * register))
+            code.amx("tileloadd64", AMX_WEIGHT, memory=(here, stride))
+            code.amx("tdpbf16ps", register, AMX_INPUT, AMX_WEIGHT)
+
+    return _typed(generate, "blocks weight i values j", blocks, weight, i, values, j)
+
+
+@intrinsic(prefer_literal=True)
+def amx_store(context, blocks, out, d):
+    """out[r, d + i] = the sums of `amx_add`: float32, in the order of `values`."""
+
+    def generate(code: Code, blocks: int) -> None:
+        out, stride = code.address("out", LONG(0), code.value["d"]), code.stride("out", 0)
+        for register in range(2 * blocks):
+            here = code.builder.add(out, LONG(4 * AMX_ROWS * register))
+            code.amx("tilestored64", register, memory=(here, stride))
+
+    return _typed(generate, "blocks out d", blocks, out, d)
+
+
+@intrinsic
+def most_tile(context, score, most):
+    """most[r] becomes the largest of score[:, r] and itself: float32[n, AMX_ROWS], n a multiple of SOFTMAX_KEYS, and float32[AMX_ROWS]."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        code = Code(context, builder, signature, "score most", values)
+        score, place, keys = code.address("score"), code.address("most"), range(SOFTMAX_KEYS)
+
+        def larger(a: Value, b: Value) -> Value:
+            return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+        def add(k: Value, most: dict[Any, Value]) -> dict[Any, Value]:
+            here = code.moved(score, k, LONG(4 * AMX_ROWS * SOFTMAX_KEYS))
+            return {i: larger(code.load(builder.add(here, LONG(4 * AMX_ROWS * i)), FLOATS), most[i]) for i in keys}
+
+        before = code.load(place, FLOATS)
+        num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
+        code.store(reduce(larger, code.loop(num, dict.fromkeys(keys, before), add).values()), place)
+        return context.get_dummy_value()
+
+    return types.void(score, most), code
+
+
+@intrinsic(prefer_literal=True)
+def weight_tile(context, columns, score, scaling, most, total, weight):
+    """Weights e^(scaling · (score[k, r] - most[r])), 0 for a score of -inf, in weight int32[n / 2, AMX_ROWS]: pairs of bfloat16, of two k.
+    Their sums are added to total[r]. For r < columns, which is 4, 8 or 16; the bits do not depend on it.
+
+    score float32[n, AMX_ROWS], n a multiple of SOFTMAX_KEYS; most and total float32[AMX_ROWS]. weight may begin where score does."""
+
+    def generate(code: Code, columns: int) -> None:
+        builder, keys_of_vector = code.builder, LANES // columns
+        score, weight, row_bytes = code.address("score"), code.address("weight"), 4 * AMX_ROWS
+        kind = ir.VectorType(FLOAT, columns)
+        zero, lowest = (ir.Constant(FLOATS, [number] * LANES) for number in (0.0, float("-inf")))
+        scaling = code.everywhere(code.value["scaling"])
+        most = code.joined([code.load(code.address("most"), kind)] * keys_of_vector)
+        vectors = range(SOFTMAX_KEYS // 2 // keys_of_vector)  # of every second key
+        place = {  # of the keys of a vector
+            (vector, odd): [2 * (vector * keys_of_vector + i) + odd for i in range(keys_of_vector)]
+            for vector in vectors
+            for odd in range(2)
+        }
+
+        def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
+            here = code.moved(score, k, LONG(row_bytes * SOFTMAX_KEYS))
+            there = code.moved(weight, k, LONG(row_bytes * SOFTMAX_KEYS // 2))
+            powers = {}
+            for at, keys in place.items():
+                number = code.joined([code.load(builder.add(here, LONG(row_bytes * key)), kind) for key in keys])
+                power = code.exponential(builder.fmul(builder.fsub(number, most), scaling))
+                powers[at] = builder.select(builder.fcmp_ordered(">", number, lowest), power, zero)
+            for vector in vectors:
+                lower, upper = (code.rounded(powers[vector, odd]) for odd in range(2))
+                pairs = builder.or_(builder.lshr(lower, SIXTEEN), builder.and_(upper, UPPER))
+                for i, part in enumerate(code.parts(pairs, columns)):
+                    code.store(part, builder.add(there, LONG(row_bytes * (vector * keys_of_vector + i))))
+            return {at: builder.fadd(total[at], power) for at, power in powers.items()}
+
+        num = builder.sdiv(code.size("score", 0), LONG(SOFTMAX_KEYS))
+        found = code.loop(num, dict.fromkeys(place, zero), add)
+        sums = {
+            key: part
+            for at, keys in place.items()
+            for key, part in zip(keys, code.parts(found[at], columns), strict=True)
+        }
+        total = code.load(code.address("total"), kind)
+        for key in range(SOFTMAX_KEYS):
+            total = builder.fadd(total, sums[key])
+        code.store(total, code.address("total"))
+
+    return _typed(generate, "columns score scaling most total weight", columns, score, scaling, most, total, weight)
+
+
+@intrinsic(prefer_literal=True)
+def pairs_tile(context, blocks, values, none, cells, j, h, d, out, i, k):
+    """Pairs of values of cells[j] and cells[j + 1]: out[i, k] = those of every second of blocks · 2 · LANES dimensions from d on, in each
+    block first the even ones and then the odd ones. values and none are bfloat16; the cell -1 has the values `none`."""
+
+    def generate(code: Code, blocks: int) -> None:
+        builder = code.builder
+        there, none, rows = code.address("out", code.value["i"], code.value["k"]), code.address("none"), []
+        for one in range(2):
+            cell = code.load(code.address("cells", builder.add(code.value["j"], LONG(one))), LONG)
+            row = code.address("values", cell, code.value["h"], code.value["d"])
+            ahead = code.moved(row, LONG(PREFETCH_CELLS), code.stride("values", 0))
+            for line in range(0, 4 * LANES * blocks, CACHE_LINE):
+                code.prefetch(builder.add(ahead, LONG(line)))
+            rows.append(builder.select(builder.icmp_signed("<", cell, LONG(0)), none, row))
+        for block in range(blocks):
+            place = LONG(4 * LANES * block)
+            first, second = (code.load(builder.add(row, place), INTS) for row in rows)
+            even = builder.or_(builder.and_(first, LOWER), builder.shl(second, SIXTEEN))
+            odd = builder.or_(builder.lshr(first, SIXTEEN), builder.and_(second, UPPER))
+            for vector, pair in enumerate((even, odd)):
+                code.store(pair, builder.add(there, LONG(4 * LANES * (2 * block + vector))))
+
+    return _typed(generate, "blocks values none cells j h d out i k", blocks, values, none, cells, j, h, d, out, i, k)
+
+
+@intrinsic
+def transpose_tile(context, x, i, j, out, k):
+    """out[k + c, r] = x[i + r, j + c] for r, c < AMX_ROWS: int32, out with rows of AMX_ROWS numbers."""
+    kinds = x, types.intp, types.intp, out, types.intp
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:
+        code = Code(context, builder, signature, "x i j out k", values)
+        here, stride = code.address("x", code.value["i"], code.value["j"]), code.stride("x", 0)
+        rows = [code.load(code.moved(here, LONG(r), stride), INTS) for r in range(AMX_ROWS)]
+        distance = 1
+        while distance < AMX_ROWS:  # swap the blocks beside the diagonal, of twice the size each time
+            first = [(c // distance % 2) * (AMX_ROWS - distance) + c for c in range(AMX_ROWS)]
+            second = [(1 - c // distance % 2) * distance + (c // distance % 2) * AMX_ROWS + c for c in range(AMX_ROWS)]
+            for r in range(AMX_ROWS):
+                if r & distance == 0:
+                    a, b = rows[r], rows[r + distance]
+                    rows[r] = builder.shuffle_vector(a, b, ir.Constant(INTS, first))
+                    rows[r + distance] = builder.shuffle_vector(a, b, ir.Constant(INTS, second))
+            distance *= 2
+        there = code.address("out", code.value["k"])
+        for c, row in enumerate(rows):
+            code.store(row, code.moved(there, LONG(c), LONG(4 * AMX_ROWS)))
+        return context.get_dummy_value()
+
+    return types.void(*kinds), code
 
 
 @intrinsic(prefer_literal=True)

@@ -27,7 +27,7 @@ import torch
 from rootward.core.arrays import Ints
 from rootward.engine.atoms import reduced
 from rootward.engine.batch import flat_rows, packed_rows
-from rootward.engine.cpu_attention import VisibleKeys
+from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.paged import Extents, packed_context, unpacked_context
 from rootward.engine.slots import Entry, Size
 from rootward.errors import first_line

@@ -242,7 +242,9 @@ class Layer:
         at, norms = (step.positions.numpy(), step.write.numpy()), (self.head_norms, self.head_eps)
         cpu_kernels.rotate(scratch.qkv, rotations.cos, rotations.sin, *at, *norms, query, keys, values)
         seen, sinks = step.visible(cells.window), no_sinks(self.num_q)
-        cpu_kernels.attention(query, keys, values, *seen, self.scaling, 0.0, sinks, scratch.attended)
+        cpu_kernels.attention(
+            query, keys, values, seen, scaling=self.scaling, softcap=0.0, sinks=sinks, out=scratch.attended
+        )
         self.out.multiply(scratch.attended, scratch.delta)
         self.before_mlp(x, scratch.delta, scratch.normed)
         self.gate_up.multiply(scratch.normed, scratch.gate_up)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +14,15 @@ from support.paged_reference import paged_reference
 from rootward.engine import cpu_kernels
 from rootward.engine.attention import DenseView
 from rootward.engine.batch import Step
-from rootward.engine.cpu_attention import VisibleKeys, attend
+from rootward.engine.cpu_attention import attend
+from rootward.engine.cpu_kernels import VisibleKeys
 from rootward.engine.kv_cache import PagedLayer, gathered
 from rootward.engine.paged import PagedContext
 from rootward.engine.slots import Size, Slots
 from rootward.ports import COMMITTED, Rows
 
-TOLERANCE = 1e-5
+TOLERANCE, AMX_TOLERANCE = 1e-5, 0.02
+needs_amx = pytest.mark.skipif(cpu_kernels.bf16_arithmetic() is not cpu_kernels.Arithmetic.AMX, reason="no AMX")
 SCALING = 0.3
 HEADS, SHARED, DIM = 6, 2, 16
 
@@ -201,6 +204,87 @@ def test_keys_and_values_of_any_dimension(dim: int, dim_v: int) -> None:
     """Whole vectors of them, parts of one, and both."""
     for window in (None, 11):
         assert random_case(5, (33, 8, 60), (7, 1, 4), dim_v, dim=dim).error(window) < TOLERANCE
+
+
+def in_bfloat16(case: Case) -> Case:
+    """The same, of numbers that bfloat16 has."""
+    case.layer.keys, case.layer.values = case.layer.keys.bfloat16(), case.layer.values.bfloat16()
+    case.layer.arrays = tuple(cpu_kernels.array_of(of) for of in (case.layer.keys, case.layer.values))
+    case.query = case.query.bfloat16().float()
+    return case
+
+
+@needs_amx
+@pytest.mark.parametrize("heads", [(9, 3), (4, 4), (8, 1), (16, 1)])
+@pytest.mark.parametrize(("dim", "dim_v"), [(64, 64), (128, 128), (32, 96), (96, 32)])
+def test_amx_equals_the_reference(
+    heads: tuple[int, int], dim: int, dim_v: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for weights that are rounded to eight bits; the smallest defect of `test_planted_defects_show` is ten times as large."""
+    monkeypatch.setattr(sys.modules[__name__], "HEADS", heads[0])
+    monkeypatch.setattr(sys.modules[__name__], "SHARED", heads[1])
+    assert cpu_kernels.fits_amx(*heads, dim, dim_v)
+    sinks = torch.linspace(-1.0, 2.0, heads[0])
+    for seed, (lengths, widths) in enumerate(SHAPES):
+        case = in_bfloat16(random_case(seed, lengths, widths, dim_v, old=bool(seed % 2), dim=dim))
+        for window in (None, 3, 11, 50):
+            assert case.error(window) < AMX_TOLERANCE
+        assert case.error(11, softcap=1.5, sinks=sinks) < AMX_TOLERANCE
+        assert case.error(None, sinks=sinks) < AMX_TOLERANCE
+
+
+@needs_amx
+def test_planted_defects_show_by_amx() -> None:
+    case = in_bfloat16(random_case(1, (33, 40, 17), (7, 3, 12), 64, dim=64))
+    right = case.step.paged
+    assert case.error(3) < AMX_TOLERANCE
+    for wrong in (replace(right, length=right.length - 1), replace(right, sees=right.sees.roll(1, 1))):
+        assert case.error(3, wrong) > 10 * AMX_TOLERANCE
+
+
+@needs_amx
+@pytest.mark.parametrize("window", [None, 20, 40])
+@pytest.mark.parametrize("length", [32, 200, 213, 255])
+def test_nodes_have_the_bits_of_committed_tokens_by_amx(length: int, window: int | None) -> None:
+    """A chain of nodes, each alone and all together, beside a tree of another session and without: the keys lie elsewhere and products
+    begin with other rows, but a row's sums are the same."""
+    num = 9
+    case = in_bfloat16(random_case(length, (length + num,), (1,), 64, old=False, dim=64))
+    layer, seen = case.layer, case.step.visible(None)
+    size = seen.block_size
+    cells = np.array([seen.blocks[0, i // size] * size + i % size for i in range(length + num)])
+    query = torch.randn(num, HEADS, 64, generator=torch.Generator().manual_seed(0))
+
+    def attended(committed: int, rows: range, parts: list[int]) -> torch.Tensor:
+        """Rows of the chain behind `length` tokens, with this many committed; parts: their first rows."""
+        positions = np.array(rows) + length
+        nodes = [cells[committed : position + 1] for position in positions]
+        first = np.maximum(0, positions - (window or 10**6) + 1)
+        nodes = [own[max(0, begin - committed) :] for own, begin in zip(nodes, first, strict=True)]
+        given = VisibleKeys(
+            part_entry=np.zeros(len(parts), np.int64),
+            part_start=np.array([*parts, len(rows)]),
+            first=first,
+            length=np.array([committed]),
+            blocks=seen.blocks,
+            block_size=size,
+            node_start=np.cumsum([0, *map(len, nodes)]),
+            nodes=np.concatenate(nodes),
+        )
+        return attend(query[rows.start : rows.stop], layer, given, SCALING)
+
+    alone = torch.cat([attended(length + i, range(i, i + 1), [0]) for i in range(num)])
+    assert torch.isfinite(alone).all()
+    for parts in ([0], [0, 4, 8], [0, 1, 7]):
+        assert torch.equal(attended(length, range(num), parts), alone)
+    assert torch.equal(attended(length + 3, range(3, num), [0, 2]), alone[3:])
+    assert torch.equal(attended(0, range(num), [0, 4]), alone)  # as rows of a prompt
+
+
+def test_amx_takes_whole_matrix_registers_only() -> None:
+    assert cpu_kernels.fits_amx(9, 3, 64, 64)
+    for other in ((9, 3, 80, 64), (9, 3, 64, 48), (17, 1, 64, 64)):
+        assert not cpu_kernels.fits_amx(*other)
 
 
 def test_planted_defects_show() -> None:
