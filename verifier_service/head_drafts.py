@@ -20,7 +20,7 @@ from rootward.core.living_tree import Snapshot
 from rootward.engine.grower import Grower
 from rootward.engine.head_model import DraftHead
 
-WINDOW = 1024  # positions whose states are kept until the head reads them; of a longer prompt it reads the end
+WINDOW = 1024  # positions that the head reads at once: of a longer prompt the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,8 @@ class Observed:
     """States of positions first, first + 1, ... of a session's text."""
 
     first: int
+    end: int  # after the last one
     parts: list[torch.Tensor]
-
-    @property
-    def end(self) -> int:
-        return self.first + sum(map(len, self.parts))
 
 
 class TextFeatures:
@@ -80,12 +77,11 @@ class HeadDrafts:
         known = self._observed.get(session)
         if known is None or known.end != first:
             self.forget(session)
-            known = self._observed[session] = Observed(first, [])
+            known = self._observed[session] = Observed(first, first, [])
         known.parts.append(states)
-        if known.end - known.first > WINDOW:
-            end, last = known.end, torch.cat(known.parts)[-WINDOW:]
-            self.forget(session)
-            self._observed[session] = Observed(end - len(last), [last])
+        known.end += len(states)
+        if known.end - known.first >= 2 * WINDOW:  # not with every token: they are copied
+            self._bound(session)
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
@@ -114,10 +110,20 @@ class HeadDrafts:
         known = self._observed.get(one.session)
         return known is not None and known.end == len(one.text) - 1
 
+    def _bound(self, session: int) -> None:
+        """Drop the states of positions before the last WINDOW. The head's text begins anew if any are dropped."""
+        known = self._observed[session]
+        if known.end - known.first > WINDOW:
+            last = torch.cat(known.parts)[-WINDOW:].clone()
+            self.forget(session)
+            self._observed[session] = Observed(known.end - WINDOW, known.end, [last])
+
     def _features(self, wanted: Sequence[Wanted]) -> list[NDArray[np.float32]]:
         """Fused features of the states that the head has not read, all of them in one product."""
         if not wanted:
             return []
+        for one in wanted:
+            self._bound(one.session)
         observed = [self._observed[one.session] for one in wanted]
         fused = self.model.fuse(torch.cat([part for known in observed for part in known.parts])).cpu().numpy()
         ends = np.cumsum([known.end - known.first for known in observed])

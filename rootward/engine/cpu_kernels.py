@@ -458,8 +458,8 @@ def attention_float32(
     Rows part_start[i] to part_start[i + 1] belong to entry b = part_entry[i]. Each sees positions first[n] to length[b] of it, whose cell i
     is cell i mod block_size of block i div block_size of blocks int64[B, M]; and behind them the cells
     nodes[node_start[n] : node_start[n + 1]], whose positions follow, from first[n] on. Rows of no entry (-1) are padding and get 0.
-    Scores s become softcap · tanh(s / softcap), if that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf if there
-    is none.
+    Scores s become softcap · tanh(s / softcap), if that is above 0. sinks float32[H]: one more score a head, whose weight nobody gets; -inf
+    if there is none.
     """
     heads, shared = query.shape[1], keys.shape[1]
     group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]

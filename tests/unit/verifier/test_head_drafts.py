@@ -10,6 +10,7 @@ from support.heads import TabularHead
 from rootward.core.frames import Open
 from rootward.core.requests import DraftMode, Sampling
 from rootward.engine.tabular import TabularModel
+from verifier_service import head_drafts
 from verifier_service.head_drafts import HeadDrafts, Wanted
 
 TEXTS = {1: [0, 1, 2], 2: [3, 0, 1, 4, 2], 3: [3, 2]}  # all end alike: only their features differ
@@ -75,3 +76,22 @@ def test_reading_much_text_is_told_unless_the_step_before_did_so_too(news: list[
         heads.grow([Wanted(1, text, OPENING, NODES)])
         found.append(heads.catches_up)
     assert found == told
+
+
+def test_the_head_reads_the_last_positions_of_a_long_stretch_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States come one by one; however many there are, at most twice the window is kept, and the window is read."""
+    monkeypatch.setattr(head_drafts, "WINDOW", 4)
+    rng = np.random.default_rng(0)
+    text = rng.integers(0, 5, 40).tolist()
+    heads, fused = drafts(), []
+    fuse = heads.model.fuse
+    monkeypatch.setattr(heads.model, "fuse", lambda states: fused.append(len(states)) or fuse(states))
+    for end in range(1, len(text)):
+        observe(heads, 1, end - 1, [text[end - 1]])
+        kept = heads._observed[1]
+        assert kept.end == end
+        assert sum(map(len, kept.parts)) == kept.end - kept.first < 8
+        if end % 7 == 0:
+            (tree,) = heads.grow([Wanted(1, text[: end + 1], OPENING, NODES)])
+            assert tree is not None
+    assert fused == [4] * 5
