@@ -218,7 +218,9 @@ def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: f
     """A round without a drafter's nodes was committed, with so many nodes of a local tree. draft_wait: time that a draft head took, in the
     unit of `RoundResult`."""
     for local in session.local_drafts:
-        if local is not session.local:
+        if local.opening is None and local.cap and local.tree is None and local.length == len(session.tokens):
+            result = RoundResult(found_nothing=True)
+        elif local is not session.local:
             result = RoundResult()
         elif local.opening is None:
             result = RoundResult(num_nodes, num_nodes, path)

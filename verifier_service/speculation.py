@@ -48,12 +48,14 @@ class RoundResult:
     observed_nodes  nodes of which the verdict tells whether they are accepted; a tree that was awaited in vain counts as rejected
     path            numbers of the accepted nodes, in draw order from 1
     wait            time that the engine stood idle for it, in seconds over `StepTime.speed`; None: not known
+    found_nothing   it decoded plainly because the text looked up in has no such continuation
     """
 
     target_nodes: int = 0
     observed_nodes: int = 0
     path: tuple[int, ...] = ()
     wait: float | None = None
+    found_nothing: bool = False
 
 
 class Statistics:
@@ -66,6 +68,8 @@ class Statistics:
         self._accepted: dict[int, tuple[float, int]] = {}
         self._wait: dict[int, tuple[float, int]] = {}  # by target_nodes: mean, and rounds
         self.num_rounds = 0  # with trees
+        self._found = 1.0  # share of the rounds that might have a tree which have one
+        self._num_asked = 0  # such rounds
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
         self.usual_nodes = 0  # waited for by a round that is no probe
         self.usual_tokens = 1.0  # and expected of it
@@ -117,6 +121,11 @@ class Statistics:
             expected = DECAY * found[-1]
         return found
 
+    def num_trees(self, sessions: int) -> float:
+        """Expected number of trees in a step of so many sessions that has any. Its time is that of all of them, so trees of a few sessions
+        must be worth the time of the others."""
+        return max(1.0, self._found * sessions)
+
     @property
     def present_nodes(self) -> int:
         """Nodes that a round waits for now."""
@@ -132,6 +141,10 @@ class Statistics:
     def add(self, session: int, result: RoundResult) -> None:
         """A round of this session was committed."""
         trial = self.trial_left > 0 and self.trial_session == session
+        if result.target_nodes or result.found_nothing:
+            self._num_asked += 1
+            weight = max(MEMORY, 1.0 / self._num_asked)
+            self._found += weight * (float(not result.found_nothing) - self._found)
         if not result.target_nodes:
             if trial:
                 self.trial_patience -= 1
@@ -244,15 +257,19 @@ class SpeculationController:
         self, one: Statistics, count: int, others: Sequence[tuple[Statistics, int]], plain: int, allowed: Sequence[int]
     ) -> None:
         """The best size of one kind while the others keep theirs. others: and the number of their sessions."""
-        other_tokens = sum((num * other.present_tokens for other, num in others), float(plain))
-        other_rows = plain + sum(num * (1 + other.present_nodes) for other, num in others)
+        trees = one.num_trees(count)
+        other_tokens = float(plain) + sum(
+            num + other.num_trees(num) * (other.present_tokens - 1) for other, num in others
+        )
+        other_rows = plain + sum(num + round(other.num_trees(num) * other.present_nodes) for other, num in others)
         other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
         others_plain = not any(other.active for other, _ in others)
         tokens = one.expected_tokens(allowed)
         step_s = {
-            n: self.step_time.seconds(other_rows + count * (n + 1), plain=others_plain and not n) for n in allowed
+            n: self.step_time.seconds(other_rows + count + round(trees * n), plain=others_plain and not n)
+            for n in allowed
         }
-        committed = {n: other_tokens + count * tokens[n] for n in allowed}
+        committed = {n: other_tokens + count + trees * (tokens[n] - 1) for n in allowed}
         wait_s = {n: self.step_time.speed * max(other_wait, one.draft_wait(n)) for n in allowed}
         goodput = {n: committed[n] / (step_s[n] + wait_s[n]) for n in allowed}
         best = max(allowed[1:], key=goodput.__getitem__)

@@ -57,6 +57,20 @@ def test_decodes_plainly_but_for_trials_when_nothing_is_accepted() -> None:
     assert 0 < sum(size > 0 for size in sizes) < 50
 
 
+@pytest.mark.parametrize(("sessions", "share", "active"), [(8, 1.0, True), (8, 0.1, False), (1, 0.1, True)])
+def test_trees_of_a_few_sessions_must_be_worth_the_time_of_all(sessions: int, share: float, active: bool) -> None:
+    """A step with trees takes 1.2 times as long, however few; a session's own tree, where there is one, holds nobody else up."""
+    rows = {sessions * (size + 1): 0.06 for size in SIZES[1:8]}
+    controller = SpeculationController(StepTime({sessions: 0.05, sessions + 1: 0.06} | rows))
+    one = controller.of("look-up")
+    for i in range(200):
+        nothing = i % 10 >= 10 * share
+        one.add(1, RoundResult(found_nothing=True) if nothing else RoundResult(1, 1, (1,), 0.0))
+        controller.plan({one: sessions}, most=1)
+    assert one.active == active
+    assert one.num_trees(sessions) == pytest.approx(max(1.0, share * sessions))
+
+
 def test_begins_again_when_the_draft_becomes_good() -> None:
     controller = SpeculationController(StepTime(FLAT))
     one = controller.of("text")
