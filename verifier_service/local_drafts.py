@@ -8,6 +8,7 @@ of the drafter (none, lost, no growth yet), never on its nodes. Its speed-up is 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,7 @@ class LocalDraft:
     fed         tokens that the source has read
     length      of the text for which `cap` and `tree` were planned
     cap         most nodes of the tree
+    seconds     that looking the tree up took
     launched    the round that runs verifies the tree
     """
 
@@ -61,6 +63,7 @@ class LocalDraft:
     length: int = -1
     cap: int = 0
     tree: Snapshot | None = None
+    seconds: float = 0.0
     launched: bool = False
 
     @property
@@ -151,7 +154,10 @@ class LocalDrafts:
             local.length, local.cap, local.tree = len(session.tokens), 0, None
             if absent(session.draft):
                 local.cap = max(0, most) if local.required else local.statistics.begin_round(session.number, most)[0]
-                local.tree = self._look_up(session, local.source, local) if local.cap and local.source else None
+                if local.cap and local.source:
+                    begun_s = time.perf_counter()
+                    local.tree = self._look_up(session, local.source, local)
+                    local.seconds = time.perf_counter() - begun_s
             if local.num_nodes:
                 break
         return session.local.num_nodes
@@ -214,19 +220,23 @@ def absent(draft: Draft | None) -> bool:
     return draft is None or not (draft.has_growth or draft.shared)
 
 
-def learn(session: Session, num_nodes: int, path: tuple[int, ...], draft_wait: float | None) -> None:
-    """A round without a drafter's nodes was committed, with so many nodes of a local tree. draft_wait: time that a draft head took, in the
-    unit of `RoundResult`."""
+def learn(
+    session: Session, num_nodes: int, path: tuple[int, ...], *, draft_s: float | None, load: int, speed: float
+) -> None:
+    """A round without a drafter's nodes was committed, with so many nodes of a local tree.
+
+    draft_s: time of a draft head in the step, None if that is not to be learned from; load: sessions that share the step, each of which
+    looks its tree up; speed: `StepTime.speed`."""
     for local in session.local_drafts:
         if local.opening is None and local.cap and local.tree is None and local.length == len(session.tokens):
             result = RoundResult(found_nothing=True)
         elif local is not session.local:
             result = RoundResult()
         elif local.opening is None:
-            result = RoundResult(num_nodes, num_nodes, path)
+            result = RoundResult(num_nodes, num_nodes, path, load * local.seconds / speed)
         else:
             target = local.cap if local.launched and num_nodes else 0
-            result = RoundResult(target, target, path, draft_wait)
+            result = RoundResult(target, target, path, None if draft_s is None else draft_s / speed)
         local.statistics.add(session.number, result)
 
 

@@ -211,7 +211,7 @@ class Rounds:
         ready_at = self._idle_s if current.tree_ready_at is None else current.tree_ready_at  # then it waited for others
         wait_s = (ready_at - current.idle_mark_s) / speed
         if not drafted:
-            learn(session, outcome.num_nodes, outcome.path, None if draft_s is None else draft_s / speed)
+            learn(session, outcome.num_nodes, outcome.path, draft_s=draft_s, load=self.load, speed=speed)
         wait = None if current.had_prefill else wait_s
         session.statistics.add(session.number, RoundResult(target, observed, path, wait))
         return current.stalled

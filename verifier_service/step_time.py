@@ -12,7 +12,9 @@ from rootward.ports import LanguageModel, Rows
 # Numbers of nodes that are compared. With the root they fill the tiles of matrix kernels, which have 4, 8 or 16 rows: a ninth row may cost
 # as much as the four before it.
 SIZES = (0, 1, 2, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127, 191, 240)
-MEASURED = tuple(size + 1 for size in SIZES if size < 64)  # rows of the steps that are measured at start
+# Rows whose time is learned: full tiles, and one row more, with which the next one begins
+LEARNED = tuple(sorted({size + rows for size in SIZES for rows in (1, 2)}))
+MEASURED = tuple(rows for rows in LEARNED if rows <= 64)  # at start
 WARM_UP_TURNS, MIN_TURNS, MAX_TURNS = 2, 5, 27  # over these sizes; the first ones are not measured
 MEASURE_S = 0.5  # of measuring at start, after which no turn begins
 SIZE_MEMORY = 0.1  # weight of the newest step in the time of a size
@@ -96,11 +98,11 @@ class StepTime:
 
 
 def _bucket(rows: int) -> int:
-    """The nearest of the sizes whose cost is learned: one for every number of nodes of a single session."""
-    at = bisect_left(SIZES, rows - 1)
-    if at == len(SIZES):
+    """The nearest of the numbers of rows whose time is learned: one for every number of nodes of a single session."""
+    at = bisect_left(LEARNED, rows)
+    if at == len(LEARNED):
         return 1 << round(math.log2(rows))
-    return 1 + min(SIZES[max(0, at - 1)], SIZES[at], key=lambda nodes: abs(nodes + 1 - rows))
+    return min(LEARNED[max(0, at - 1)], LEARNED[at], key=lambda learned: abs(learned - rows))
 
 
 def measure(model: LanguageModel, *, clock: Callable[[], float] = time.perf_counter) -> StepTime:
