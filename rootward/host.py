@@ -23,7 +23,7 @@ def threads_of_drafters(threads: int, num_drafters: int, *, have_heads: bool = F
 
     A drafter works while its target waits and the other way round, so the target keeps all its threads. Half of them, shared among the
     drafters, are enough for models that are small (docs/log.md, lesson 8). Those of draft heads share all of them: they never grow ahead
-    beside the target (benchmarks/results/2026-11-25-heads-over-the-wire)."""
+    beside the target (benchmarks/results/2026-11-26-heads-over-the-wire)."""
     share = num_drafters if have_heads else 2 * num_drafters
     return max(1, threads // max(1, share))
 
