@@ -81,7 +81,7 @@ class HeadDrafts:
         known.parts.append(states)
         known.end += len(states)
         if known.end - known.first >= 2 * WINDOW:  # not with every token: they are copied
-            self._bound(session)
+            self._keep_last_window(session)
 
     def grow(self, wanted: Sequence[Wanted]) -> list[Snapshot | None]:
         """A tree for each, None where states of the end of the text are missing."""
@@ -110,7 +110,7 @@ class HeadDrafts:
         known = self._observed.get(one.session)
         return known is not None and known.end == len(one.text) - 1
 
-    def _bound(self, session: int) -> None:
+    def _keep_last_window(self, session: int) -> None:
         """Drop the states of positions before the last WINDOW. The head's text begins anew if any are dropped."""
         known = self._observed[session]
         if known.end - known.first > WINDOW:
@@ -123,7 +123,7 @@ class HeadDrafts:
         if not wanted:
             return []
         for one in wanted:
-            self._bound(one.session)
+            self._keep_last_window(one.session)
         observed = [self._observed[one.session] for one in wanted]
         fused = self.model.fuse(torch.cat([part for known in observed for part in known.parts])).cpu().numpy()
         ends = np.cumsum([known.end - known.first for known in observed])

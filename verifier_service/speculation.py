@@ -68,7 +68,7 @@ class Statistics:
         self._accepted: dict[int, tuple[float, int]] = {}
         self._wait: dict[int, tuple[float, int]] = {}  # by target_nodes: mean, and rounds
         self.num_rounds = 0  # with trees
-        self._found = 1.0  # share of the rounds that might have a tree which have one
+        self._share_with_tree = 1.0  # share of the rounds that might have a tree which have one
         self._num_asked = 0  # such rounds
         self.target_nodes = self.max_nodes = 0  # of rounds that begin now: waited for, and verified
         self.usual_nodes = 0  # waited for by a round that is no probe
@@ -121,10 +121,10 @@ class Statistics:
             expected = DECAY * found[-1]
         return found
 
-    def num_trees(self, sessions: int) -> float:
+    def expected_trees(self, sessions: int) -> float:
         """Expected number of trees in a step of so many sessions that has any. Its time is that of all of them, so trees of a few sessions
         must be worth the time of the others."""
-        return max(1.0, self._found * sessions)
+        return max(1.0, self._share_with_tree * sessions)
 
     @property
     def present_nodes(self) -> int:
@@ -144,7 +144,7 @@ class Statistics:
         if result.target_nodes or result.found_nothing:
             self._num_asked += 1
             weight = max(MEMORY, 1.0 / self._num_asked)
-            self._found += weight * (float(not result.found_nothing) - self._found)
+            self._share_with_tree += weight * (float(not result.found_nothing) - self._share_with_tree)
         if not result.target_nodes:
             if trial:
                 self.trial_patience -= 1
@@ -257,11 +257,11 @@ class SpeculationController:
         self, one: Statistics, count: int, others: Sequence[tuple[Statistics, int]], plain: int, allowed: Sequence[int]
     ) -> None:
         """The best size of one kind while the others keep theirs. others: and the number of their sessions."""
-        trees = one.num_trees(count)
+        trees = one.expected_trees(count)
         other_tokens = float(plain) + sum(
-            num + other.num_trees(num) * (other.present_tokens - 1) for other, num in others
+            num + other.expected_trees(num) * (other.present_tokens - 1) for other, num in others
         )
-        other_rows = plain + sum(num + round(other.num_trees(num) * other.present_nodes) for other, num in others)
+        other_rows = plain + sum(num + round(other.expected_trees(num) * other.present_nodes) for other, num in others)
         other_wait = max((other.draft_wait(other.present_nodes) for other, _ in others), default=0.0)
         others_plain = not any(other.active for other, _ in others)
         tokens = one.expected_tokens(allowed)

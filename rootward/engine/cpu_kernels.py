@@ -50,10 +50,10 @@ from rootward.engine.cpu_tiles import (
     amx_scores,
     amx_store,
     amx_tile,
+    column_max_tile,
     configure_amx,
     dot_tile,
     linear_tile,
-    most_tile,
     pairs_tile,
     release_amx,
     sum_tile,
@@ -518,7 +518,7 @@ def attention_float32(
                     store(out, n, (h * group + g) * dim_v + d, found[m + g, d])
 
 
-class Room(NamedTuple):
+class Workspace(NamedTuple):
     """Arrays that one thread of `attention_amx` works in: for n positions, keys of D and values of D' dimensions."""
 
     cells: Any  # int64[n]
@@ -536,10 +536,10 @@ class Room(NamedTuple):
 
 
 @part
-def _scores_amx(keys, h, first, last, room):
+def _scores_amx(keys, h, first, last, workspace):
     """score[i, r] = Σ_d query[r, d] · keys[cells[i], h, d] for first <= i < last by AMX. last - first: a multiple of AMX_ROWS; the cell -1
     gives any result."""
-    cells, query, score, copied = room.cells, room.query_pairs, room.score, room.keys
+    cells, query, score, copied = workspace.cells, workspace.query_pairs, workspace.score, workspace.keys
     for k in range(first, last, AMX_ROWS):
         is_run = cells[k] >= 0
         for i in range(AMX_ROWS):
@@ -566,13 +566,19 @@ def _weights_amx(num_heads, score, scaling, most, total, weight):
 
 
 @part
-def _attended_amx(blocks, values, h, d, low, high, group, length, num_common, start, seen, weight, room):
+def _attended_amx(blocks, values, h, d, low, high, group, length, num_common, start, seen, weight, workspace):
     """found[r, d : d + blocks · AMX_KEYS] = Σ_k weight of k and r · values[k], as `pairs_tile` orders them: first the products that all
     rows have in common, then those of each row, in the order of positions.
 
     A product follows when the values of the next one have been read: matrix registers wait for memory that has just been written."""
     # names for them here: each access to a field would count a reference
-    cells, pairs, none, own_cells, own_weight = room.cells, room.values, room.none, room.own_cells, room.own_weight
+    cells, pairs, none, own_cells, own_weight = (
+        workspace.cells,
+        workspace.values,
+        workspace.none,
+        workspace.own_cells,
+        workspace.own_weight,
+    )
     first, node_start, nodes = seen.first, seen.node_start, seen.nodes
     whole, num = num_common // AMX_KEYS, 0
     amx_clear(blocks)
@@ -604,16 +610,22 @@ def _attended_amx(blocks, values, h, d, low, high, group, length, num_common, st
             num += 1
     if num > 0:
         amx_add(blocks, own_weight, (num - 1) % 2, pairs, (num - 1) % 2)
-    amx_store(blocks, room.found, d)
+    amx_store(blocks, workspace.found, d)
 
 
 @part
-def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, sinks, out, room):
+def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, sinks, out, workspace):
     """`attention_amx` of rows low to high of entry b, for the heads that share keys and values h: at most AMX_ROWS in all."""
     dim, dim_v, group = query.shape[2], values.shape[2], query.shape[1] // values.shape[1]
     first, nodes, node_start, blocks, block_size = seen.first, seen.nodes, seen.node_start, seen.blocks, seen.block_size
-    length, cells, score, found, rounded = seen.length[b], room.cells, room.score, room.found, room.query
-    most, total, query_pairs = room.most, room.total, room.query_pairs
+    length, cells, score, found, rounded = (
+        seen.length[b],
+        workspace.cells,
+        workspace.score,
+        workspace.found,
+        workspace.query,
+    )
+    most, total, query_pairs = workspace.most, workspace.total, workspace.query_pairs
     # In positions: all rows see `begin` to `common`, and each its own behind that; `start` is where products of AMX_KEYS begin
     begin, end, least, alike = first[low], length, node_start[low + 1] - node_start[low], True
     for n in range(low, high):
@@ -658,8 +670,8 @@ def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, si
     configure_amx(AMX_ROWS)
     scored, all_scored = -(-num_common // AMX_ROWS) * AMX_ROWS, span + -(-(last - span) // AMX_ROWS) * AMX_ROWS
     cells[last:all_scored] = -1
-    _scores_amx(keys, h, 0, scored, room)
-    _scores_amx(keys, h, span, all_scored, room)
+    _scores_amx(keys, h, 0, scored, workspace)
+    _scores_amx(keys, h, span, all_scored, workspace)
     score[: begin - start] = -np.inf
     score[num_common:span] = -np.inf
     last = span
@@ -684,7 +696,7 @@ def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, si
         most[r] = sinks[h * group + r % group] / scaling
     # The weights take the place of the scores, and then of what they are transposed from
     found_scores, weight = score[:span], score.view(np.int32)[: span // 2]
-    most_tile(found_scores, most)
+    column_max_tile(found_scores, most)
     _weights_amx(num_heads, found_scores, np.float32(scaling), most, total, weight)
     for i in range(0, span // 2, AMX_PAIRS):
         transpose_tile(weight, i, 0, weight, i)
@@ -693,10 +705,10 @@ def _attend_amx(low, high, b, h, query, keys, values, seen, scaling, softcap, si
     d = 0
     while d < dim_v:
         if dim_v - d >= AMX_VALUES:
-            _attended_amx(2, values, h, d, low, high, group, length, num_common, start, seen, products, room)
+            _attended_amx(2, values, h, d, low, high, group, length, num_common, start, seen, products, workspace)
             d += AMX_VALUES
         else:
-            _attended_amx(1, values, h, d, low, high, group, length, num_common, start, seen, products, room)
+            _attended_amx(1, values, h, d, low, high, group, length, num_common, start, seen, products, workspace)
             d += AMX_KEYS
     release_amx()
     for n in range(low, high):
@@ -738,17 +750,17 @@ def attention_amx(
     group = query.shape[1] // shared
     key_pairs, at_once = keys.view(np.int32), AMX_ROWS // group
     seen = VisibleKeys(part_entry, part_start, first, length, blocks, block_size, node_start, nodes)
-    room_for = 0  # positions of a part, and its nodes
+    num_positions = 0  # positions of a part, and its nodes
     for p in range(len(part_entry)):
         for n in range(part_start[p], part_start[p + 1] if part_entry[p] >= 0 else 0):
             end = max(first[n], length[part_entry[p]]) + node_start[n + 1] - node_start[n]
-            room_for = max(room_for, end + node_start[part_start[p + 1]] - node_start[part_start[p]])
-    room_for += 2 * AMX_KEYS  # incomplete products
+            num_positions = max(num_positions, end + node_start[part_start[p + 1]] - node_start[part_start[p]])
+    num_positions += 2 * AMX_KEYS  # incomplete products
     num_items = len(part_entry) * shared
     for t in numba.prange(threads):
-        room = Room(
-            cells=np.empty(room_for, np.int64),
-            score=np.empty((room_for, AMX_ROWS), np.float32),
+        workspace = Workspace(
+            cells=np.empty(num_positions, np.int64),
+            score=np.empty((num_positions, AMX_ROWS), np.float32),
             query=np.empty((AMX_ROWS, dim), np.int16),
             query_pairs=np.empty((dim // 2, AMX_ROWS), np.int32),
             keys=np.empty((AMX_ROWS, 1, dim // 2), np.int32),
@@ -768,7 +780,7 @@ def attention_amx(
                 continue
             for low in range(part_start[p], part_start[p + 1], at_once):
                 high = min(low + at_once, part_start[p + 1])
-                _attend_amx(low, high, b, h, query, key_pairs, values, seen, scaling, softcap, sinks, out, room)
+                _attend_amx(low, high, b, h, query, key_pairs, values, seen, scaling, softcap, sinks, out, workspace)
 
 
 def fits_amx(heads: int, shared: int, dim: int, dim_v: int) -> bool:

@@ -421,7 +421,7 @@ def amx_store(context, blocks, out, d):
 
 
 @intrinsic
-def most_tile(context, score, most):
+def column_max_tile(context, score, most):
     """most[r] becomes the largest of score[:, r] and itself: float32[n, AMX_ROWS], n a multiple of SOFTMAX_KEYS, and float32[AMX_ROWS]."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Sequence[Value]) -> Any:

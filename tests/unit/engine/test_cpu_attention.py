@@ -246,8 +246,7 @@ def test_planted_defects_show_by_amx() -> None:
 @pytest.mark.parametrize("window", [None, 20, 40])
 @pytest.mark.parametrize("length", [32, 200, 213, 255])
 def test_nodes_have_the_bits_of_committed_tokens_by_amx(length: int, window: int | None) -> None:
-    """A chain of nodes, each alone and all together, beside a tree of another session and without: the keys lie elsewhere and products
-    begin with other rows, but a row's sums are the same."""
+    """Each node of a chain as the only row, and all of them in parts of several sizes, with none, some or all of their text committed."""
     num = 9
     case = in_bfloat16(random_case(length, (length + num,), (1,), 64, old=False, dim=64))
     layer, seen = case.layer, case.step.visible(None)

@@ -1,4 +1,4 @@
-"""Trees of a draft head for several sessions at once, and what is told of the time that they take."""
+"""Trees of a draft head for several sessions at once; when a step of it counts as catching up; how many states are kept."""
 
 from __future__ import annotations
 
@@ -61,21 +61,23 @@ def test_a_session_without_states_gets_no_tree_and_the_others_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("news", "told"),
+    ("new_tokens", "expected"),
     [
         ([9, 1, 1], [True, False, False]),  # the prompt, then rounds
         ([9, 1, 9, 1], [True, False, True, False]),  # rounds without trees between them
         ([9, 9, 9], [True, False, False]),  # where every step has a new session, that is the usual time
     ],
 )
-def test_reading_much_text_is_told_unless_the_step_before_did_so_too(news: list[int], told: list[bool]) -> None:
+def test_a_step_catches_up_if_it_reads_much_text_and_the_one_before_did_not(
+    new_tokens: list[int], expected: list[bool]
+) -> None:
     heads, text, found = drafts(), [0], []
-    for num in news:
+    for num in new_tokens:
         observe(heads, 1, len(text) - 1, [0] * num)
         text += [0] * num
         heads.grow([Wanted(1, text, OPENING, NODES)])
         found.append(heads.catches_up)
-    assert found == told
+    assert found == expected
 
 
 def test_the_head_reads_the_last_positions_of_a_long_stretch_without_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_trees_of_a_few_sessions_must_be_worth_the_time_of_all(sessions: int, sh
         one.add(1, RoundResult(found_nothing=True) if nothing else RoundResult(1, 1, (1,), 0.0))
         controller.plan({one: sessions}, most=1)
     assert one.active == active
-    assert one.num_trees(sessions) == pytest.approx(max(1.0, share * sessions))
+    assert one.expected_trees(sessions) == pytest.approx(max(1.0, share * sessions))
 
 
 def test_begins_again_when_the_draft_becomes_good() -> None:
