@@ -51,9 +51,15 @@ def alone(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
     return run
 
 
-def by_onednn(layers: Sequence[Linear], rows: int) -> Callable[[], None]:
+def by_onednn(layers: Sequence[Linear], rows: int) -> Callable[[], None] | None:
+    """None where oneDNN has no kernel for this type on this processor."""
     ops = torch.ops.mkldnn
-    packed = [ops._reorder_linear_weight(one.weight_of(torch.arange(one.out_features)).contiguous()) for one in layers]
+    try:
+        packed = [
+            ops._reorder_linear_weight(one.weight_of(torch.arange(one.out_features)).contiguous()) for one in layers
+        ]
+    except RuntimeError:
+        return None
     inputs = {one.in_features: torch.randn(rows, one.in_features, dtype=one.dtype) for one in layers}
 
     def run() -> None:
@@ -80,11 +86,12 @@ def whole(model: HuggingFaceModel, rows: int, context: int) -> Callable[[], None
 def measure(
     model: HuggingFaceModel, sizes: Sequence[int], *, context: int, seconds: float
 ) -> dict[str, dict[int, float]]:
-    """Milliseconds by number of rows, of each of the three."""
+    """Milliseconds by number of rows, of each of the three that this processor has."""
     layers = linears(model)
-    found: dict[str, dict[int, float]] = {FORWARD: {}, OWN: {}, ONEDNN: {}}
+    found: dict[str, dict[int, float]] = {}
     for rows in sizes:
-        runs = {FORWARD: whole(model, rows, context), OWN: alone(layers, rows), ONEDNN: by_onednn(layers, rows)}
+        candidates = {FORWARD: whole(model, rows, context), OWN: alone(layers, rows), ONEDNN: by_onednn(layers, rows)}
+        runs = {name: run for name, run in candidates.items() if run is not None}
         taken: dict[str, list[float]] = {name: [] for name in runs}
         for run in runs.values():
             run()
@@ -96,7 +103,7 @@ def measure(
                 run()
                 taken[name].append(time.perf_counter() - start_s)
         for name, values in taken.items():
-            found[name][rows] = 1e3 * median(values)
+            found.setdefault(name, {})[rows] = 1e3 * median(values)
     return found
 
 

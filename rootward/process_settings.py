@@ -72,7 +72,7 @@ class WorkerSettings(ProcessSettings):
     cuda_graphs: bool = Field(False, description="record forwards as CUDA graphs")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
         "auto",
-        description="weights and arithmetic; auto: the checkpoint's, on a CPU without bfloat16 arithmetic float32",
+        description="weights and arithmetic; auto: the checkpoint's; float32 on CPUs without bfloat16, except for the Llama family",
     )
     max_model_len: int | None = Field(None, ge=1, description="context in tokens (default: the model's)")
     num_threads: int | None = Field(

@@ -111,6 +111,8 @@ def cpu_dtype(path_or_name: str) -> tuple[str, str]:
     measurement, because replicas on equal machines must choose the same."""
     from transformers import AutoConfig
 
+    from rootward.engine.layers import KINDS
+
     with _reading(path_or_name):
         config = AutoConfig.from_pretrained(path_or_name)
     if getattr(config, "quantization_config", None) is not None:
@@ -122,6 +124,8 @@ def cpu_dtype(path_or_name: str) -> tuple[str, str]:
     for name, supported in fast.items():
         if getattr(torch.cpu, supported, lambda: False)():
             return "bfloat16", f"the processor has {name}"
+    if stored == torch.bfloat16 and config.model_type in KINDS:
+        return "bfloat16", "half the memory to read a step; weights become float32 in registers"
     return "float32", "the processor has no bfloat16 arithmetic"
 
 

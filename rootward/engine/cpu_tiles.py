@@ -101,6 +101,10 @@ class Code:
         fetch = get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(3), INT(1)])
 
+    def forget_loads(self) -> None:
+        """What is loaded from here on is read again, even if a register had it. No instruction is generated."""
+        self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
+
     def amx(self, instruction: str, *registers: int, memory: tuple[Value, Value] | None = None) -> None:
         """Of AMX, with these matrix registers; `memory`: the address of the first row, and the bytes from row to row."""
         kinds, values = [BYTE] * len(registers), [BYTE(register) for register in registers]
@@ -229,14 +233,15 @@ def _linear(code: Code, rows: int) -> None:
     def add(k: Value, total: dict[Any, Value]) -> dict[Any, Value]:
         total = dict(total)
         here, there = code.moved(weight, k, LONG(4 * GROUP)), code.moved(prefetched, k, code.value["pace"])
-        words = [code.load(builder.add(here, LONG(step * v)), INTS if weight_pairs else FLOATS) for v in vectors]
         for vector in vectors:
             code.prefetch(builder.add(there, LONG(step * vector)))
-        weights_of_input = [words]
-        if inputs_of_step == 2:
-            lower, upper = [builder.shl(word, SIXTEEN) for word in words], [builder.and_(word, UPPER) for word in words]
-            weights_of_input = [[builder.bitcast(word, FLOATS) for word in half] for half in (lower, upper)]
-        for i, weights in enumerate(weights_of_input):
+        for i in range(inputs_of_step):
+            if i > 0:
+                code.forget_loads()  # words that stay for the second half of a pair leave too few registers with AVX2
+            weights = [code.load(builder.add(here, LONG(step * v)), INTS if weight_pairs else FLOATS) for v in vectors]
+            if inputs_of_step == 2:
+                half = [builder.and_(word, UPPER) if i > 0 else builder.shl(word, SIXTEEN) for word in weights]
+                weights = [builder.bitcast(word, FLOATS) for word in half]
             address = builder.add(code.moved(x, k, LONG(4 * inputs_of_step)), LONG(4 * i))
             for row in range(rows):
                 number = code.load(code.moved(address, LONG(row), x_stride), INT if input_pairs else FLOAT)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from rootward.engine import checkpoint
 from rootward.engine.checkpoint import cpu_dtype
@@ -100,7 +100,7 @@ def test_the_hash_sees_merges() -> None:
 
 
 @pytest.mark.parametrize(("amx", "avx512"), [(True, True), (False, True), (False, False)])
-def test_auto_is_bfloat16_only_where_checkpoint_and_processor_have_it(
+def test_auto_is_bfloat16_where_the_checkpoint_has_it_and_the_processor_or_our_own_layers(
     amx: bool, avx512: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx, raising=False)
@@ -108,8 +108,11 @@ def test_auto_is_bfloat16_only_where_checkpoint_and_processor_have_it(
     for stored in ("float32", "bfloat16", "float16"):
         LlamaConfig(dtype=stored).save_pretrained(tmp_path)
         dtype, why = cpu_dtype(str(tmp_path))
-        assert dtype == ("bfloat16" if stored != "float32" and (amx or avx512) else "float32")
+        is_fast = amx or avx512 or stored == "bfloat16"  # Llama's own layers read bfloat16 on any processor
+        assert dtype == ("bfloat16" if stored != "float32" and is_fast else "float32")
         assert why
+    GPT2Config(dtype="bfloat16").save_pretrained(tmp_path)
+    assert cpu_dtype(str(tmp_path))[0] == ("bfloat16" if amx or avx512 else "float32")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         cpu_dtype(str(tmp_path / "nothing"))
 
