@@ -28,7 +28,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
+from numba.core.cgutils import unpack_tuple
 from numba.extending import intrinsic, overload
+from numba.np.arrayobj import make_array
 from torch.nn import functional
 
 from rootward.engine.cpu_tiles import (
@@ -36,6 +38,7 @@ from rootward.engine.cpu_tiles import (
     AMX_PAIRS,
     AMX_ROWS,
     AMX_VALUES,
+    CACHE_LINE,
     CHUNK,
     DOT_KEYS,
     DOT_ROWS,
@@ -284,36 +287,83 @@ def _linear_rows(num, x, n, weight, g, k, steps, ahead, pace, out, m, o):
         linear_tile(1, x, n, weight, g, k, steps, ahead, pace, out, m, o)
 
 
+@part
+def _items_of_threads(num, threads):
+    """int64[threads, ·] for `_next_item`: what each thread takes next of its share of `num` items, and where the share ends."""
+    shares = np.empty((threads, CACHE_LINE // 8), np.int64)
+    for thread in range(threads):
+        shares[thread, 0] = num * thread // threads
+        shares[thread, 1] = num * (thread + 1) // threads
+    return shares
+
+
+@part
+def _next_item(shares, thread):
+    """An item that no thread has taken: of this thread's share, and when that is empty of another's; -1 if all are taken. So a thread whose
+    core is slower, or is shared with another process, does less, and the others hardly wait for it."""
+    threads = len(shares)
+    for turn in range(threads):
+        owner = (thread + turn) % threads
+        item = _take(shares, owner)
+        if item < shares[owner, 1]:
+            return item
+    return -1
+
+
+@intrinsic
+def _take(typing: Any, shares: Any, owner: Any) -> Any:
+    """shares[owner, 0], which becomes one more: atomic among threads."""
+
+    def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        array, long = make_array(signature.args[0])(context, builder, values[0]), ir.IntType(64)
+        row = builder.mul(values[1], unpack_tuple(builder, array.strides, 2)[0])
+        place = builder.inttoptr(builder.add(builder.ptrtoint(array.data, long), row), ir.PointerType(long))
+        return builder.atomic_rmw("add", place, long(1), "monotonic")
+
+    return numba.intp(shares, numba.intp), code
+
+
 @parallel_kernel
-def linear(x: Any, weight: Any, bias: Any, out: Any) -> None:
+def linear(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
     """out float32[N, O] = bias + weight · x, for a weight and a bias as `packed` and `packed_bias` make them. x is float32[N, I], with an
     even I for a weight in bfloat16; or, for such a weight, pairs of bfloat16 as int32[N, I / 2]. I >= 1.
 
     More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
     part, so that the memory is busy all the time."""
+    shares = _items_of_threads(len(weight), threads)
+    for thread in numba.prange(threads):
+        while True:
+            g = _next_item(shares, thread)
+            if g < 0:
+                break
+            _linear_group(x, weight, bias, g, out)
+
+
+@part
+def _linear_group(x, weight, bias, g, out):
+    """`linear` of the outputs g · GROUP to (g + 1) · GROUP."""
     num, num_out = out.shape
     depth, tiles = weight.shape[1], -(-num // LINEAR_ROWS)
     steps = depth if tiles == 1 else LINEAR_STEPS
-    for g in numba.prange(len(weight)):
-        whole = min(GROUP, num_out - g * GROUP)
-        spare = np.empty((num if whole < GROUP else 0, GROUP), np.float32)
-        for n in range(num):
-            for i in range(whole):
-                out[n, g * GROUP + i] = bias[g, i]
-            for i in range(GROUP if whole < GROUP else 0):
-                spare[n, i] = bias[g, i]
-        for k in range(0, depth, steps):
-            for tile in range(tiles):
-                n = tile * LINEAR_ROWS
-                rows, here = min(LINEAR_ROWS, num - n), min(steps, depth - k)
-                ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
-                if whole == GROUP:
-                    _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, out, n, g * GROUP)
-                else:
-                    _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, spare, n, 0)
-        for n in range(num if whole < GROUP else 0):
-            for i in range(whole):
-                out[n, g * GROUP + i] = spare[n, i]
+    whole = min(GROUP, num_out - g * GROUP)
+    spare = np.empty((num if whole < GROUP else 0, GROUP), np.float32)
+    for n in range(num):
+        for i in range(whole):
+            out[n, g * GROUP + i] = bias[g, i]
+        for i in range(GROUP if whole < GROUP else 0):
+            spare[n, i] = bias[g, i]
+    for k in range(0, depth, steps):
+        for tile in range(tiles):
+            n = tile * LINEAR_ROWS
+            rows, here = min(LINEAR_ROWS, num - n), min(steps, depth - k)
+            ahead = PREFETCH_BYTES if tiles == 1 else 4 * GROUP * (steps + steps * tile // tiles)
+            if whole == GROUP:
+                _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, out, n, g * GROUP)
+            else:
+                _linear_rows(rows, x, n, weight, g, k, here, ahead, 4 * GROUP // tiles, spare, n, 0)
+    for n in range(num if whole < GROUP else 0):
+        for i in range(whole):
+            out[n, g * GROUP + i] = spare[n, i]
 
 
 @part
@@ -337,21 +387,26 @@ def _amx_rows(x, weight, bias, g, out, o):
 
 
 @parallel_kernel
-def linear_amx(x: Any, weight: Any, bias: Any, out: Any) -> None:
+def linear_amx(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
     """`linear` of pairs of bfloat16, by AMX: x int32[N, I / 2], I a multiple of 2 · AMX_PAIRS. Needs `has_amx`.
 
     Of more rows than two matrix registers hold, each part asks for a share of the weights of the next group of outputs."""
     num, num_out = out.shape
-    for g in numba.prange(len(weight)):
-        whole = min(GROUP, num_out - g * GROUP)
-        if whole == GROUP:
-            _amx_rows(x, weight, bias, g, out, g * GROUP)
-        else:
-            spare = np.empty((num, GROUP), np.float32)
-            _amx_rows(x, weight, bias, g, spare, 0)
-            for n in range(num):
-                for i in range(whole):
-                    out[n, g * GROUP + i] = spare[n, i]
+    shares = _items_of_threads(len(weight), threads)
+    for thread in numba.prange(threads):
+        while True:
+            g = _next_item(shares, thread)
+            if g < 0:
+                break
+            whole = min(GROUP, num_out - g * GROUP)
+            if whole == GROUP:
+                _amx_rows(x, weight, bias, g, out, g * GROUP)
+            else:
+                spare = np.empty((num, GROUP), np.float32)
+                _amx_rows(x, weight, bias, g, spare, 0)
+                for n in range(num):
+                    for i in range(whole):
+                        out[n, g * GROUP + i] = spare[n, i]
 
 
 class VisibleKeys(NamedTuple):
@@ -452,6 +507,7 @@ def attention_float32(
     softcap: float,
     sinks: Any,
     out: Any,
+    threads: int,
 ) -> None:
     """Attention of row n of query float32[N, H, D] over keys and values T[C, S, D]: out[N, H · D], float32 or bfloat16.
 
@@ -463,59 +519,64 @@ def attention_float32(
     """
     heads, shared = query.shape[1], keys.shape[1]
     group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]
-    for item in numba.prange(len(part_entry) * shared):
-        p, h = item // shared, item % shared
-        b, low, high = part_entry[p], part_start[p], part_start[p + 1]
-        if b < 0:
-            out[low:high, h * group * dim_v : (h + 1) * group * dim_v] = 0
-            continue
-        start, most = length[b], 0
-        for n in range(low, high):
-            start, most = min(start, first[n]), max(most, node_start[n + 1] - node_start[n])
-        num = length[b] - start
-        cells = np.empty(num + DOT_KEYS, np.int64)
-        i = 0
-        while i < num:
-            block, offset = (start + i) // block_size, (start + i) % block_size
-            here = blocks[b, block] * block_size + offset
-            for k in range(min(block_size - offset, num - i)):
-                cells[i + k] = here + k
-            i += block_size - offset
-        padded = -(-num // DOT_KEYS) * DOT_KEYS
-        for i in range(num, padded):
-            cells[i] = cells[0]
-        num_heads = (high - low) * group
-        x = np.empty((num_heads, dim), np.float32)
-        for n in range(low, high):
-            for g in range(group):
-                for d in range(dim):
-                    x[(n - low) * group + g, d] = query[n, h * group + g, d] * np.float32(scaling)
-        weight = np.empty((num_heads, num + most + DOT_KEYS), np.float32)
-        found = np.zeros((num_heads, dim_v), np.float32)
-        _scores(x, 0, num_heads, keys, cells[:padded], h, weight, 0)
-        own = np.empty(most + DOT_KEYS, np.int64)
-        for n in range(low, high):
-            count, m = node_start[n + 1] - node_start[n], (n - low) * group
-            own[:count] = nodes[node_start[n] : node_start[n + 1]]
-            padded = -(-count // DOT_KEYS) * DOT_KEYS
-            for i in range(count, padded):
-                own[i] = own[0]
-            _scores(x, m, m + group, keys, own[:padded], h, weight, num)
-            skipped = min(first[n], length[b]) - start
-            for g in range(group):
-                score = weight[m + g, skipped : num + count]
-                if softcap > 0:
-                    for j in range(len(score)):
-                        score[j] = np.float32(softcap * np.tanh(score[j] / softcap))
-                _softmax(score, len(score), sinks[h * group + g])
-                weight[m + g, :skipped] = 0
-        _weighted(weight, 0, num_heads, 0, values, cells[:num], h, found)
-        for n in range(low, high):
-            m, own_nodes = (n - low) * group, nodes[node_start[n] : node_start[n + 1]]
-            _weighted(weight, m, m + group, num, values, own_nodes, h, found)
-            for g in range(group):
-                for d in range(dim_v):
-                    store(out, n, (h * group + g) * dim_v + d, found[m + g, d])
+    shares = _items_of_threads(len(part_entry) * shared, threads)
+    for thread in numba.prange(threads):
+        while True:
+            item = _next_item(shares, thread)
+            if item < 0:
+                break
+            p, h = item // shared, item % shared
+            b, low, high = part_entry[p], part_start[p], part_start[p + 1]
+            if b < 0:
+                out[low:high, h * group * dim_v : (h + 1) * group * dim_v] = 0
+                continue
+            start, most = length[b], 0
+            for n in range(low, high):
+                start, most = min(start, first[n]), max(most, node_start[n + 1] - node_start[n])
+            num = length[b] - start
+            cells = np.empty(num + DOT_KEYS, np.int64)
+            i = 0
+            while i < num:
+                block, offset = (start + i) // block_size, (start + i) % block_size
+                here = blocks[b, block] * block_size + offset
+                for k in range(min(block_size - offset, num - i)):
+                    cells[i + k] = here + k
+                i += block_size - offset
+            padded = -(-num // DOT_KEYS) * DOT_KEYS
+            for i in range(num, padded):
+                cells[i] = cells[0]
+            num_heads = (high - low) * group
+            x = np.empty((num_heads, dim), np.float32)
+            for n in range(low, high):
+                for g in range(group):
+                    for d in range(dim):
+                        x[(n - low) * group + g, d] = query[n, h * group + g, d] * np.float32(scaling)
+            weight = np.empty((num_heads, num + most + DOT_KEYS), np.float32)
+            found = np.zeros((num_heads, dim_v), np.float32)
+            _scores(x, 0, num_heads, keys, cells[:padded], h, weight, 0)
+            own = np.empty(most + DOT_KEYS, np.int64)
+            for n in range(low, high):
+                count, m = node_start[n + 1] - node_start[n], (n - low) * group
+                own[:count] = nodes[node_start[n] : node_start[n + 1]]
+                padded = -(-count // DOT_KEYS) * DOT_KEYS
+                for i in range(count, padded):
+                    own[i] = own[0]
+                _scores(x, m, m + group, keys, own[:padded], h, weight, num)
+                skipped = min(first[n], length[b]) - start
+                for g in range(group):
+                    score = weight[m + g, skipped : num + count]
+                    if softcap > 0:
+                        for j in range(len(score)):
+                            score[j] = np.float32(softcap * np.tanh(score[j] / softcap))
+                    _softmax(score, len(score), sinks[h * group + g])
+                    weight[m + g, :skipped] = 0
+            _weighted(weight, 0, num_heads, 0, values, cells[:num], h, found)
+            for n in range(low, high):
+                m, own_nodes = (n - low) * group, nodes[node_start[n] : node_start[n + 1]]
+                _weighted(weight, m, m + group, num, values, own_nodes, h, found)
+                for g in range(group):
+                    for d in range(dim_v):
+                        store(out, n, (h * group + g) * dim_v + d, found[m + g, d])
 
 
 class Workspace(NamedTuple):
@@ -756,8 +817,8 @@ def attention_amx(
             end = max(first[n], length[part_entry[p]]) + node_start[n + 1] - node_start[n]
             num_positions = max(num_positions, end + node_start[part_start[p + 1]] - node_start[part_start[p]])
     num_positions += 2 * AMX_KEYS  # incomplete products
-    num_items = len(part_entry) * shared
-    for t in numba.prange(threads):
+    shares = _items_of_threads(len(part_entry) * shared, threads)
+    for thread in numba.prange(threads):
         workspace = Workspace(
             cells=np.empty(num_positions, np.int64),
             score=np.empty((num_positions, AMX_ROWS), np.float32),
@@ -772,7 +833,10 @@ def attention_amx(
             total=np.empty(AMX_ROWS, np.float32),
             found=np.empty((AMX_ROWS, dim_v), np.float32),
         )
-        for item in range(num_items * t // threads, num_items * (t + 1) // threads):
+        while True:
+            item = _next_item(shares, thread)
+            if item < 0:
+                break
             p, h = item // shared, item % shared
             b = part_entry[p]
             if b < 0:
@@ -792,10 +856,10 @@ def attention(
     query: Any, keys: Any, values: Any, seen: VisibleKeys, *, scaling: float, softcap: float, sinks: Any, out: Any
 ) -> None:
     """`attention_float32`, or `attention_amx` where layers in bfloat16 use AMX too."""
-    arguments = query, keys, values, *seen, scaling, softcap, sinks, out
+    arguments = query, keys, values, *seen, scaling, softcap, sinks, out, numba.get_num_threads()
     dims = (query.shape[1], keys.shape[1], query.shape[2], values.shape[2])
     if keys.dtype == np.int16 and bf16_arithmetic() is Arithmetic.AMX and fits_amx(*dims):
-        attention_amx(*arguments, numba.get_num_threads())
+        attention_amx(*arguments)
     else:
         attention_float32(*arguments)
 
@@ -864,7 +928,7 @@ def _gain_of_bf16_dot(rows: int = 16, num_in: int = 576, num_out: int = 1536, re
     for repeat in range(repeats + 1):
         for i, x in enumerate(inputs):
             begun_s = time.perf_counter()
-            linear(x, weight, bias, out)
+            linear(x, weight, bias, out, 1)
             if repeat:  # the first call compiles
                 best[i] = min(best[i], time.perf_counter() - begun_s)
     numba.set_num_threads(num_threads)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch.nn import functional
@@ -69,7 +70,8 @@ class Linear(torch.nn.Module):
     def multiply(self, inputs: Any, out: Any) -> None:
         """The same, to out float32[N, out]."""
         multiply = cpu_kernels.linear_amx if self.arithmetic is Arithmetic.AMX else cpu_kernels.linear
-        multiply(inputs.view(np.int32) if self.rounds_inputs else inputs, self.packed, self.bias, out)
+        inputs = inputs.view(np.int32) if self.rounds_inputs else inputs
+        multiply(inputs, self.packed, self.bias, out, numba.get_num_threads())
 
     def new_inputs(self, num_rows: int) -> Any:
         """An array [N, in] in the type of its inputs, for kernels to fill: bfloat16 as int16, or float32. `in` must be even for a weight in

@@ -8,6 +8,7 @@ texts than one that takes its sessions over.
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -30,13 +31,46 @@ keys, values, query, out = normal(208, 1, dim), normal(208, 1, dim), 3 * normal(
 index = lambda *numbers: np.array(numbers, dtype=np.int64)
 blocks, sinks = np.arange(13, dtype=np.int64)[None], np.full(group, -np.inf, np.float32)
 seen = index(0), index(0, 1), index(0), index(length - 1), blocks, 16, index(0, 1), index(length - 1)
-attention_float32(query, keys, values, *seen, dim**-0.5, 0.0, sinks, out)
+attention_float32(query, keys, values, *seen, dim**-0.5, 0.0, sinks, out, 1)
 print(hashlib.sha256(out.tobytes()).hexdigest())
 if has_amx():
     keys, values = ((of.view(np.uint32) >> 16).astype(np.int16) for of in (keys, values))
     attention_amx(query, keys, values, *seen, dim**-0.5, 0.0, sinks, out, 1)
     print(hashlib.sha256(out.tobytes()).hexdigest())
 """
+
+
+# For a processor that this one need not be; nothing is run.
+COMPILED_FOR_AMX = """
+import llvmlite.binding
+import numba
+
+FEATURES = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512bf16 amx-tile amx-bf16".split()
+llvmlite.binding.get_host_cpu_features = lambda: dict.fromkeys(FEATURES, True)
+numba.config.CPU_NAME, numba.config.CPU_FEATURES = "sapphirerapids", ",".join(f"+{name}" for name in FEATURES)
+from rootward.engine import cpu_kernels
+
+index, number = numba.int64[::1], numba.float64
+rows = {kind: kind[:, ::1] for kind in (numba.float32, numba.int16, numba.int32)}
+pairs, floats, halves = rows[numba.int32], rows[numba.float32], rows[numba.int16]
+cells = numba.int16[:, :, ::1]
+cpu_kernels.linear_amx.compile((pairs, numba.int32[:, :, ::1], floats, floats, numba.intp))
+seen = index, index, index, index, numba.int64[:, ::1], numba.intp, index, index
+given = numba.float32[:, :, ::1], cells, cells, *seen, number, number, numba.float32[::1], halves, numba.intp
+cpu_kernels.attention_amx.compile(given)
+for kernel in (cpu_kernels.linear_amx, cpu_kernels.attention_amx):
+    (code,) = kernel.inspect_asm().values()
+    print(code.count("tdpbf16ps") > 0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is of x86-64")
+def test_kernels_for_amx_compile_on_a_processor_without_it(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", COMPILED_FOR_AMX]
+    run = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=600)
+    assert run.stdout.split() == ["True", "True"]
 
 
 def test_a_compiled_kernel_and_a_cached_one_have_the_same_bits(tmp_path: Path) -> None:

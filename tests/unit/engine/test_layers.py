@@ -193,6 +193,16 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
     assert torch.equal(linear.weight_of(outputs), weight[outputs])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_each_output_is_computed_by_one_of_the_threads_however_many_there_are(threads: int) -> None:
+    """Of six groups of outputs; a thread that has finished its own takes those of others."""
+    weight = torch.randn(5 * cpu_tiles.GROUP + 1, 12)
+    x, bias = np.ones((3, 12), np.float32), cpu_kernels.packed_bias(None, len(weight))
+    out = np.full((3, len(weight)), np.nan, np.float32)
+    cpu_kernels.linear(x, cpu_kernels.packed(weight), bias, out, threads)
+    np.testing.assert_allclose(out, np.tile(weight.sum(1).numpy(), (3, 1)), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.skipif(not HAS_BF16_DOT, reason="no vdpbf16ps")
 def test_processes_of_a_machine_agree_on_how_bfloat16_is_multiplied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
