@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 PACKAGES = ("rootward", "numpy", "torch", "transformers")
 
+# Of /proc/cpuinfo, fastest first
+MATRIX_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 bfloat16", "avx512f": "AVX-512", "avx2": "AVX2"}
+
 
 def described() -> dict[str, Any]:
     return {
@@ -38,13 +41,16 @@ def described() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """The processor's own name of its model."""
+    """The processor's own name of its model, and the instructions that matrix products are made of: virtual machines often call very
+    different processors by one name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    first = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    name, flags = first.get("model name", platform.machine()), first.get("flags", "").split()
+    instructions = next((label for flag, label in MATRIX_INSTRUCTIONS.items() if flag in flags), "")
+    return f"{name} ({instructions})" if instructions else name
 
 
 def commit() -> str:
