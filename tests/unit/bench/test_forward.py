@@ -18,8 +18,9 @@ def test_forward_and_its_linear_layers_are_timed_by_rows(tmp_path: Path, capsys:
     assert main(["--model", str(demo.paths().target), *flags]) == 0
     found = json.loads(out.read_text())["ms"]
     assert set(found) == {"float32", "bfloat16"}
+    assert ONEDNN in found["float32"]  # in bfloat16 it has kernels on some processors only
     for by_name in found.values():
-        assert set(by_name) == {FORWARD, OWN, ONEDNN}
+        assert {FORWARD, OWN} <= set(by_name) <= {FORWARD, OWN, ONEDNN}
         assert all(by_rows[rows] > 0.0 for by_rows in by_name.values() for rows in ("1", "3"))
     assert "share of the linear layers" in capsys.readouterr().out
 
