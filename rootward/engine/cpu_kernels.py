@@ -329,7 +329,7 @@ def linear(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
     even I for a weight in bfloat16; or, for such a weight, pairs of bfloat16 as int32[N, I / 2]. I >= 1.
 
     More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
-    part, so that the memory is busy all the time."""
+    part, so that the memory is busy all the time. So many threads take the groups of outputs, `threads` >= 1."""
     shares = _items_of_threads(len(weight), threads)
     for thread in numba.prange(threads):
         while True:
