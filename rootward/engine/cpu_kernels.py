@@ -288,7 +288,7 @@ def _linear_rows(num, x, n, weight, g, k, steps, ahead, pace, out, m, o):
 
 
 @part
-def _items_of_threads(num, threads):
+def _shares_of_threads(num, threads):
     """int64[threads, ·] for `_next_item`: what each thread takes next of its share of `num` items, and where the share ends."""
     shares = np.empty((threads, CACHE_LINE // 8), np.int64)
     for thread in range(threads):
@@ -304,15 +304,15 @@ def _next_item(shares, thread):
     threads = len(shares)
     for turn in range(threads):
         owner = (thread + turn) % threads
-        item = _take(shares, owner)
+        item = _fetch_and_increment(shares, owner)
         if item < shares[owner, 1]:
             return item
     return -1
 
 
 @intrinsic
-def _take(typing: Any, shares: Any, owner: Any) -> Any:
-    """shares[owner, 0], which becomes one more: atomic among threads."""
+def _fetch_and_increment(typing: Any, shares: Any, owner: Any) -> Any:
+    """shares[owner, 0] before it is increased by one: atomic among threads."""
 
     def code(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
         array, long = make_array(signature.args[0])(context, builder, values[0]), ir.IntType(64)
@@ -330,7 +330,7 @@ def linear(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
 
     More rows than a tile has take their weights in parts that stay in the cache for all tiles; each tile asks for a share of the next
     part, so that the memory is busy all the time. So many threads take the groups of outputs, `threads` >= 1."""
-    shares = _items_of_threads(len(weight), threads)
+    shares = _shares_of_threads(len(weight), threads)
     for thread in numba.prange(threads):
         while True:
             g = _next_item(shares, thread)
@@ -392,7 +392,7 @@ def linear_amx(x: Any, weight: Any, bias: Any, out: Any, threads: int) -> None:
 
     Of more rows than two matrix registers hold, each part asks for a share of the weights of the next group of outputs."""
     num, num_out = out.shape
-    shares = _items_of_threads(len(weight), threads)
+    shares = _shares_of_threads(len(weight), threads)
     for thread in numba.prange(threads):
         while True:
             g = _next_item(shares, thread)
@@ -519,7 +519,7 @@ def attention_float32(
     """
     heads, shared = query.shape[1], keys.shape[1]
     group, dim, dim_v = heads // shared, query.shape[2], values.shape[2]
-    shares = _items_of_threads(len(part_entry) * shared, threads)
+    shares = _shares_of_threads(len(part_entry) * shared, threads)
     for thread in numba.prange(threads):
         while True:
             item = _next_item(shares, thread)
@@ -817,7 +817,7 @@ def attention_amx(
             end = max(first[n], length[part_entry[p]]) + node_start[n + 1] - node_start[n]
             num_positions = max(num_positions, end + node_start[part_start[p + 1]] - node_start[part_start[p]])
     num_positions += 2 * AMX_KEYS  # incomplete products
-    shares = _items_of_threads(len(part_entry) * shared, threads)
+    shares = _shares_of_threads(len(part_entry) * shared, threads)
     for thread in numba.prange(threads):
         workspace = Workspace(
             cells=np.empty(num_positions, np.int64),

@@ -101,8 +101,8 @@ class Code:
         fetch = get_or_insert_function(self.builder.module, kind, "llvm.prefetch.p0")
         self.builder.call(fetch, [self.builder.inttoptr(address, pointer), INT(0), INT(3), INT(1)])
 
-    def forget_loads(self) -> None:
-        """What is loaded from here on is read again, even if a register had it. No instruction is generated."""
+    def compiler_barrier(self) -> None:
+        """Loads after it read memory, not a register that holds the same value. No instruction is generated."""
         self.builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], True)
 
     def amx(self, instruction: str, *registers: int, memory: tuple[Value, Value] | None = None) -> None:
@@ -237,7 +237,7 @@ def _linear(code: Code, rows: int) -> None:
             code.prefetch(builder.add(there, LONG(step * vector)))
         for i in range(inputs_of_step):
             if i > 0:
-                code.forget_loads()  # words that stay for the second half of a pair leave too few registers with AVX2
+                code.compiler_barrier()  # words that stay for the second half of a pair leave too few registers with AVX2
             weights = [code.load(builder.add(here, LONG(step * v)), INTS if weight_pairs else FLOATS) for v in vectors]
             if inputs_of_step == 2:
                 half = [builder.and_(word, UPPER) if i > 0 else builder.shl(word, SIXTEEN) for word in weights]

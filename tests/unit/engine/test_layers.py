@@ -194,8 +194,8 @@ def test_a_row_of_a_linear_layer_has_the_same_bits_beside_any_others(
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-def test_each_output_is_computed_by_one_of_the_threads_however_many_there_are(threads: int) -> None:
-    """Of six groups of outputs; a thread that has finished its own takes those of others."""
+def test_every_output_is_computed_whatever_the_number_of_threads(threads: int) -> None:
+    """Of six groups of outputs; a thread that has finished its own share takes groups of other shares."""
     weight = torch.randn(5 * cpu_tiles.GROUP + 1, 12)
     x, bias = np.ones((3, 12), np.float32), cpu_kernels.packed_bias(None, len(weight))
     out = np.full((3, len(weight)), np.nan, np.float32)
